@@ -1,0 +1,194 @@
+"""Train a language model to play Blackjack, and know exactly how well it plays.
+
+python examples/blackjack.py                     the embedded 135M model, minutes on a laptop
+python examples/blackjack.py --free-text         no list of admissible words: the reply is free text
+python examples/blackjack.py --model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --load-in-8bit --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+from blackjack_exact import STATES, State, baseline_returns, expected_return, strategy_table
+from gymnasium.vector import AutoresetMode
+from tqdm import tqdm
+
+from llamagym import Agent, LlamaGymError, load_model_and_tokenizer, parse_choice
+from llamagym.tracking import default_tracker
+
+
+class BlackjackAgent(Agent):
+    """Sees its sum, the dealer's card and whether an ace is usable; says stick or hit."""
+
+    free_text = False
+
+    def get_system_prompt(self) -> str:
+        """The rules, in a line: it is read once for all hands."""
+        return "You play blackjack. You see your sum and the dealer's card. Answer with one word: stick or hit."
+
+    def format_observation(self, observation: State) -> str:
+        """One short line."""
+        player, dealer, usable_ace = observation
+        return f"{'soft ' if usable_ace else ''}{player} against {'ace' if dealer == 1 else dealer}"
+
+    def get_action_choices(self, observation: State) -> list[str] | None:
+        """The two words, unless the reply is free text."""
+        return None if self.free_text else ["stick", "hit"]
+
+    def extract_action(self, response: str) -> int:
+        """0 sticks, 1 hits."""
+        return parse_choice(response, {"stick": 0, "hit": 1})
+
+    def fallback_action(self, observation: State) -> int:
+        """An unreadable reply sticks."""
+        return 0
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="registry name, hub id or local folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--load-in-8bit", action="store_true")
+    parser.add_argument("--load-in-4bit", action="store_true")
+    parser.add_argument("--episodes", type=int, default=40_000, help="hands to play")
+    parser.add_argument("--num-envs", type=int, default=128, help="tables played at once")
+    parser.add_argument("--batch-size", type=int, default=2048, help="turns per update")
+    parser.add_argument("--mini-batch-size", type=int, default=512, help="turns per optimiser step")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--entropy-coef", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
+    parser.add_argument("--max-new-tokens", type=int, default=4, help="longest free-text reply")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/blackjack-<time>")
+    parser.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
+    parser.add_argument("--wandb-mode", choices=["online", "offline", "disabled"], help="WANDB_MODE does the same")
+    return parser.parse_args()
+
+
+def hit_probabilities(agent: BlackjackAgent, greedy: bool = False) -> dict[State, float]:
+    """How often the agent hits in each state: exact for choices and when greedy, from 20 samples a state otherwise."""
+    if not agent.free_text:
+        hits = [probability["hit"] for probability in agent.action_probabilities(STATES)]
+        return {state: float(hit > 0.5) if greedy else hit for state, hit in zip(STATES, hits, strict=True)}
+    samples = 1 if greedy else 20
+    agent.eval(greedy)
+    actions = []
+    for sample in range(samples):
+        ids = [("table", sample, state) for state in STATES]
+        actions.append(agent.act_batch(STATES, ids))
+        agent.discard_episodes(ids)
+    agent.train()
+    return dict(zip(STATES, np.mean(actions, axis=0).tolist(), strict=True))
+
+
+def peak_memory_gib() -> float:
+    """Largest resident memory so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def main() -> None:
+    """Load, play, learn, and report."""
+    args = parse_args()
+    run_dir = args.run_dir or Path("runs") / time.strftime("blackjack-%Y%m%d-%H%M%S")
+    model, tokenizer, device = load_model_and_tokenizer(
+        args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
+    )
+    agent = BlackjackAgent(
+        model,
+        tokenizer,
+        device,
+        generate_config_dict={"max_new_tokens": args.max_new_tokens},
+        ppo_config_dict={
+            "batch_size": args.batch_size,
+            "mini_batch_size": args.mini_batch_size,
+            "learning_rate": args.learning_rate,
+            "entropy_coef": args.entropy_coef,
+        },
+        context="turn",
+        seed=args.seed,
+    )
+    agent.free_text = args.free_text
+    before = expected_return(hit_probabilities(agent))
+
+    # Both options must be passed: the registered default is sab=True, another game.
+    envs = gym.make_vec(
+        "Blackjack-v1",
+        num_envs=args.num_envs,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+        natural=False,
+        sab=False,
+    )
+    tracker = default_tracker(run_dir, vars(args), args.wandb_project, args.wandb_mode)
+    recent: deque[float] = deque(maxlen=1000)
+    finished = turns = updates = 0
+    started = time.perf_counter()
+    observations, _ = envs.reset(seed=args.seed)
+    with tqdm(total=args.episodes, unit="hand") as bar:
+        while finished < args.episodes:
+            hands = list(zip(*(part.tolist() for part in observations), strict=True))
+            actions = agent.act_batch(hands)
+            sample = agent.current_episode_messages
+            observations, rewards, terminated, truncated, _ = envs.step(np.array(actions))
+            agent.assign_rewards(rewards.tolist())
+            ended = np.flatnonzero(terminated | truncated)
+            stats = agent.terminate_episodes(ended.tolist())
+
+            turns += len(hands)
+            finished += len(ended)
+            recent.extend(rewards[ended].tolist())
+            bar.update(min(len(ended), args.episodes - bar.n))
+            bar.set_postfix_str(f"mean return of {len(recent)}: {np.mean(recent or [0.0]):+.3f}", refresh=False)
+            if stats:
+                updates += 1
+                exact = {} if args.free_text else {"expected_return": expected_return(hit_probabilities(agent))}
+                tracker.log({**stats, **exact, "minutes": (time.perf_counter() - started) / 60}, finished)
+                if updates % 5 == 1:
+                    said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])
+                    bar.write(f"update {updates}, entropy {stats['entropy']:.2f}, {said}")
+    minutes = (time.perf_counter() - started) / 60
+    tracker.close()
+    if not updates:
+        print(agent.why_no_update())
+
+    policy = hit_probabilities(agent)
+    after, greedy = expected_return(policy), expected_return(hit_probabilities(agent, greedy=True))
+    model.save_pretrained(run_dir / "adapter")
+    summary = {
+        "seed": args.seed,
+        "model": args.model,
+        "episodes": finished,
+        "turns": turns,
+        "updates": updates,
+        "minutes": minutes,
+        "turns_per_second": turns / minutes / 60,
+        "peak_memory_gib": peak_memory_gib(),
+        "expected_return_before": before,
+        "expected_return_after": after,
+        "expected_return_greedy": greedy,
+        "baselines": baseline_returns(),
+        "policy_table": {" ".join(map(str, state)): hit for state, hit in policy.items()},
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(strategy_table(policy))
+    print(f"Exact expected return: {before:+.4f} before, {after:+.4f} after ({greedy:+.4f} if greedy).")
+    print("Baselines: " + ", ".join(f"{name} {value:+.4f}" for name, value in baseline_returns().items()) + ".")
+    print(f"{finished} hands, {turns} turns, {minutes:.1f} min, {peak_memory_gib():.2f} GiB peak. Results: {run_dir}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LlamaGymError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,0 +1,42 @@
+"""llamagym: language models that learn by acting."""
+
+from .agent import Agent
+from .errors import (
+    ActionParseError,
+    ChatTemplateError,
+    ConfigError,
+    ContextLengthError,
+    EpisodeError,
+    LlamaGymError,
+    ModelLoadError,
+)
+from .generation import GenerationConfig
+from .loading import load_model_and_tokenizer
+from .parsing import find_json, parse_choice
+from .ppo import PPO, PPOConfig
+from .ppo_trainer import PPOTrainer
+from .training import EvaluationResult, TrainingResult, evaluate, train
+from .value_head import AutoModelForCausalLMWithValueHead
+
+__all__ = [
+    "PPO",
+    "ActionParseError",
+    "Agent",
+    "AutoModelForCausalLMWithValueHead",
+    "ChatTemplateError",
+    "ConfigError",
+    "ContextLengthError",
+    "EpisodeError",
+    "EvaluationResult",
+    "GenerationConfig",
+    "LlamaGymError",
+    "ModelLoadError",
+    "PPOConfig",
+    "PPOTrainer",
+    "TrainingResult",
+    "evaluate",
+    "find_json",
+    "load_model_and_tokenizer",
+    "parse_choice",
+    "train",
+]

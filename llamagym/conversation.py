@@ -1,0 +1,194 @@
+"""What was said, as facts: prompts, replies, turns, episodes, and the conversation that grows them.
+
+Token ids are only ever appended. The prompts and replies of a context, concatenated, are exactly what the model saw
+and sampled; nothing is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .chat_template import ChatTemplate, Message
+from .errors import EpisodeError
+
+Context = Literal["episode", "turn"]
+FinishReason = Literal["eos", "length", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a turn adds before the reply.
+
+    Attributes:
+        ids: New token ids: the whole context if `starts_context`, else what follows the previous reply.
+        starts_context: Whether the model sees nothing from before this prompt.
+        choices: Token ids of each admissible reply, or None for free text.
+    """
+
+    ids: tuple[int, ...]
+    starts_context: bool
+    choices: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy sampled, and what it knew at that moment.
+
+    Attributes:
+        ids: Sampled token ids; an end-of-sequence token is there only if it was sampled.
+        logprobs: Log-probability of each decision: one per token of free text, a single one for a choice.
+        value: The critic's estimate at the last prompt token, in reward units.
+        finish_reason: Why the reply ended.
+        choice_index: Which of the prompt's choices was taken, or None for free text.
+        weights_version: How many updates the weights had seen.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    value: float
+    finish_reason: FinishReason
+    choice_index: int | None
+    weights_version: int
+
+
+@dataclass(slots=True)
+class Turn:
+    """One step of an episode: a prompt, the reply, and what came of it.
+
+    Attributes:
+        prompt: What the model read.
+        reply: What it said.
+        reward: The environment's reward, raw.
+        penalty: Added for a reply that named no action; 0 or negative, kept apart from the reward.
+        valid: Whether the reply named an action.
+    """
+
+    prompt: Prompt
+    reply: Reply
+    reward: float = 0.0
+    penalty: float = 0.0
+    valid: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Turns that share one context, and possibly a prompt that awaits its reply."""
+
+    turns: tuple[Turn, ...]
+    pending: Prompt | None = None
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompts in order, the pending one last."""
+        prompts = tuple(turn.prompt for turn in self.turns)
+        return prompts if self.pending is None else (*prompts, self.pending)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished episode.
+
+    Attributes:
+        turns: Its turns in order, at least one.
+        terminated: Whether the environment reached a final state.
+        truncated: Whether it was cut off; `final_value` then stands for what was missed.
+        final_value: The critic's estimate of the state after the last turn; 0 after termination.
+    """
+
+    turns: tuple[Turn, ...]
+    terminated: bool
+    truncated: bool
+    final_value: float = 0.0
+
+    @property
+    def total_reward(self) -> float:
+        """Undiscounted sum of the environment's rewards (penalties not included)."""
+        return sum(turn.reward for turn in self.turns)
+
+    def segments(self) -> list[Segment]:
+        """The episode cut wherever a turn starts a new context."""
+        return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
+
+
+def _split_contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
+    groups: list[list[Turn]] = []
+    for turn in turns:
+        if turn.prompt.starts_context or not groups:
+            groups.append([])
+        groups[-1].append(turn)
+    return groups
+
+
+@dataclass
+class Conversation:
+    """One episode in the making: messages for people, token ids for the model.
+
+    Attributes:
+        template: Renders prompts.
+        system_prompt: Opens every context.
+        context: Whether the model sees the whole episode or only the current observation.
+        turns: Finished turns.
+        messages: The same in words, as chat messages, system prompt first.
+        pending: The prompt that awaits a reply.
+    """
+
+    template: ChatTemplate
+    system_prompt: str
+    context: Context = "episode"
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    pending: Prompt | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with the system prompt."""
+        if self.system_prompt:
+            self.messages.append({"role": "system", "content": self.system_prompt})
+
+    def observe(self, text: str, prefix: str = "", choices: Sequence[str] | None = None) -> Segment:
+        """Append an observation and return the context that the model must answer.
+
+        Args:
+            text: The observation in words.
+            prefix: Fixed text the reply begins with.
+            choices: Admissible replies, or None for free text.
+        """
+        if self.pending is not None:
+            raise EpisodeError(
+                f"Observation {text!r} arrived while an earlier one still awaits its reply. Call act() once per "
+                "environment step."
+            )
+        starts_context = self.context == "turn" or not self.turns
+        if starts_context:
+            ids = self.template.first_prompt(self.system_prompt, text)
+        else:
+            last = self.turns[-1].reply
+            ids = self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None)
+        ids += self.template.encode(prefix)
+        encoded = None if choices is None else tuple(tuple(self.template.encode(choice)) for choice in choices)
+        self.pending = Prompt(tuple(ids), starts_context, encoded)
+        self.messages.append({"role": "user", "content": text})
+        return self.current_segment()
+
+    def current_segment(self) -> Segment:
+        """The turns that the pending prompt, or the last turn, shares its context with."""
+        if self.pending is not None and self.pending.starts_context:
+            return Segment((), self.pending)
+        groups = _split_contexts(self.turns)
+        return Segment(tuple(groups[-1]) if groups else (), self.pending)
+
+    def answer(self, reply: Reply, text: str) -> Turn:
+        """Append the reply to the pending prompt; `text` is the reply in words, its prefix included."""
+        assert self.pending is not None, "a reply needs a prompt"
+        turn = Turn(self.pending, reply)
+        self.turns.append(turn)
+        self.messages.append({"role": "assistant", "content": text})
+        self.pending = None
+        return turn
+
+    def withdraw(self) -> None:
+        """Take back the pending prompt, as if its observation had never arrived."""
+        if self.pending is not None:
+            self.pending = None
+            self.messages.pop()

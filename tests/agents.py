@@ -1,0 +1,69 @@
+"""Small agents and environments that the tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from llamagym import Agent
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+class WordAgent(Agent):
+    """Answers in free text; the action is the reply."""
+
+    def get_system_prompt(self) -> str:
+        return "Say something."
+
+    def format_observation(self, observation: Any) -> str:
+        return f"Observation {observation}"
+
+    def extract_action(self, response: str) -> str:
+        return response
+
+
+class ChoiceAgent(WordAgent):
+    """Chooses among strings of several tokens, some beginning alike; the action is the string's index."""
+
+    choices: tuple[str, ...] = ("go left", "go right", "stay")
+
+    def get_action_choices(self, observation: Any) -> list[str] | None:
+        return list(self.choices)
+
+    def extract_action(self, response: str) -> int:
+        return self.choices.index(response)
+
+
+def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", **options: Any) -> Any:
+    """An agent on a tiny model; its adapter and value head are moved off zero, so that nothing is trivially equal."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name or "v_head" in name:
+                weight.normal_(std=0.2)
+    settings = {"max_new_tokens": 6, **options.pop("generate", {})}
+    ppo = {"batch_size": 4, "mini_batch_size": 4, **options.pop("ppo", {})}
+    return kind(model, tiny_tokenizer(family), None, settings, ppo, **{"seed": 0, **options})
+
+
+class CountdownEnv(gym.Env):
+    """Shows how many steps are left; ends after `length` steps, by termination or by truncation."""
+
+    observation_space = gym.spaces.Discrete(100)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, length: int = 3, truncates: bool = False) -> None:
+        self.length, self.truncates = length, truncates
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.int64, dict]:
+        super().reset(seed=seed)
+        self.left = self.length
+        return np.int64(self.left), {}
+
+    def step(self, action: int) -> tuple[np.int64, float, bool, bool, dict]:
+        self.left -= 1
+        over = self.left == 0
+        return np.int64(self.left), float(action), over and not self.truncates, over and self.truncates, {}

