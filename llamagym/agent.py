@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .chat_template import ChatTemplate, Message
+from .chat_template import ChatTemplate, Message, end_ids
 from .conversation import Context, Conversation, Episode
 from .errors import ActionParseError, ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
@@ -92,7 +92,7 @@ class Agent(ABC):
         self._template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             model.to(device)
-        self.policy = Policy(model, _end_ids(model, tokenizer), generation, calibrate_choices, seed)
+        self.policy = Policy(model, end_ids(model.pretrained_model, tokenizer), generation, calibrate_choices, seed)
         self.learner = PPO(self.policy, config)
         self._context: Context = context
         self._prefix = response_prefix
@@ -208,7 +208,6 @@ class Agent(ABC):
         contexts = []
         try:
             for conversation, observation, offered in zip(conversations, observations, choices, strict=True):
-                _check_choices(offered)
                 contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
             replies = self.policy.sample(contexts, self._learning, self._greedy)
         except BaseException:
@@ -304,7 +303,6 @@ class Agent(ABC):
                     f"Observation {observation!r} offers no choices, so its replies cannot be enumerated. Define "
                     "get_action_choices()."
                 )
-            _check_choices(offered)
             offers.append(offered)
             conversation = Conversation(self._template, self.get_system_prompt(), self._context)
             contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
@@ -362,17 +360,3 @@ def _environments(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what
             f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
         )
     return ids
-
-
-def _check_choices(choices: list[str] | None) -> None:
-    if choices is not None and (not choices or len(set(choices)) != len(choices) or "" in choices):
-        raise ConfigError(
-            f"get_action_choices() returned {choices!r}. Return distinct, non-empty strings, or None for free text."
-        )
-
-
-def _end_ids(model: AutoModelForCausalLMWithValueHead, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a reply: the tokenizer's and those of the model's generation defaults."""
-    configured = getattr(model.pretrained_model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return sorted(end for end in ids if end is not None)

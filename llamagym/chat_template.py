@@ -120,3 +120,10 @@ class ChatTemplate:
                 f"renders {short!r}, after a second {long!r}. Pass context='turn' to show one observation at a time, "
                 "or set another tokenizer.chat_template."
             )
+
+
+def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a reply: the tokenizer's and those of the model's generation defaults."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return sorted(end for end in ids if end is not None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .chat_template import ChatTemplate, Message
-from .errors import EpisodeError
+from .errors import ConfigError, EpisodeError
 
 Context = Literal["episode", "turn"]
 FinishReason = Literal["eos", "length", "choice"]
@@ -158,6 +158,10 @@ class Conversation:
             raise EpisodeError(
                 f"Observation {text!r} arrived while an earlier one still awaits its reply. Call act() once per "
                 "environment step."
+            )
+        if choices is not None and (not choices or len(set(choices)) != len(choices) or "" in choices):
+            raise ConfigError(
+                f"get_action_choices() returned {choices!r}. Return distinct, non-empty strings, or None for free text."
             )
         starts_context = self.context == "turn" or not self.turns
         if starts_context:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .backbone import Backbone
 from .batching import Batch, ReadPlan, TokenTree, shared_prefix_length
+from .choices import choice_logprobs, choice_scores
 from .conversation import Reply, Segment
 from .errors import ContextLengthError
 from .generation import GenerationConfig
@@ -59,7 +60,8 @@ class Evaluation:
 class _Reading:
     """One batch, read.
 
-    Features (N, H) and values (N,) of prompt ends, step_logprobs (S,), node_entropy (M,), choice_logprobs (D, C).
+    Features (N, H) and values (N,) of prompt ends, step_logprobs (S,), node_entropy (M,), choices' scores and
+    log-probabilities (D, C).
     """
 
     plan: ReadPlan
@@ -67,6 +69,7 @@ class _Reading:
     values: Tensor
     step_logprobs: Tensor
     node_entropy: Tensor
+    choice_scores: Tensor
     choice_logprobs: Tensor
 
 
@@ -299,7 +302,9 @@ class Policy:
         values = self.model.v_head(features).squeeze(-1)
         picked, entropy = self._read_nodes(backbone, flat[plan.nodes], plan)
         step_logprobs = picked[plan.steps[:, 0], plan.steps[:, 1]]
-        return _Reading(plan, features, values, step_logprobs, entropy, self._choices(plan, step_logprobs))
+        scores = choice_scores(plan, step_logprobs)
+        offers = choice_logprobs(plan, scores, self.choice_prior, self.generation.temperature)
+        return _Reading(plan, features, values, step_logprobs, entropy, scores, offers)
 
     def _read_nodes(self, backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets (M, K) and entropies (M,), without ever holding all logits (M, V)."""
@@ -319,26 +324,6 @@ class Policy:
         read_chunks = [checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([picked for picked, _ in read_chunks]), torch.cat([entropy for _, entropy in read_chunks])
 
-    def _choices(self, plan: ReadPlan, step_logprobs: Tensor) -> Tensor:
-        """Log-probabilities (D, C) of every offered choice; -inf where a turn offers fewer."""
-        shape = (len(plan.choices), plan.choice_width)
-        scores = self._choice_scores(plan, step_logprobs)
-        prior = torch.zeros(shape)
-        absent = torch.ones(shape, dtype=torch.bool)
-        for row, choices in enumerate(plan.choices):
-            absent[row, : len(choices)] = False
-            prior[row, : len(choices)] = torch.tensor([self.choice_prior.get(choice, 0.0) for choice in choices])
-        logits = (scores - prior.to(scores.device)) / self.generation.temperature
-        return logits.masked_fill(absent.to(scores.device), -torch.inf).log_softmax(-1)
-
-    @staticmethod
-    def _choice_scores(plan: ReadPlan, step_logprobs: Tensor) -> Tensor:
-        """Exact log-probability of each choice's tokens, (D, C)."""
-        shape = (len(plan.choices), plan.choice_width)
-        step, slot = plan.choice_slots.unbind(1)
-        flat = torch.zeros(shape[0] * shape[1], device=step_logprobs.device)
-        return flat.index_add(0, slot, step_logprobs[step]).reshape(shape)
-
     def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
         """Measure the mean score of choices never met before, on the contexts that offer them now."""
         if not self._calibrate:
@@ -352,8 +337,7 @@ class Policy:
         for rows in self._chunks(fresh):
             with self._as_reference():
                 reading = self._read([fresh[row] for row in rows], reference=True)
-            scores = self._choice_scores(reading.plan, reading.step_logprobs).tolist()
-            for choices, row_scores in zip(reading.plan.choices, scores, strict=True):
+            for choices, row_scores in zip(reading.plan.choices, reading.choice_scores.tolist(), strict=True):
                 for choice, score in zip(choices, row_scores, strict=False):
                     sums.setdefault(choice, []).append(score)
         for choice, scores_of_choice in sums.items():

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 Stats = dict[str, float]
 # An update stops once the KL of a minibatch exceeds the target by this factor.
 _KL_TOLERANCE = 1.5
+# A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
+_ADAM_BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class PPO:
         body = [p for p in policy.model.pretrained_model.parameters() if p.requires_grad]
         self._body, self._head = body, head
         groups = [{"params": body, "lr": config.learning_rate}, {"params": head, "lr": config.value_learning_rate}]
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS))
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
         if config.init_kl_coef:

@@ -19,6 +19,7 @@ ORDER = [
     "chat_template",
     "conversation",
     "batching",
+    "choices",
     "model_registry",
     "value_head",
     "loading",
