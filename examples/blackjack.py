@@ -59,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--load-in-8bit", action="store_true")
     parser.add_argument("--load-in-4bit", action="store_true")
-    parser.add_argument("--episodes", type=int, default=40_000, help="hands to play")
+    parser.add_argument("--episodes", type=int, default=34_000, help="hands to play")
     parser.add_argument("--num-envs", type=int, default=128, help="tables played at once")
     parser.add_argument("--batch-size", type=int, default=2048, help="turns per update")
     parser.add_argument("--mini-batch-size", type=int, default=512, help="turns per optimiser step")

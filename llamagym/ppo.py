@@ -90,7 +90,7 @@ class PPOConfig:
     target_kl: float | None = None
     max_grad_norm: float = 1.0
     whiten_advantages: bool = True
-    microbatch_nodes: int = 2048
+    microbatch_nodes: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
