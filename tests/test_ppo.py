@@ -1,0 +1,163 @@
+"""PPO over turns: targets, minibatches, early stopping, references, and that it learns."""
+
+from __future__ import annotations
+
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from llamagym import train
+from llamagym.ppo import AdaptiveKLController
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+
+
+def fill(agent, episodes=4, turns=2):
+    """Play episodes with known rewards into the buffer, without an update; returns them."""
+    for episode in range(episodes):
+        for turn in range(turns):
+            agent.act(f"{episode} {turn}")
+            agent.assign_reward(float(episode + turn))
+        agent.terminate_episode()
+    return agent._buffer
+
+
+def targets_of(agent, episodes):
+    segments = [segment for episode in episodes for segment in episode.segments()]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    return agent.learner._prepare(episodes, segments, turns)
+
+
+@pytest.mark.parametrize("context", ["episode", "turn"])
+def test_advantages_are_gae_over_turns(context):
+    options = {"batch_size": 1000, "gamma": 0.9, "lam": 0.8, "whiten_advantages": False}
+    agent = make_agent(ChoiceAgent, context=context, ppo=options)
+    episodes = fill(agent, episodes=3, turns=3)
+    targets, _ = targets_of(agent, episodes)
+    row = 0
+    for episode in episodes:
+        values = [turn.reply.value for turn in episode.turns] + [0.0]
+        deltas = [turn.reward + 0.9 * values[t + 1] - values[t] for t, turn in enumerate(episode.turns)]
+        for t in range(3):
+            expected = sum((0.9 * 0.8) ** (k - t) * deltas[k] for k in range(t, 3))
+            assert targets.advantages[row].item() == pytest.approx(expected, abs=1e-5)
+            assert targets.returns[row].item() == pytest.approx(expected + values[t], abs=1e-5)
+            row += 1
+
+
+def test_the_kl_penalty_is_k1_per_turn_and_leaves_rewards_alone():
+    base = {"batch_size": 1000, "whiten_advantages": False, "gamma": 0.0, "lam": 0.0}
+    agent = make_agent(WordAgent, ppo={**base, "init_kl_coef": 0.3})
+    episodes = fill(agent, episodes=2, turns=2)
+    targets, mean_kl = targets_of(agent, episodes)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    with torch.no_grad():
+        references = [agent.policy.evaluate(e.segments(), reference=True).logprobs for e in episodes]
+    expected = []
+    for turn, reference in zip(turns, [row for r in references for row in r], strict=True):
+        expected.append(sum(turn.reply.logprobs) - reference[: len(turn.reply.logprobs)].sum().item())
+    assert mean_kl == pytest.approx(np.mean(expected), abs=1e-4)
+    # With gamma 0 the advantage is reward less penalty less value.
+    for turn, kl, advantage in zip(turns, expected, targets.advantages, strict=True):
+        assert advantage.item() == pytest.approx(turn.reward - 0.3 * kl - turn.reply.value, abs=1e-4)
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(5, [5, 5, 2]), (10, [12])])
+def test_minibatches_cover_every_segment_once_and_small_remainders_join(size, sizes):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000, "mini_batch_size": size})
+    segments = [segment for episode in fill(agent, episodes=6, turns=2) for segment in episode.segments()]
+    groups = agent.learner._minibatches(segments)
+    assert sorted(id(s) for group in groups for s in group) == sorted(map(id, segments))
+    assert [len(group) for group in groups] == sizes
+
+
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+def test_microbatches_change_nothing_but_memory(kind):
+    weights = []
+    for nodes in (10_000, 60):
+        agent = make_agent(kind, ppo={"batch_size": 8, "mini_batch_size": 8, "microbatch_nodes": nodes})
+        fill(agent, episodes=4, turns=2)
+        weights.append(torch.cat([p.detach().flatten() for p in agent.policy.model.parameters() if p.requires_grad]))
+    # Adam divides by the gradient's size, so rounding is magnified where a gradient is next to nothing.
+    assert torch.quantile((weights[0] - weights[1]).abs(), 0.99) < 1e-5
+
+
+def test_target_kl_holds_the_policy_where_it_runs_away_without():
+    moved = {}
+    for target in (None, 0.01):
+        ppo = {"batch_size": 16, "mini_batch_size": 4, "ppo_epochs": 30, "learning_rate": 0.0003, "target_kl": target}
+        # Without the surrogate's clipping nothing else holds it.
+        ppo |= {"cliprange": 100.0, "cliprange_value": 100.0}
+        agent = make_agent(ChoiceAgent, context="turn", ppo={**ppo, "entropy_coef": 0.0})
+        fill(agent, episodes=7, turns=2)
+        for turn in range(2):
+            agent.act(f"7 {turn}")
+            agent.assign_reward(7.0)
+        turns = [t for e in agent._buffer for t in e.turns] + list(agent.conversation(0).turns)
+        before = [logprob for turn in turns for logprob in turn.reply.logprobs]
+        episodes = [*agent._buffer]
+        stats = agent.terminate_episode()
+        with torch.no_grad():
+            now = torch.cat([agent.policy.evaluate(e.segments()).logprobs[:, 0] for e in episodes])
+        moved[target] = (0.5 * (now - torch.tensor(before[: len(now)])).square().mean()).item()
+        assert stats["stopped_early"] == float(target is not None)
+    assert moved[0.01] < 0.5 * moved[None]
+
+
+def test_adaptive_kl_controller():
+    controller = AdaptiveKLController(init_kl_coef=0.1, target=2.0, horizon=100.0)
+    controller.update(kl=10.0, steps=50)
+    # The error is clipped at 0.2: 0.1 * (1 + 0.2 * 50 / 100).
+    assert controller.value == pytest.approx(0.11)
+    controller.update(kl=1.9, steps=100)
+    assert controller.value == pytest.approx(0.11 * (1 - 0.05))
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_kl_to_the_reference_pulls_back(placement):
+    distance = {}
+    for coefficient in (0.001, 5.0):
+        ppo = {"batch_size": 12, "mini_batch_size": 12, "ppo_epochs": 2, "learning_rate": 0.01, "entropy_coef": 0.0}
+        ppo |= {"init_kl_coef": coefficient, "kl_placement": placement}
+        agent = make_agent(ChoiceAgent, context="turn", ppo=ppo)
+        for _ in range(6):
+            fill(agent, episodes=6, turns=2)
+        probe = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
+        segments = [segment for episode in fill(probe, 4, 2) for segment in episode.segments()]
+        agent.policy.choice_prior = probe.policy.choice_prior
+        with torch.no_grad():
+            now, ref = (agent.policy.evaluate(segments, reference=r).logprobs for r in (False, True))
+        distance[coefficient] = (now - ref).abs().mean().item()
+    assert distance[5.0] < distance[0.001]
+
+
+class Bandit(gym.Env):
+    """Shows 0 or 1; the action that equals it earns 1, any other 0. One step an episode."""
+
+    observation_space = gym.spaces.Discrete(2)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.shown = int(self.np_random.integers(2))
+        return np.int64(self.shown), {}
+
+    def step(self, action):
+        return np.int64(self.shown), float(action == self.shown), True, False, {}
+
+
+class BanditAgent(ChoiceAgent):
+    choices = ("yes", "no")
+
+
+@pytest.mark.parametrize(("learning_rate", "learns"), [(0.01, True), (0.0, False)])
+def test_it_learns_a_bandit_and_not_at_learning_rate_zero(learning_rate, learns):
+    ppo = {"batch_size": 64, "mini_batch_size": 32, "learning_rate": learning_rate, "target_kl": 0.05}
+    agent = make_agent(BanditAgent, context="turn", ppo=ppo)
+    result = train(agent, Bandit, episodes=2560, num_envs=64, seed=0)
+    last = float(np.mean(result.returns[-256:]))
+    assert (last > 0.9) == learns
+    assert result.updates[-1]["ratio_error"] < 1e-4
+    assert not math.isnan(result.updates[0]["ratio_error"])

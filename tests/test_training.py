@@ -1,0 +1,97 @@
+"""The visible loop: autoreset, truncation, quotas, what is left behind."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import gymnasium as gym
+import pytest
+
+from llamagym import ConfigError, evaluate, train
+from llamagym.tracking import JsonlTracker, default_tracker
+from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+
+
+class IndexAgent(ChoiceAgent):
+    """Remembers every observation that it was shown."""
+
+    def format_observation(self, observation):
+        seen = self.__dict__.setdefault("seen", [])
+        seen.append(int(observation))
+        return str(observation)
+
+
+def test_every_step_is_a_turn_and_resets_are_not(tmp_path):
+    agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 1000})
+    result = train(agent, functools.partial(CountdownEnv, 3), episodes=4, num_envs=2, seed=0)
+    assert len(result.returns) == 4
+    assert result.turns == 12
+    # Two copies in step, twice: the observation after the last step belongs to no turn, the next episode's first does.
+    assert agent.seen == [3, 3, 2, 2, 1, 1] * 2
+    assert [len(episode.turns) for episode in agent._buffer] == [3, 3, 3, 3]
+    assert sum(episode.total_reward for episode in agent._buffer) == sum(result.returns)
+    assert result.updates == []
+    assert "12 turns, and a batch needs 1000" in result.message
+
+
+def test_truncated_episodes_are_valued_at_their_final_observation():
+    agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 1000})
+    train(agent, functools.partial(CountdownEnv, 2, truncates=True), episodes=2, num_envs=2, seed=0)
+    # 0 is the final observation of each copy; the next episode's first, 2, must not stand in for it.
+    assert agent.seen == [2, 2, 1, 1, 0, 0]
+    assert all(episode.truncated and episode.final_value != 0.0 for episode in agent._buffer)
+
+
+def test_updates_reach_the_callback_and_the_tracker(tmp_path):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    seen = []
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    result = train(agent, CountdownEnv, episodes=4, num_envs=2, on_update=seen.append, tracker=tracker)
+    tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(seen) == len(lines) == len(result.updates) == 2
+    assert [line["step"] for line in lines] == [2, 4]
+    assert lines[0]["entropy"] == seen[0]["entropy"]
+    assert result.message == ""
+
+
+def test_an_environment_given_by_id_is_copied():
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
+    agent.choices = ("a", "b", "c", "d")
+    env = gym.make("FrozenLake-v1", max_episode_steps=2)
+    assert len(train(agent, env, episodes=3, num_envs=3, seed=1).returns) == 3
+    with pytest.raises(ConfigError, match="Pass a function that makes one"):
+        train(agent, CountdownEnv(), episodes=1, num_envs=2)
+
+
+def test_evaluate_plays_fixed_quotas_and_leaves_training_alone():
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1})
+    agent.act("under way")
+    agent.assign_reward(1.0)
+    weights = [w.detach().clone() for w in agent.policy.model.parameters()]
+    result = evaluate(agent, CountdownEnv, episodes=5, seed=3, num_envs=2)
+    assert len(result.returns) == 5
+    # A greedy agent plays every episode of this environment alike.
+    assert result.standard_error == 0.0
+    assert result.mean == result.returns[0]
+    assert all((a == b).all() for a, b in zip(weights, agent.policy.model.parameters(), strict=True))
+    assert agent.learning
+    assert agent.current_episode_rewards == [1.0]
+    assert agent.terminate_episode()["turns"] == 1.0
+
+
+def test_same_seed_same_run():
+    runs = []
+    for _ in range(2):
+        agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+        runs.append(train(agent, CountdownEnv, episodes=6, num_envs=2, seed=5).returns)
+    assert runs[0] == runs[1]
+
+
+def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    tracker = default_tracker(tmp_path, {})
+    tracker.log({"x": 1.0}, step=1)
+    tracker.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
