@@ -1,0 +1,94 @@
+"""The invariants once more, on the real model: what random weights may hide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llamagym import Agent, AutoModelForCausalLMWithValueHead, load_model_and_tokenizer, parse_choice
+from llamagym.loading import embedded_model_folder
+from tests.agents import ChoiceAgent, WordAgent
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("context", ["episode", "turn"])
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
+    model, tokenizer, device = loaded
+    agent = kind(
+        model,
+        tokenizer,
+        device,
+        {"max_new_tokens": 5},
+        {"batch_size": 6, "mini_batch_size": 6, "learning_rate": 1e-3, "gamma": 0.5},
+        context=context,
+        seed=0,
+    )
+    for step in range(2):
+        agent.act_batch(["short", "a good deal longer", "the longest of them by far"] if step else ["a", "bb", "ccc"])
+        agent.assign_rewards([1.0, -2.0, 0.5])
+    episodes = [agent.conversation(env) for env in range(3)]
+    turns = [turn for conversation in episodes for turn in conversation.turns]
+    segments = [conversation.current_segment() for conversation in episodes]
+    if context == "turn":
+        segments = [type(segments[0])((turn,)) for turn in turns]
+
+    together = agent.policy.evaluate(segments)
+    recorded = [logprob for turn in turns for logprob in turn.reply.logprobs]
+    assert together.logprobs[together.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+    alone = [agent.policy.evaluate([segment]) for segment in segments]
+    separately = torch.cat([one.logprobs[one.mask] for one in alone])
+    assert separately.tolist() == pytest.approx(recorded, abs=TOLERANCE)
+
+    if kind is WordAgent:
+        for segment in segments:
+            ids = [token for turn in segment.turns for token in (*turn.prompt.ids, *turn.reply.ids)]
+            with torch.no_grad():
+                plain = model.pretrained_model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            position = 0
+            for turn in segment.turns:
+                position += len(turn.prompt.ids)
+                for logprob, token in zip(turn.reply.logprobs, turn.reply.ids, strict=True):
+                    assert plain[position - 1, token].item() == pytest.approx(logprob, abs=TOLERANCE)
+                    position += 1
+
+    for env in range(2):
+        agent.terminate_episodes([env])
+    agent.terminate_episodes([2], [True], ["what would have followed"])
+    assert [turn.reward for turn in turns] == [1.0, 1.0, -2.0, -2.0, 0.5, 0.5]
+    assert agent.policy.weights_version == 1
+
+
+class BlackjackAgent(Agent):
+    """As a user of the first LlamaGym writes it: free text, the whole conversation, defaults throughout."""
+
+    def get_system_prompt(self) -> str:
+        return "You are an expert blackjack player. Reply with one word: stick or hit."
+
+    def format_observation(self, observation) -> str:
+        return f"You hold {observation[0]}, the dealer shows {observation[1]}."
+
+    def extract_action(self, response: str) -> int:
+        return parse_choice(response, {"stick": 0, "hit": 1})
+
+    def fallback_action(self, observation) -> int:
+        return 0
+
+
+def test_the_snippet_of_llamagym_runs_with_a_local_path(loaded):
+    _, tokenizer, device = loaded
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(embedded_model_folder()).to(device)
+    agent = BlackjackAgent(model, tokenizer, device)
+    action = agent.act((14, 10, 0))
+    assert action in (0, 1)
+    agent.assign_reward(-1.0)
+    train_stats = agent.terminate_episode()
+    assert train_stats == {}
+    assert agent.buffered_turns == 1
