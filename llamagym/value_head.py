@@ -20,8 +20,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import HfApi, ModelCard, constants, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, ModelCard
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from safetensors import safe_open
@@ -30,10 +29,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .errors import ModelLoadError
+from .hub import ADAPTER_CONFIG, find_file, first_line
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
-ADAPTER_CONFIG = "adapter_config.json"
 _HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
 # No feature is amplified more than this many times above what its share of the average spread would give.
 _MAX_GAIN = 100.0
@@ -332,37 +331,6 @@ def _prepare(model: PreTrainedModel) -> PreTrainedModel:
     # Checkpointing would switch the key-value cache off, which sampling and shared prefixes live on.
     prepared: PreTrainedModel = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none; hub errors span many lines."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | None:
-    """The file of a local folder or a hub repository, or None if it has no such file.
-
-    Without a hub (`local_files_only` or HF_HUB_OFFLINE), what is not cached counts as absent.
-    """
-    if Path(source).is_dir():
-        path = Path(source) / filename
-        return path if path.is_file() else None
-    try:
-        return Path(hf_hub_download(str(source), filename, **hub))
-    except LocalEntryNotFoundError as error:
-        if hub.get("local_files_only") or constants.HF_HUB_OFFLINE:
-            return None
-        raise ModelLoadError(
-            f"{str(source)!r} is not a folder, and the model hub could not be reached to look for it. Check the name "
-            "and the connection, or set HF_HUB_OFFLINE=1 to use a cached copy."
-        ) from error
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise ModelLoadError(
-            f"{str(source)!r} is neither a folder nor a hub repository that can be read: {first_line(error)} Check the "
-            "name; for a private or gated one, set HF_TOKEN to a token that has access."
-        ) from error
 
 
 def _load_value_head(source: str | Path, hub: dict[str, Any], *, is_adapter: bool) -> dict[str, Tensor]:

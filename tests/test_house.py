@@ -21,6 +21,7 @@ ORDER = [
     "batching",
     "choices",
     "model_registry",
+    "hub",
     "value_head",
     "loading",
     "backbone",
