@@ -41,6 +41,8 @@ Stats = dict[str, float]
 _KL_TOLERANCE = 1.5
 # A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
 _ADAM_BETAS = (0.9, 0.95)
+# What a nat below the entropy floor costs: enough to outweigh an advantage of one deviation where it matters.
+_FLOOR_COEF = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class PPOConfig:
         mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step.
         ppo_epochs: Passes over a batch.
         learning_rate: Of the policy's weights (Adam).
+        warmup_steps: Optimiser steps over which both learning rates rise: Adam's first steps are full ones, however
+            unsure the gradient.
         value_learning_rate: Of the value head.
         gamma: Discount per turn.
         lam: GAE's lambda.
@@ -59,6 +63,8 @@ class PPOConfig:
         cliprange_value: How far a value may move from its estimate at sampling, in reward units.
         vf_coef: Weight of the value loss.
         entropy_coef: Weight of the entropy bonus, per nat.
+        entropy_floor: Decisions with less entropy than this, in nats, are pushed back up, so that none becomes certain
+            before it is tried. For choices; free text has tokens that ought to be certain. 0 is off.
         init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
         kl_placement: "reward" subtracts k1 from each turn's reward, "loss" adds k3.
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
@@ -76,12 +82,14 @@ class PPOConfig:
     ppo_epochs: int = 2
     learning_rate: float = 3e-4
     value_learning_rate: float = 3e-3
+    warmup_steps: int = 20
     gamma: float = 1.0
     lam: float = 0.95
     cliprange: float = 0.2
     cliprange_value: float = 0.2
     vf_coef: float = 0.5
     entropy_coef: float = 0.01
+    entropy_floor: float = 0.0
     init_kl_coef: float = 0.0
     kl_placement: Literal["reward", "loss"] = "reward"
     adap_kl_ctrl: bool = False
@@ -95,7 +103,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("batch_size", "mini_batch_size", "ppo_epochs", "microbatch_nodes"):
+        for name in ("batch_size", "mini_batch_size", "ppo_epochs", "warmup_steps", "microbatch_nodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not positive. Pass at least 1.")
         for name in ("gamma", "lam"):
@@ -163,6 +171,9 @@ class PPO:
         self._body, self._head = body, head
         groups = [{"params": body, "lr": config.learning_rate}, {"params": head, "lr": config.value_learning_rate}]
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS))
+        self._warmup = torch.optim.lr_scheduler.LinearLR(
+            self.optimizer, start_factor=1 / config.warmup_steps, total_iters=config.warmup_steps - 1
+        )
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
         if config.init_kl_coef:
@@ -317,6 +328,7 @@ class PPO:
         norm = self.accelerator.clip_grad_norm_(self._body, self.config.max_grad_norm)
         self.accelerator.clip_grad_norm_(self._head, self.config.max_grad_norm)
         self.optimizer.step()
+        self._warmup.step()
         self.optimizer.zero_grad()
         return float(norm)
 
@@ -335,7 +347,11 @@ class PPO:
         entropy = masked_mean(now.entropy, mask)
         by_decision = mask.sum().item() / decisions
         by_turn = len(rows) / turn_count
-        loss = by_decision * (policy.loss - config.entropy_coef * entropy) + by_turn * config.vf_coef * value.loss
+        below_floor = masked_mean((config.entropy_floor - now.entropy).clamp(min=0.0), mask)
+        loss = (
+            by_decision * (policy.loss - config.entropy_coef * entropy + _FLOOR_COEF * below_floor)
+            + by_turn * config.vf_coef * value.loss
+        )
         if config.init_kl_coef and config.kl_placement == "loss":
             reference = targets.ref_logprobs[rows, :width].to(device)
             # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.
