@@ -63,10 +63,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-envs", type=int, default=128, help="tables played at once")
     parser.add_argument("--batch-size", type=int, default=2048, help="turns per update")
     parser.add_argument("--mini-batch-size", type=int, default=512, help="turns per optimiser step")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--target-kl", type=float, default=0.03, help="ends an update early at 1.5 times this KL")
-    parser.add_argument("--entropy-coef", type=float, default=0.01)
-    parser.add_argument("--entropy-floor", type=float, default=0.2, help="no decision is pushed below it, in nats")
+    parser.add_argument("--entropy-coef", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
     parser.add_argument("--max-new-tokens", type=int, default=4, help="longest free-text reply")
@@ -115,7 +114,6 @@ def main() -> None:
             "mini_batch_size": args.mini_batch_size,
             "learning_rate": args.learning_rate,
             "entropy_coef": args.entropy_coef,
-            "entropy_floor": 0.0 if args.free_text else args.entropy_floor,
             "target_kl": args.target_kl,
         },
         context="turn",

@@ -41,8 +41,6 @@ Stats = dict[str, float]
 _KL_TOLERANCE = 1.5
 # A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
 _ADAM_BETAS = (0.9, 0.95)
-# What a nat below the entropy floor costs: enough to outweigh an advantage of one deviation where it matters.
-_FLOOR_COEF = 0.5
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,6 @@ class PPOConfig:
         cliprange_value: How far a value may move from its estimate at sampling, in reward units.
         vf_coef: Weight of the value loss.
         entropy_coef: Weight of the entropy bonus, per nat.
-        entropy_floor: Decisions with less entropy than this, in nats, are pushed back up, so that none becomes certain
-            before it is tried. For choices; free text has tokens that ought to be certain. 0 is off.
         init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
         kl_placement: "reward" subtracts k1 from each turn's reward, "loss" adds k3.
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
@@ -89,7 +85,6 @@ class PPOConfig:
     cliprange_value: float = 0.2
     vf_coef: float = 0.5
     entropy_coef: float = 0.01
-    entropy_floor: float = 0.0
     init_kl_coef: float = 0.0
     kl_placement: Literal["reward", "loss"] = "reward"
     adap_kl_ctrl: bool = False
@@ -347,11 +342,7 @@ class PPO:
         entropy = masked_mean(now.entropy, mask)
         by_decision = mask.sum().item() / decisions
         by_turn = len(rows) / turn_count
-        below_floor = masked_mean((config.entropy_floor - now.entropy).clamp(min=0.0), mask)
-        loss = (
-            by_decision * (policy.loss - config.entropy_coef * entropy + _FLOOR_COEF * below_floor)
-            + by_turn * config.vf_coef * value.loss
-        )
+        loss = by_decision * (policy.loss - config.entropy_coef * entropy) + by_turn * config.vf_coef * value.loss
         if config.init_kl_coef and config.kl_placement == "loss":
             reference = targets.ref_logprobs[rows, :width].to(device)
             # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.
