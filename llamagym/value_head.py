@@ -13,23 +13,20 @@ On disk: what transformers or PEFT writes for the model (full weights or adapter
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .errors import ModelLoadError
-from .hub import ADAPTER_CONFIG, find_file, first_line
+from .hub import ADAPTER_CONFIG, drop_local_base, find_file, first_line, read_tensors, tensor_files
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
@@ -167,7 +164,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
             adapter = find_file(source, ADAPTER_CONFIG, hub)
             model = _load_base(source, kwargs) if adapter is None else _load_adapter(source, base_model, kwargs, hub)
-            v_head = _load_value_head(source, hub, is_adapter=adapter is not None)
+            files = tensor_files(source, VALUE_HEAD_FILE, _PREFIX, hub, is_adapter=adapter is not None)
+            v_head = {key: value for file in files for key, value in read_tensors(file, _PREFIX).items()}
         if peft_config is not None:
             model = _add_adapter(model, peft_config)
         result = cls(model)
@@ -255,21 +253,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            _drop_local_base(Path(folder, "README.md"))
+            drop_local_base(Path(folder, "README.md"))
             commit = api.upload_folder(repo_id=full_id, folder_path=folder, commit_message=commit_message)
         return str(commit.commit_url)
-
-
-def _drop_local_base(card_file: Path) -> None:
-    """Take a base that is a folder out of PEFT's model card: the hub refuses cards that name one."""
-    if not card_file.exists():
-        return
-    card = ModelCard.load(card_file)
-    base = card.data.get("base_model")
-    if base and Path(base).is_dir():
-        card.data.pop("base_model")
-        card.data.tags = [tag for tag in card.data.tags or () if base not in tag]
-        card.save(card_file)
 
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -331,35 +317,3 @@ def _prepare(model: PreTrainedModel) -> PreTrainedModel:
     # Checkpointing would switch the key-value cache off, which sampling and shared prefixes live on.
     prepared: PreTrainedModel = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared
-
-
-def _load_value_head(source: str | Path, hub: dict[str, Any], *, is_adapter: bool) -> dict[str, Tensor]:
-    """The tensors of `v_head.*`, without that prefix; empty if the checkpoint has no value head.
-
-    Looks into our own file, then where TRL put them: among the model's weights, or, beside an adapter, alone in
-    `pytorch_model.bin`.
-    """
-    own = find_file(source, VALUE_HEAD_FILE, hub)
-    files: list[Path | None] = [own]
-    if own is None and is_adapter:
-        files = [find_file(source, "pytorch_model.bin", hub)]
-    elif own is None:
-        # These came with the model; asking the hub for the format it did not use would fetch the weights twice.
-        cached = {**hub, "local_files_only": True}
-        for weights in ("model.safetensors", "pytorch_model.bin"):
-            index = find_file(source, f"{weights}.index.json", cached)
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index else {_PREFIX: weights}
-            shards = sorted({shard for key, shard in weight_map.items() if key.startswith(_PREFIX)})
-            files += [find_file(source, shard, cached) for shard in shards]
-    tensors = (item for path in files if path for item in _read(path).items())
-    return {key.removeprefix(_PREFIX): value for key, value in tensors if key.startswith(_PREFIX)}
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """A checkpoint's tensors; those of full weights stay on disk until they are used."""
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(_PREFIX)}  # noqa: SIM118
-    # Files from before torch 1.6 are no zip archives and cannot be mapped.
-    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    return state

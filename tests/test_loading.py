@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -233,6 +234,19 @@ def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
     folder = embedded_model_folder()
     assert [path.name for path in folder.iterdir()] == ["theirs"]
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
+    for name, minutes in ((".converting-killed", 61), (".converting-now", 59), ("letters", 61)):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "model.safetensors").write_bytes(b"half")
+        os.utime(tmp_path / name, (time.time() - 60 * minutes,) * 2)
+    monkeypatch.setattr(loading, "_convert", lambda gguf, folder: folder.mkdir())
+    folder = embedded_model_folder()
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".converting-now", "letters"}
 
 
 def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,44 +18,118 @@ from llamagym import Agent, GenerationConfig, PPOConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+TABLES = ROOT / "scripts" / "readme_tables.py"
+LOOP, LIBRARY_LOOP = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def after_the_loop() -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(LOOP, namespace)
+    return namespace
+
+
+def test_the_loop_is_short():
+    assert len(LOOP.splitlines()) < 25
 
 
 @pytest.mark.slow
-def test_the_loop_runs_as_it_stands():
-    namespace: dict[str, object] = {}
-    assert len(BLOCKS[0].splitlines()) < 25
-    exec(BLOCKS[0], namespace)
-    # Eight hands hold at least eight turns, so the last one fills the batch at the latest.
-    stats = namespace["train_stats"]
-    agent = namespace["agent"]
-    assert agent.policy.weights_version >= 1
-    assert stats == {} or stats["turns"] >= 8
+def test_the_loop_learns(after_the_loop):
+    # Eight hands hold at least eight turns, so that the last one fills the batch at the latest.
+    assert after_the_loop["agent"].policy.weights_version >= 1
+    assert isinstance(after_the_loop["train_stats"], dict)
 
 
-@pytest.mark.parametrize("config", [PPOConfig, GenerationConfig])
-def test_every_option_stands_there_with_its_default(config):
-    for field in fields(config):
-        assert f"`{field.name}`" in README, f"{config.__name__}.{field.name} is not in the README"
-    for names, shown in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", README, flags=re.MULTILINE):
-        for name, value in zip(re.findall(r"`(\w+)`", names), shown.split(","), strict=False):
-            default = {field.name: field.default for field in fields(config)}.get(name)
-            if default is not None and config is PPOConfig:
-                text = value.strip().strip('`"')
-                assert text == str(default) or float(text) == default, f"{name}: README says {text}, code {default}"
+@pytest.mark.slow
+def test_the_library_s_loop_goes_on_from_there(after_the_loop, capsys):
+    version = after_the_loop["agent"].policy.weights_version
+    exec(LIBRARY_LOOP, after_the_loop)
+    result = after_the_loop["result"]
+    assert len(result.returns) == 64
+    assert len(result.updates) >= 1
+    assert after_the_loop["agent"].policy.weights_version == version + len(result.updates)
+    *printed, mean = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(result.updates)
+    assert -1 <= float(mean) <= 1
 
 
-def test_every_option_of_the_agent_stands_there():
-    for name in inspect.signature(Agent.__init__).parameters:
-        if name not in ("self", "model", "tokenizer"):
-            assert f"`{name}`" in README
+def table(header: str) -> dict[str, object]:
+    """The options of the table under `header` with the defaults it shows."""
+    rows = README.split(f"| {header} | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    shown: dict[str, object] = {}
+    for row in rows:
+        names, defaults = row.split(" | ")[:2]
+        values = [ast.literal_eval(value.strip().strip("`")) for value in defaults.split(",")]
+        shown.update(zip(re.findall(r"`(\w+)`", names), values, strict=True))
+    return shown
 
 
-def test_every_flag_of_the_example_stands_there():
+def test_every_option_of_ppo_stands_there_with_its_default():
+    assert table("option") == {field.name: field.default for field in fields(PPOConfig)}
+
+
+def test_every_option_of_the_agent_stands_there_with_its_default():
+    parameters = inspect.signature(Agent.__init__).parameters
+    given = {"self", "model", "tokenizer"}
+    # An empty dictionary cannot be a default argument; None stands for it.
+    defaults = {name: {} if name.endswith("_dict") else parameters[name].default for name in parameters.keys() - given}
+    assert table("option of `Agent(...)`") == defaults
+
+
+def test_every_option_of_sampling_stands_there_with_its_default():
+    paragraph = README.split("\nSampling (`generate_config_dict`): ")[1].split("\n\n")[0]
+    pairs = re.findall(r"`(\w+)` \(([^)]+)\)", paragraph)
+    shown = {name: ast.literal_eval(value) for name, value in pairs}
+    assert shown == {field.name: field.default for field in fields(GenerationConfig)}
+
+
+def test_the_example_s_flags_stand_there_and_no_others():
     source = (ROOT / "examples" / "blackjack.py").read_text(encoding="utf-8")
-    for flag in re.findall(r'add_argument\("(--[\w-]+)"', source):
-        assert flag in README
+    flags = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', source))
+    listed = re.findall(r"The script's options: `([^`]+)`", README)
+    assert flags
+    assert set(listed[0].split()) == flags
 
 
 def test_generated_tables_are_up_to_date():
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "readme_tables.py"), "--check"], check=True)
+    result = subprocess.run([sys.executable, str(TABLES), "--check"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """The script, at work on a README of our own."""
+    spec = importlib.util.spec_from_file_location("readme_tables", TABLES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "README", tmp_path / "README.md")
+    monkeypatch.setattr(module, "SECTIONS", {"a": lambda: "new a", "b": lambda: "new b"})
+    return module
+
+
+def test_sections_are_made_anew_and_the_rest_is_left_alone(tables, capsys):
+    old = "top\n<!-- b:begin -->\nold b\n<!-- b:end -->\nmiddle\n<!-- a:begin -->\n<!-- a:end -->\nbottom\n"
+    new = "top\n<!-- b:begin -->\nnew b\n<!-- b:end -->\nmiddle\n<!-- a:begin -->\nnew a\n<!-- a:end -->\nbottom\n"
+    tables.README.write_text(old)
+    assert tables.main(["--check"]) == 1
+    assert "Run python scripts/readme_tables.py" in capsys.readouterr().err
+    assert tables.README.read_text() == old
+    assert tables.main([]) == 0
+    assert tables.README.read_text() == new
+    assert tables.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no markers\n",
+        "<!-- a:begin -->\n",
+        "<!-- a:end -->\n<!-- a:begin -->\n",
+        "<!-- a:begin -->\n<!-- a:begin -->\n<!-- a:end -->\n",
+    ],
+)
+def test_a_readme_without_its_markers_is_left_alone(tables, text):
+    tables.README.write_text(text)
+    with pytest.raises(ValueError, match="once each, in this order"):
+        tables.main([])
+    assert tables.README.read_text() == text
