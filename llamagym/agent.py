@@ -54,6 +54,7 @@ class Agent(ABC):
         response_prefix: str = "",
         invalid_action_penalty: float = -1.0,
         calibrate_choices: bool = True,
+        aim_lora: bool = True,
         seed: int | None = None,
     ) -> None:
         """Prepare to act and to learn.
@@ -68,6 +69,7 @@ class Agent(ABC):
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
+            aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora_init`).
             seed: Of sampling and of the order of minibatches.
 
         Raises:
@@ -92,7 +94,8 @@ class Agent(ABC):
         self._template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             model.to(device)
-        self.policy = Policy(model, end_ids(model.pretrained_model, tokenizer), generation, calibrate_choices, seed)
+        end = end_ids(model.pretrained_model, tokenizer)
+        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed)
         self.learner = PPO(self.policy, config)
         self._context: Context = context
         self._prefix = response_prefix

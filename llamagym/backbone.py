@@ -1,8 +1,10 @@
 """Runs the transformer on batches of token trees: hidden states first, logits only where they are read.
 
 The model's body is called with explicit positions and an explicit mask, so padding, shared prefixes and branches mean
-the same to every architecture. Layers below the first trainable one, the trunk, give the same output for the same tree
-for as long as the model lives, so each tree passes through them once.
+the same to every architecture. It reads a history first, then the decisions that branch off it. Where an activated LoRA
+is all that learns, histories do not depend on it: what decisions need of them (keys and values of the adapted layers,
+hidden states where these begin) is computed once for as long as the model lives. Otherwise gradients flow through the
+history, and the prefix that all rows share is computed once a pass.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +23,42 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from .batching import Batch, TokenTree, shared_prefix_length
+from .adapter import acting_on_every_token, is_activated
+from .batching import Batch, TokenTree
 from .errors import ModelLoadError
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)
 
-# Trunk outputs kept at most: a 60-token context of a 576-wide model in float32 takes 140 kB.
-_TRUNK_CACHE_BYTES = 256 * 2**20
+# Of histories, kept at most: a 20-token one takes 250 kB where 8 layers of a 135M model are adapted.
+_RECALL_BYTES = 512 * 2**20
+# Tokens of history in one pass; their keys and values of all layers live until its end.
+_HISTORY_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _Recall:
+    """What a tree's decisions need of its frozen layers.
+
+    Attributes:
+        entries: Keys and values of the history after the prefix, one layer after the other, (2L, heads, S, head size).
+        hidden: Decision nodes' states where the adapted layers begin, (D, H).
+    """
+
+    entries: Tensor
+    hidden: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries.nbytes + self.hidden.nbytes
 
 
 class Backbone:
     """The body and the output layer of a causal language model.
 
     Attributes:
-        tokens_forwarded: Tokens (padding included) that went through the trainable layers so far.
-        trunk_tokens_forwarded: The same for the frozen layers below them.
+        history_is_frozen: Whether histories do not depend on what is trained.
+        tokens_forwarded: Tokens (padding included) that were read or decided so far.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
@@ -50,13 +73,17 @@ class Backbone:
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
         self.max_length: int = config.max_position_embeddings
-        self.tokens_forwarded = self.trunk_tokens_forwarded = 0
+        self.history_is_frozen = is_activated(pretrained)
+        self.tokens_forwarded = 0
         self._trunk: Any = None
         self._top = self._body
-        self._trunk_outputs: OrderedDict[TokenTree, Tensor] = OrderedDict()
-        self._trunk_bytes = 0
+        self._first_top_layer = 0
+        self._prefixes: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        self._recalls: OrderedDict[TokenTree, _Recall] = OrderedDict()
+        self._recall_bytes = 0
         self._check_parts()
-        self._split()
+        if self.history_is_frozen:
+            self._split()
 
     @property
     def device(self) -> torch.device:
@@ -64,33 +91,46 @@ class Backbone:
         device: torch.device = self._lm.device
         return device
 
-    def hidden_states(self, trees: Sequence[TokenTree], batch: Batch) -> Tensor:
-        """The last hidden state of every node, float (B, T, H).
+    def size(self, tree: TokenTree) -> int:
+        """What a tree costs in a pass with gradients, in nodes: entries that are only looked at cost an eighth."""
+        if self.history_is_frozen:
+            return tree.node_count + tree.context_length // 8
+        return tree.node_count + len(tree.history)
 
-        Gradients flow through the shared prefix, which is computed once and seen by every row.
+    def hidden_states(self, trees: Sequence[TokenTree], batch: Batch, adapted: bool = True) -> Tensor:
+        """The last hidden state of every decision node, float (B, D, H).
 
         Args:
             trees: What the batch was made from.
             batch: The same as rectangles.
+            adapted: Whether an activated LoRA acts on the decisions; a plain one always does.
         """
-        if self._trunk is None:
-            return self._forward(self._top, batch, batch.prefix_ids, batch.ids, DynamicCache())
-        outputs = self._through_trunk(trees)
-        prefix = batch.prefix_length
-        rows = torch.zeros(*batch.ids.shape, outputs[0].shape[1], dtype=outputs[0].dtype, device=self.device)
-        for row, output in enumerate(outputs):
-            rows[row, : len(output) - prefix] = output[prefix:]
-        return self._forward(self._top, batch, outputs[0][None, :prefix], rows, DynamicCache())
+        if not self.history_is_frozen:
+            return self._decide(self._body, batch, batch.ids, self._read(batch), adapted)
+        recalls = self._recall(trees)
+        hidden = recalls[0].hidden.new_zeros(*batch.ids.shape, recalls[0].hidden.shape[1])
+        entries = recalls[0].entries
+        rows = entries.new_zeros(len(trees), *entries.shape[:2], batch.history.shape[1], entries.shape[3])
+        for row, recall in enumerate(recalls):
+            hidden[row, : len(recall.hidden)] = recall.hidden
+            rows[row, :, :, : recall.entries.shape[2]] = recall.entries
+        cache = self._start(batch, self._first_top_layer)
+        for index in range(rows.shape[1] // 2):
+            cache.update(rows[:, 2 * index], rows[:, 2 * index + 1], self._first_top_layer + index)
+        return self._decide(self._top, batch, hidden, cache, adapted)
 
     def start_writing(self, batch: Batch) -> tuple[Tensor, DynamicCache]:
-        """The last hidden states (B, T, H) and a cache of P + T entries a row, padding included, for `extend`."""
-        cache = DynamicCache()
-        return self._forward(self._body, batch, batch.prefix_ids, batch.ids, cache), cache
+        """The last hidden states (B, D, H) of decisions that await text, and a cache for `extend`.
+
+        The cache holds P + S + D entries a row, padding included.
+        """
+        cache = self._read(batch)
+        return self._decide(self._body, batch, batch.ids, cache), cache
 
     def extend(
         self, ids: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """Hidden states of one more token a row, float (B, H); its entries are appended to the cache.
+        """Hidden states of one more decision token a row, float (B, H); its entries are appended to the cache.
 
         Args:
             ids: Token ids, int64 (B,).
@@ -99,27 +139,106 @@ class Backbone:
             key_positions: Positions of the entries, int64 (B, S).
             cache: Grows by one entry a row.
         """
-        return self._run(self._body, ids[:, None], positions[:, None], visible[:, None], key_positions, cache)[:, 0]
+        self.tokens_forwarded += len(ids)
+        with acting_on_every_token(self._lm):
+            return self._run(self._body, ids[:, None], positions[:, None], visible[:, None], key_positions, cache)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits in float32, (M, V), of hidden states (M, H)."""
-        logits: Tensor = self._head(hidden).float()
+        return self._cap(self._head(hidden))
+
+    def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Logits in float32, (M, K), of the target tokens (M, K) alone."""
+        if type(self._head) is not nn.Linear:
+            return self.logits(hidden).gather(1, targets)
+        logits = (self._head.weight[targets] @ hidden[:, :, None])[:, :, 0]
+        return self._cap(logits if self._head.bias is None else logits + self._head.bias[targets])
+
+    def _cap(self, logits: Tensor) -> Tensor:
+        logits = logits.float()
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
-    def _forward(self, part: nn.Module, batch: Batch, prefix: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor:
-        """Run `part` on a batch whose prefix (1, P) and rows (B, T) are given as ids or as hidden states."""
-        length, count = batch.prefix_length, batch.ids.shape[0]
+    def _decide(
+        self, part: nn.Module, batch: Batch, inputs: Tensor, cache: DynamicCache, adapted: bool = True
+    ) -> Tensor:
+        """Run `part` on decision nodes, given as ids (B, D) or hidden states (B, D, H)."""
+        self.tokens_forwarded += batch.ids.numel()
+        with acting_on_every_token(self._lm) if adapted else nullcontext():
+            return self._run(part, inputs, batch.positions, batch.visible, batch.key_positions, cache)
+
+    def _start(self, batch: Batch, first_layer: int = 0) -> DynamicCache:
+        """A cache that holds the batch's prefix in every row, from `first_layer` on."""
+        cache, count = DynamicCache(), len(batch.ids)
+        for layer, (keys, values) in enumerate(self._read_prefix(batch)):
+            if layer >= first_layer:
+                cache.update(keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1), layer)
+        return cache
+
+    def _read_prefix(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (1, heads, P, head size) of each layer; none without a prefix."""
+        ids, length = tuple(batch.prefix[0].tolist()), batch.prefix_length
+        if not length:
+            return []
+        if ids in self._prefixes:
+            return self._prefixes[ids]
+        self.tokens_forwarded += length
         positions = torch.arange(length)[None]
-        if length:
-            self._run(part, prefix, positions, torch.ones(1, length, length, dtype=torch.bool).tril(), positions, cache)
-            layers: list[Any] = cache.layers
-            for layer in layers:
-                # Layers that `part` leaves out are there, but hold nothing.
-                if layer.get_seq_length():
-                    layer.keys = layer.keys.expand(count, -1, -1, -1)
-                    layer.values = layer.values.expand(count, -1, -1, -1)
-        key_positions = torch.cat([positions.expand(count, -1), batch.positions], dim=1)
-        return self._run(part, rows, batch.positions, batch.visible, key_positions, cache)
+        cache = DynamicCache()
+        with torch.no_grad() if self.history_is_frozen else nullcontext():
+            causal = torch.ones(1, length, length, dtype=torch.bool).tril()
+            self._run(self._body, batch.prefix, positions, causal, positions, cache)
+        layers: list[Any] = cache.layers
+        entries = [(layer.keys, layer.values) for layer in layers]
+        if self.history_is_frozen:
+            self._prefixes[ids] = entries
+        return entries
+
+    def _read(self, batch: Batch) -> DynamicCache:
+        """Keys and values of every layer after prefix and history, P + S a row, padding included."""
+        cache = self._start(batch)
+        count, size = batch.history.shape
+        if not size:
+            return cache
+        self.tokens_forwarded += batch.history.numel()
+        positions = batch.prefix_length + torch.arange(size).expand(count, -1)
+        keys = torch.arange(batch.prefix_length + size).expand(count, -1)
+        with torch.no_grad() if self.history_is_frozen else nullcontext():
+            self._run(self._body, batch.history, positions, batch.history_visible, keys, cache)
+        return cache
+
+    @torch.no_grad()
+    def _recall(self, trees: Sequence[TokenTree]) -> list[_Recall]:
+        """What each tree's decisions need of the frozen layers, computed where it is not at hand."""
+        found = {tree: self._recalls[tree] for tree in trees if tree in self._recalls}
+        fresh = [tree for tree in dict.fromkeys(trees) if tree not in found]
+        size = max((tree.context_length for tree in fresh), default=0) or 1
+        for start in range(0, len(fresh), max(1, _HISTORY_TOKENS // size)):
+            chunk = fresh[start : start + max(1, _HISTORY_TOKENS // size)]
+            found |= zip(chunk, self._read_recalls(chunk), strict=True)
+        for tree in found:
+            if tree not in self._recalls:
+                self._recalls[tree] = found[tree]
+                self._recall_bytes += found[tree].nbytes
+            self._recalls.move_to_end(tree)
+        while self._recall_bytes > _RECALL_BYTES:
+            self._recall_bytes -= self._recalls.popitem(last=False)[1].nbytes
+        return [found[tree] for tree in trees]
+
+    def _read_recalls(self, trees: list[TokenTree]) -> list[_Recall]:
+        batch = Batch.from_trees(trees)
+        cache = self._read(batch)
+        layers: list[Any] = cache.layers
+        prefix = batch.prefix_length
+        entries = torch.stack(
+            [part for layer in layers[self._first_top_layer :] for part in (layer.keys, layer.values)], dim=1
+        )[..., prefix:, :]
+        hidden: Tensor = self._body.get_input_embeddings()(batch.ids.to(self.device))
+        if self._trunk is not None:
+            hidden = self._run(self._trunk, batch.ids, batch.positions, batch.visible, batch.key_positions, cache)
+        return [
+            _Recall(entries[row, :, :, : len(tree.history)].clone(), hidden[row, : tree.node_count].clone())
+            for row, tree in enumerate(trees)
+        ]
 
     def _run(
         self,
@@ -132,10 +251,6 @@ class Backbone:
     ) -> Tensor:
         """Last hidden states of `part`, given token ids (B, T) or hidden states (B, T, H)."""
         device = self.device
-        if part is self._trunk:
-            self.trunk_tokens_forwarded += positions.numel()
-        else:
-            self.tokens_forwarded += positions.numel()
         output = part(
             **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs.to(device)},
             position_ids=positions.to(device),
@@ -145,32 +260,6 @@ class Backbone:
         )
         hidden: Tensor = output.last_hidden_state
         return hidden
-
-    @torch.no_grad()
-    def _through_trunk(self, trees: Sequence[TokenTree]) -> list[Tensor]:
-        """Each tree's hidden states (nodes, H) where the trainable layers begin."""
-        assert self._trunk is not None
-        fresh = [tree for tree in dict.fromkeys(trees) if tree not in self._trunk_outputs]
-        found = {tree: self._trunk_outputs[tree] for tree in trees if tree in self._trunk_outputs}
-        if fresh:
-            prefix = shared_prefix_length(fresh)
-            batch = Batch.from_trees(fresh, prefix)
-            cache = DynamicCache()
-            head = torch.empty(0)
-            if prefix:
-                positions = torch.arange(prefix)[None]
-                causal = torch.ones(1, prefix, prefix, dtype=torch.bool).tril()
-                head = self._run(self._trunk, batch.prefix_ids, positions, causal, positions, DynamicCache())[0]
-            rows = self._forward(self._trunk, batch, batch.prefix_ids, batch.ids, cache)
-            for tree, row in zip(fresh, rows, strict=True):
-                output = torch.cat([head.to(row), row[: len(tree) - prefix]])
-                found[tree] = self._trunk_outputs[tree] = output
-                self._trunk_bytes += output.nbytes
-        for tree in found:
-            self._trunk_outputs.move_to_end(tree)
-        while self._trunk_bytes > _TRUNK_CACHE_BYTES:
-            self._trunk_bytes -= self._trunk_outputs.popitem(last=False)[1].nbytes
-        return [found[tree] for tree in trees]
 
     def _attention_mask(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive mask (B, 1, T, S), one for each kind of layer where a model has several kinds."""
@@ -218,7 +307,7 @@ class Backbone:
             hidden = self._run(trunk, ids, positions, causal, positions, DynamicCache())
             received = self._run(top, hidden, positions, causal, positions, DynamicCache())
             if torch.equal(received, expected):
-                self._trunk, self._top = trunk, top
+                self._trunk, self._top, self._first_top_layer = trunk, top, first
         if self._trunk is None:
             logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
 

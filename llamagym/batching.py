@@ -1,10 +1,12 @@
 """Contexts as token trees, and batches of trees as rectangles for the model.
 
-A tree's trunk is the context as the model sees it. Where a turn offers choices, their tokens grow as branches from the
-end of its prompt, so that every choice is scored with the context computed once. Each node sees its ancestors and
-itself, nothing else, whatever lies beside it in the row.
+A tree is a history, which is only read, and decisions that branch off it: the tokens that open a reply and the reply's
+own, or every choice's where a turn offers choices, so that all are scored with the history read once. A node of a
+decision sees the history up to where the decision branches off, its ancestors and itself, nothing else. Past replies
+stand in the history once more, as text to be read.
 
-Shapes: B rows, T nodes a row (padded), P tokens of the prefix that all rows share, M nodes that are read, S steps.
+Shapes: B rows, P tokens of the prefix that all rows share, S tokens of history after it and D decision nodes (both
+padded), N turns, M nodes that are read.
 """
 
 from __future__ import annotations
@@ -31,74 +33,90 @@ class Decision:
     """What a turn's log-probability is made of.
 
     Attributes:
+        start: Length of the context before its first node.
+        ids: Token id of each node: the tokens that open the reply, then the reply's or the choices'.
+        parents: Parent of each node, -1 for the first.
         prompt_end: Node of the last prompt token, where the value is read.
         outcomes: For free text one outcome, the reply's tokens. For choices one outcome per choice.
         choices: The prompt's choices, or None for free text.
     """
 
+    start: int
+    ids: tuple[int, ...]
+    parents: tuple[int, ...]
     prompt_end: int
     outcomes: tuple[tuple[Step, ...], ...]
     choices: tuple[tuple[int, ...], ...] | None
 
+    @classmethod
+    def from_turn(cls, start: int, prompt: Prompt, reply: Reply | None) -> Decision:
+        """Lay out a turn's decision, leaving out tokens that nothing is read from."""
+        ids = list(prompt.ids[-prompt.opening_length :])
+        parents = list(range(-1, len(ids) - 1))
+        end = len(ids) - 1
+        if prompt.choices is not None:
+            outcomes = _grow_branches(ids, parents, end, prompt.choices)
+        else:
+            said = reply.ids if reply else ()
+            outcomes = (tuple(Step(end + offset, token) for offset, token in enumerate(said)),)
+            ids += said[:-1]
+            parents += range(end, end + len(said[:-1]))
+        return cls(start, tuple(ids), tuple(parents), end, outcomes, prompt.choices)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """One context with its branches.
+    """One context with its decisions.
 
     Attributes:
-        ids: Token id of each node, trunk first.
-        parents: Parent of each node, -1 for the root; a trunk node's parent is the node before it.
-        trunk_length: Number of trunk nodes.
+        prefix: Leading token ids that other contexts share.
+        history: The ids that follow, up to where the last decision begins.
         decisions: One per turn, or the pending prompt's alone.
     """
 
-    ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    trunk_length: int
+    prefix: tuple[int, ...]
+    history: tuple[int, ...]
     decisions: tuple[Decision, ...]
 
-    def __len__(self) -> int:
-        """Number of nodes."""
-        return len(self.ids)
+    @property
+    def context_length(self) -> int:
+        """Tokens of prefix and history."""
+        return len(self.prefix) + len(self.history)
+
+    @property
+    def node_count(self) -> int:
+        """Nodes of all decisions."""
+        return sum(len(decision.ids) for decision in self.decisions)
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """Of each node in turn: the ids from its decision's first node to itself."""
+        paths: list[tuple[int, ...]] = []
+        for decision in self.decisions:
+            base = len(paths)
+            for token, parent in zip(decision.ids, decision.parents, strict=True):
+                paths.append((*(paths[base + parent] if parent >= 0 else ()), token))
+        return paths
 
     @classmethod
     def from_segment(cls, segment: Segment) -> TokenTree:
-        """Lay out a segment, leaving out tokens that nothing is read from.
-
-        With a pending prompt only that prompt's decision is read; otherwise those of all turns.
-        """
+        """Lay out a segment: its pending prompt's decision if it has one, otherwise those of all turns."""
         ids: list[int] = []
-        ends: list[int] = []
-        for index, prompt in enumerate(segment.prompts):
-            ids += prompt.ids
-            ends.append(len(ids) - 1)
-            if index < len(segment.turns):
-                said = segment.turns[index].reply.ids
-                is_last = index == len(segment.prompts) - 1
-                # After the last decision only the tokens that predict a sampled one are needed.
-                ids += said if not is_last else () if prompt.choices else said[:-1]
-        trunk_length = len(ids)
-        parents = list(range(-1, trunk_length - 1))
-        open_decisions: list[tuple[int, Prompt, Reply | None]]
-        if segment.pending is not None:
-            open_decisions = [(ends[-1], segment.pending, None)]
-        else:
-            open_decisions = [(end, turn.prompt, turn.reply) for end, turn in zip(ends, segment.turns, strict=True)]
         decisions = []
-        for end, prompt, reply in open_decisions:
-            if prompt.choices is not None:
-                outcomes = _grow_branches(ids, parents, end, prompt.choices)
-                decisions.append(Decision(end, outcomes, prompt.choices))
-            else:
-                steps = tuple(Step(end + offset, token) for offset, token in enumerate(reply.ids if reply else ()))
-                decisions.append(Decision(end, (steps,), None))
-        return cls(tuple(ids), tuple(parents), trunk_length, tuple(decisions))
+        for index, prompt in enumerate(segment.prompts):
+            reply = segment.turns[index].reply if index < len(segment.turns) else None
+            ids += prompt.ids
+            if reply is None or segment.pending is None:
+                decisions.append(Decision.from_turn(len(ids) - prompt.opening_length, prompt, reply))
+            if reply is not None:
+                ids += reply.ids
+        shared = segment.prompts[0].shared_length
+        return cls(tuple(ids[:shared]), tuple(ids[shared : decisions[-1].start]), tuple(decisions))
 
 
 def _grow_branches(
     ids: list[int], parents: list[int], end: int, choices: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[Step, ...], ...]:
-    """Append the choices' tokens to the tree as a trie below `end`; choices that begin alike share nodes."""
+    """Append the choices' tokens as a trie below `end`; choices that begin alike share nodes."""
     nodes: dict[tuple[int, ...], int] = {(): end}
     outcomes = []
     for choice in choices:
@@ -114,61 +132,76 @@ def _grow_branches(
     return tuple(outcomes)
 
 
-def shared_prefix_length(trees: Sequence[TokenTree]) -> int:
-    """How many leading tokens all trees share, every prompt's last token excluded (its output is read)."""
-    limit = min(tree.decisions[0].prompt_end for tree in trees)
-    first, *others = trees
-    for tree in others:
-        while tree.ids[:limit] != first.ids[:limit]:
-            limit = next(i for i in range(limit) if tree.ids[i] != first.ids[i])
-    return limit
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Trees as padded rectangles, the first `prefix_length` nodes of each left out.
+    """Trees with the same prefix as padded rectangles; padding is id 0 and is seen by nobody else.
 
     Attributes:
-        ids: Token ids, int64 (B, T); padding is 0 and masked.
-        positions: Depth of each node in its tree, int64 (B, T).
-        visible: True where a node (query) sees another (key), bool (B, T, P + T); padding sees itself only.
-        prefix_ids: The shared prefix, int64 (1, P).
-        lengths: Real nodes per row, int64 (B,).
+        prefix: The shared ids, int64 (1, P).
+        history: Ids, int64 (B, S).
+        history_lengths: Real tokens per row of it, int64 (B,).
+        ids: Decision nodes, int64 (B, D).
+        positions: Where each node stands in its context, int64 (B, D).
+        visible: True where a node (query) sees a key, bool (B, D, P + S + D).
     """
 
+    prefix: Tensor
+    history: Tensor
+    history_lengths: Tensor
     ids: Tensor
     positions: Tensor
     visible: Tensor
-    prefix_ids: Tensor
-    lengths: Tensor
 
     @property
     def prefix_length(self) -> int:
-        """P, the number of shared tokens."""
-        return self.prefix_ids.shape[1]
+        """P."""
+        return self.prefix.shape[1]
+
+    @property
+    def key_positions(self) -> Tensor:
+        """Positions of prefix, history and decision nodes, int64 (B, P + S + D)."""
+        count, size = self.history.shape
+        context = torch.arange(self.prefix_length + size).expand(count, -1)
+        return torch.cat([context, self.positions], dim=1)
+
+    @property
+    def history_visible(self) -> Tensor:
+        """Which keys each token of the history sees, bool (B, S, P + S)."""
+        count, size = self.history.shape
+        causal = torch.ones(size, self.prefix_length + size, dtype=torch.bool).tril(self.prefix_length)
+        return causal.expand(count, -1, -1)
 
     @classmethod
-    def from_trees(cls, trees: Sequence[TokenTree], prefix_length: int) -> Batch:
-        """Pad the trees, less their first `prefix_length` nodes, to one length."""
-        count, width = len(trees), max(len(tree) for tree in trees) - prefix_length
+    def from_trees(cls, trees: Sequence[TokenTree]) -> Batch:
+        """Pad trees to one length."""
+        prefix = trees[0].prefix
+        assert all(tree.prefix == prefix for tree in trees), "a batch has one prefix"
+        count, shared = len(trees), len(prefix)
+        size, width = max(len(tree.history) for tree in trees), max(tree.node_count for tree in trees)
+        history = torch.zeros(count, size, dtype=torch.long)
         ids = torch.zeros(count, width, dtype=torch.long)
         positions = torch.zeros(count, width, dtype=torch.long)
+        # Padding sees itself: a query without a key would be NaN.
         own = torch.eye(width, dtype=torch.bool).repeat(count, 1, 1)
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        starts = torch.zeros(count, width, dtype=torch.long)
         for row, tree in enumerate(trees):
-            size, trunk = len(tree) - prefix_length, tree.trunk_length - prefix_length
-            ids[row, :size] = torch.tensor(tree.ids[prefix_length:])
-            positions[row, :trunk] = torch.arange(prefix_length, tree.trunk_length)
-            own[row, :trunk, :trunk] = causal[:trunk, :trunk]
-            for node in range(trunk, size):
-                parent = tree.parents[node + prefix_length] - prefix_length
-                own[row, node] |= own[row, parent]
-                positions[row, node] = positions[row, parent] + 1
-        lengths = torch.tensor([len(tree) - prefix_length for tree in trees])
-        to_prefix = (torch.arange(width) < lengths[:, None])[:, :, None].expand(-1, -1, prefix_length)
-        visible = torch.cat([to_prefix, own], dim=2)
-        prefix_ids = torch.tensor(trees[0].ids[:prefix_length], dtype=torch.long)[None]
-        return cls(ids, positions, visible, prefix_ids, lengths)
+            history[row, : len(tree.history)] = torch.tensor(tree.history, dtype=torch.long)
+            base = 0
+            for decision in tree.decisions:
+                end = base + len(decision.ids)
+                ids[row, base:end] = torch.tensor(decision.ids)
+                starts[row, base:end] = decision.start
+                depths = [0] * len(decision.ids)
+                for node, parent in enumerate(decision.parents):
+                    if parent >= 0:
+                        own[row, base + node] |= own[row, base + parent]
+                        depths[node] = depths[parent] + 1
+                positions[row, base:end] = decision.start + torch.tensor(depths)
+                base = end
+        seen = torch.arange(shared + size) < starts[:, :, None]
+        lengths = torch.tensor([len(tree.history) for tree in trees])
+        visible = torch.cat([seen, own], dim=2)
+        return cls(torch.tensor([prefix], dtype=torch.long), history, lengths, ids, positions, visible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +209,11 @@ class ReadPlan:
     """Where in a batch outputs are read, and how the readings make up the turns' decisions.
 
     Attributes:
-        value_nodes: Flat index (row * T + node) of each decision's prompt end, int64 (N,).
-        nodes: Flat indices of the nodes whose next-token distribution is needed, int64 (M,).
+        value_nodes: Flat index (row * D + node) of each decision's prompt end, int64 (N,).
+        nodes: Flat indices of the nodes that predict tokens, int64 (M,).
         targets: Tokens to read at each node, padded with 0, int64 (M, K).
         is_text: True at nodes that predict free text, bool (M,).
+        is_fork: True at nodes that all choices of a turn branch off, bool (M,).
         steps: For each step its row and column in `targets`, int64 (S, 2).
         text_slots: For each free-text step its index among the steps, its decision and its offset, int64 (F, 3).
         choice_slots: For each choice step its index among the steps and its flat slot in the choice table, (C, 2).
@@ -191,6 +225,7 @@ class ReadPlan:
     nodes: Tensor
     targets: Tensor
     is_text: Tensor
+    is_fork: Tensor
     steps: Tensor
     text_slots: Tensor
     choice_slots: Tensor
@@ -210,17 +245,22 @@ class ReadPlan:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     @classmethod
-    def from_trees(cls, trees: Sequence[TokenTree], prefix_length: int, width: int) -> ReadPlan:
-        """Collect all readings of a batch whose rows hold `width` nodes after the prefix."""
-        decisions = [
-            (row * width - prefix_length, decision) for row, tree in enumerate(trees) for decision in tree.decisions
-        ]
+    def from_trees(cls, trees: Sequence[TokenTree]) -> ReadPlan:
+        """Collect all readings of a batch."""
+        width = max(tree.node_count for tree in trees)
+        decisions = []
+        for row, tree in enumerate(trees):
+            base = row * width
+            for decision in tree.decisions:
+                decisions.append((base, decision))
+                base += len(decision.ids)
         choosing = [(turn, d) for turn, (_, d) in enumerate(decisions) if d.choices is not None]
         choice_width = max((len(d.outcomes) for _, d in choosing), default=0)
         table_row = {turn: row for row, (turn, _) in enumerate(choosing)}
 
         targets: dict[int, list[int]] = {}
         is_text: dict[int, bool] = {}
+        is_fork: dict[int, bool] = {}
         steps: list[tuple[int, int]] = []
         text_slots, choice_slots = [], []
         for turn, (base, decision) in enumerate(decisions):
@@ -232,6 +272,7 @@ class ReadPlan:
                     else:
                         choice_slots.append((len(steps), table_row[turn] * choice_width + outcome_index))
                     is_text[node] = decision.choices is None
+                    is_fork[node] = decision.choices is not None and offset == 0
                     columns = targets.setdefault(node, [])
                     steps.append((node, len(columns)))
                     columns.append(step.target)
@@ -243,6 +284,7 @@ class ReadPlan:
             nodes=torch.tensor(list(targets), dtype=torch.long),
             targets=torch.tensor(padded, dtype=torch.long).reshape(len(targets), most),
             is_text=torch.tensor(list(is_text.values()), dtype=torch.bool),
+            is_fork=torch.tensor(list(is_fork.values()), dtype=torch.bool),
             steps=torch.tensor([(row_of[node], column) for node, column in steps], dtype=torch.long).reshape(-1, 2),
             text_slots=torch.tensor(text_slots, dtype=torch.long).reshape(-1, 3),
             choice_slots=torch.tensor(choice_slots, dtype=torch.long).reshape(-1, 2),

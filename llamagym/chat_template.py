@@ -47,10 +47,16 @@ class ChatTemplate:
         if append_only:
             self._check_append_only()
         self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
+        self._shared = lru_cache(maxsize=64)(self._shared_uncached)
 
     def first_prompt(self, system: str, user: str) -> list[int]:
         """Token ids of a new conversation, up to where the reply begins."""
         return list(self._encode(self._render(self._opening(system, user))))
+
+    def shared_length(self, system: str, first_prompt: list[int]) -> int:
+        """How many leading ids of a first prompt all first prompts under this system prompt share; 0 if unknown."""
+        shared = self._shared(system)
+        return len(shared) if first_prompt[: len(shared)] == shared else 0
 
     def next_prompt(self, user: str, sampled_end: int | None) -> list[int]:
         """Token ids between a reply and the next one.
@@ -71,6 +77,10 @@ class ChatTemplate:
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _shared_uncached(self, system: str) -> list[int]:
+        one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")
+        return one[: next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)]
 
     def _opening(self, system: str, user: str) -> list[Message]:
         if not system:
@@ -120,6 +130,11 @@ class ChatTemplate:
                 f"renders {short!r}, after a second {long!r}. Pass context='turn' to show one observation at a time, "
                 "or set another tokenizer.chat_template."
             )
+
+
+def invocation_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The last token before a reply, from which on an activated LoRA acts."""
+    return ChatTemplate(tokenizer, append_only=False).first_prompt("", _USER)[-1:]
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -25,11 +25,16 @@ class Prompt:
         ids: New token ids: the whole context if `starts_context`, else what follows the previous reply.
         starts_context: Whether the model sees nothing from before this prompt.
         choices: Token ids of each admissible reply, or None for free text.
+        shared_length: How many leading ids every context with the same system prompt begins with.
+        opening_length: How many trailing ids open the reply, from where an activated LoRA acts: the last one of the
+            generation prompt and those of a response prefix.
     """
 
     ids: tuple[int, ...]
     starts_context: bool
     choices: tuple[tuple[int, ...], ...] | None = None
+    shared_length: int = 0
+    opening_length: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +169,16 @@ class Conversation:
                 f"get_action_choices() returned {choices!r}. Return distinct, non-empty strings, or None for free text."
             )
         starts_context = self.context == "turn" or not self.turns
+        shared = 0
         if starts_context:
             ids = self.template.first_prompt(self.system_prompt, text)
+            shared = self.template.shared_length(self.system_prompt, ids)
         else:
             last = self.turns[-1].reply
             ids = self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None)
-        ids += self.template.encode(prefix)
+        opening = self.template.encode(prefix)
         encoded = None if choices is None else tuple(tuple(self.template.encode(choice)) for choice in choices)
-        self.pending = Prompt(tuple(ids), starts_context, encoded)
+        self.pending = Prompt((*ids, *opening), starts_context, encoded, shared, 1 + len(opening))
         self.messages.append({"role": "user", "content": text})
         return self.current_segment()
 

@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .chat_template import invocation_tokens
 from .errors import ConfigError, ModelLoadError, did_you_mean
 from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
 from .model_registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, lookup, lookup_by_architecture, lora_config
@@ -107,15 +108,17 @@ def load_model_and_tokenizer(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=weights_dtype,
         )
+    has_tokenizer = find_file(source, "tokenizer_config.json", hub) is not None
+    tokenizer = _load_tokenizer(*((source, hub) if has_tokenizer else (base, base_hub)))
     if adapter is not None:
         model = AutoModelForCausalLMWithValueHead.from_pretrained(source, base_model=base, **options, **base_hub | hub)
     else:
-        lora = lora_config(entry, config) if peft_config is None else peft_config or None
+        lora = peft_config or None
+        if peft_config is None:
+            lora = lora_config(entry, config, invocation_tokens(tokenizer))
         model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _name_base(model, entry.hub_id)
-    has_tokenizer = find_file(source, "tokenizer_config.json", hub) is not None
-    tokenizer = _load_tokenizer(*((source, hub) if has_tokenizer else (base, base_hub)))
     return model if quantization else model.to(target), tokenizer, target
 
 

@@ -12,6 +12,7 @@ same output in the rollout and in every epoch of an update.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,8 @@ class ModelEntry:
     name: str
     hub_id: str | None
     family: str
-    lora_target_modules: tuple[str, ...] | str = ("q_proj", "v_proj")
-    lora_layer_fraction: float = 0.4
+    lora_target_modules: tuple[str, ...] | str = ("q_proj", "o_proj", "down_proj")
+    lora_layer_fraction: float = 0.25
     lora_r: int = 16
     lora_alpha: int = 32
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -148,8 +149,10 @@ _FAMILIES = {
     entry.family: entry
     for entry in (
         _family("llama", "The template varies: Zephyr, Llama-2 or Llama-3 style; the last has several end tokens."),
-        _family("phi", "No template: the plain one is used."),
-        _family("phi3", "Several end tokens; closes a conversation with one.", lora_target_modules=("qkv_proj",)),
+        _family("phi", "No template: the plain one is used.", lora_target_modules=("q_proj", "dense", "fc2")),
+        _family(
+            "phi3", "Several end tokens; closes a conversation with one.", lora_target_modules=("o_proj", "down_proj")
+        ),
         _family("smollm", _CHATML),
         _family("qwen2", _CHATML),
         _family("qwen3", "ChatML; drops the thinking of earlier turns."),
@@ -268,17 +271,20 @@ def _count_parameters(config: PretrainedConfig) -> int | None:
     return count
 
 
-def lora_config(entry: ModelEntry, model_config: PretrainedConfig) -> LoraConfig:
+def lora_config(
+    entry: ModelEntry, model_config: PretrainedConfig, invocation_tokens: Sequence[int] | None = None
+) -> LoraConfig:
     """The entry's LoRA for a model of `model_config`. Dropout is 0: it would make new and old policy differ.
 
     Args:
         entry: The registry's entry.
         model_config: Gives the number of layers; the last `lora_layer_fraction` of them, rounded, at least one,
             are adapted.
+        invocation_tokens: Where replies begin: the LoRA acts from there on only (aLoRA). None makes it an ordinary one.
 
     >>> from transformers import LlamaConfig
     >>> lora_config(lookup("smollm2-135m"), LlamaConfig(num_hidden_layers=30)).layers_to_transform[0]
-    18
+    22
     """
     layers = None
     if entry.lora_layer_fraction < 1.0:
@@ -293,4 +299,5 @@ def lora_config(entry: ModelEntry, model_config: PretrainedConfig) -> LoraConfig
         target_modules=targets if isinstance(targets, str) else list(targets),
         layers_to_transform=layers,
         task_type="CAUSAL_LM",
+        alora_invocation_tokens=None if invocation_tokens is None else list(invocation_tokens),
     )

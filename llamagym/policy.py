@@ -1,6 +1,6 @@
 """The policy: samples replies, and says how likely recorded ones are. The one place where a model is asked.
 
-Both directions share one path (`_read`), so the distribution that is sampled is the one that is trained:
+Both directions share one path (`reading.read`), so the distribution that is sampled is the one that is trained:
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
 - choices: one of the given strings, from softmax((score - prior) / temperature), where a score is the exact
@@ -8,7 +8,7 @@ Both directions share one path (`_read`), so the distribution that is sampled is
   the first observations that offer it and then frozen, so that a model which always says the same word still
   explores. It is part of the policy, in sampling and in training alike.
 
-Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), M nodes, V vocabulary, C choices.
+Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
+from .adapter import aim_, fresh_down_projections, latest_inputs
 from .backbone import Backbone
-from .batching import Batch, ReadPlan, TokenTree, shared_prefix_length
-from .choices import choice_logprobs, choice_scores
+from .batching import TokenTree
 from .conversation import Reply, Segment
 from .errors import ContextLengthError
 from .generation import GenerationConfig
 from .losses import entropy_from_logits
+from .reading import Reading, read
 from .sampling import draw, write_text
 from .value_head import AutoModelForCausalLMWithValueHead
 
-# Nodes whose logits exist at the same time: 128 of a 50,000-word vocabulary are 25 MB.
-_LOGITS_CHUNK = 128
+# Contexts whose features are taken as a sample of all.
+_FIT_CONTEXTS = 512
 # Nodes in one forward pass without gradients; their keys and values live until its end.
 _FORWARD_NODES = 1024
 
@@ -56,23 +56,6 @@ class Evaluation:
     values: Tensor
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """One batch, read.
-
-    Features (N, H) and values (N,) of prompt ends, step_logprobs (S,), node_entropy (M,), choices' scores and
-    log-probabilities (D, C).
-    """
-
-    plan: ReadPlan
-    features: Tensor
-    values: Tensor
-    step_logprobs: Tensor
-    node_entropy: Tensor
-    choice_scores: Tensor
-    choice_logprobs: Tensor
-
-
 class Policy:
     """A language model as a stochastic policy over replies, with a critic.
 
@@ -88,6 +71,7 @@ class Policy:
         eos_ids: Sequence[int],
         generation: GenerationConfig,
         calibrate_choices: bool = True,
+        aim_lora: bool = True,
         seed: int | None = None,
     ) -> None:
         """Wrap a model.
@@ -98,6 +82,7 @@ class Policy:
             eos_ids: Every id that ends a reply.
             generation: How replies are sampled.
             calibrate_choices: Whether choices are measured against their prior.
+            aim_lora: Whether a fresh adapter is pointed at what differs between observations.
             seed: Of the sampling; None draws one.
         """
         self.model = model.eval()
@@ -106,6 +91,7 @@ class Policy:
         self.weights_version = 0
         self._eos_ids = frozenset(eos_ids)
         self._calibrate = calibrate_choices
+        self._aim_lora = aim_lora
         self._backbone = Backbone(model)
         self._frozen: Backbone | None = None
         self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
@@ -191,8 +177,7 @@ class Policy:
             if tree not in first_decision:
                 first_decision[tree] = count
                 count += len(tree.decisions)
-        with self._as_reference() if reference else nullcontext():
-            reading = self._read(list(first_decision), reference)
+        reading = self._read(list(first_decision), reference)
         plan, turns = reading.plan, [turn for segment in segments for turn in segment.turns]
         width = max(len(turn.reply.logprobs) for turn in turns)
         logprobs = torch.zeros(count, width, device=self.device)
@@ -233,10 +218,27 @@ class Policy:
         return [results[row] for row in range(len(contexts))]
 
     @torch.no_grad()
-    def standardize_values(self, segments: Sequence[Segment]) -> None:
-        """Set the value head's feature mean and deviation from the prompt ends of these segments, equal ones once."""
-        trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))
-        features = [self._read([trees[row] for row in rows]).features for rows in self._chunks(trees)]
+    def fit_inputs(self, segments: Sequence[Segment]) -> None:
+        """Fit what is untrained to these segments, equal ones once; replies and values stay what they are.
+
+        A fresh adapter is pointed at what differs between observations (see `adapter`), and the value head's features
+        are standardised.
+        """
+        trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_FIT_CONTEXTS]
+        layers = fresh_down_projections(self.model.pretrained_model) if self._aim_lora else []
+        features: list[Tensor] = []
+        inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
+        words: dict[tuple[int, ...], int] = {}
+        groups: list[int] = []
+        with latest_inputs(layers) as latest:
+            for rows in self._chunks(trees):
+                chunk = [trees[row] for row in rows]
+                features.append(self._read(chunk).features)
+                groups += [words.setdefault(path, len(words)) for tree in chunk for path in tree.paths()]
+                for layer in layers:
+                    inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
+        for layer in layers:
+            aim_(layer, torch.cat(inputs[layer]), torch.tensor(groups))
         self.model.v_head.standardize_(torch.cat(features))
 
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
@@ -245,20 +247,24 @@ class Policy:
             yield [segments[row] for row in rows]
 
     def _chunks(self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES) -> Iterator[list[int]]:
-        """Rows in chunks of at most `nodes` padded nodes; equal trees lie together and count once."""
-        if not trees:
-            return
-        prefix = shared_prefix_length(trees)
+        """Rows in chunks of one prefix that cost at most `nodes`; equal trees lie together and count once."""
+        sizes = [self._backbone.size(tree) for tree in trees]
+
+        def order(row: int) -> tuple[object, ...]:
+            return trees[row].prefix, sizes[row], trees[row].history
+
         chunk: list[int] = []
         distinct = 0
-        for row in sorted(range(len(trees)), key=lambda row: (len(trees[row]), trees[row].ids)):
+        for row in sorted(range(len(trees)), key=order):
             is_new = not chunk or trees[row] != trees[chunk[-1]]
-            if chunk and is_new and (distinct + 1) * (len(trees[row]) - prefix) > nodes:
+            is_full = is_new and (distinct + 1) * sizes[row] > nodes
+            if chunk and (is_full or trees[row].prefix != trees[chunk[-1]].prefix):
                 yield chunk
                 chunk, distinct = [], 0
             chunk.append(row)
             distinct += is_new
-        yield chunk
+        if chunk:
+            yield chunk
 
     def _weigh(self, trees: Sequence[TokenTree]) -> list[tuple[Tensor, float]]:
         """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.
@@ -279,48 +285,31 @@ class Policy:
     def _check_room(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
             room = 0 if tree.decisions[0].choices else self.generation.max_new_tokens
-            if len(tree) + room > self._backbone.max_length:
+            length = tree.context_length + tree.node_count
+            if length + room > self._backbone.max_length:
                 raise ContextLengthError(
-                    f"A conversation of {len(tree)} tokens and a reply of up to {room} do not fit the model's "
+                    f"A conversation of {length} tokens and a reply of up to {room} do not fit the model's "
                     f"{self._backbone.max_length}. Pass context='turn', shorten observations, or end episodes sooner."
                 )
 
     def _as_reference(self) -> AbstractContextManager[object]:
+        """Switches a plain LoRA off; an activated one acts only where it is asked to."""
         pretrained: Any = self.model.pretrained_model
-        return pretrained.disable_adapter() if self.model.is_peft_model else nullcontext()
+        is_plain = self.model.is_peft_model and not self._backbone.history_is_frozen
+        return pretrained.disable_adapter() if is_plain else nullcontext()
 
-    def _read(self, trees: Sequence[TokenTree], reference: bool = False) -> _Reading:
+    def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
-        prefix = shared_prefix_length(trees)
-        batch = Batch.from_trees(trees, prefix)
-        plan = ReadPlan.from_trees(trees, prefix, batch.ids.shape[1]).to(self.device)
-        flat = backbone.hidden_states(trees, batch).flatten(0, 1)
-        # The critic learns on the policy's features but does not shape them: its gradient stops here.
-        features = flat[plan.value_nodes].detach()
-        values = self.model.v_head(features).squeeze(-1)
-        picked, entropy = self._read_nodes(backbone, flat[plan.nodes], plan)
-        step_logprobs = picked[plan.steps[:, 0], plan.steps[:, 1]]
-        scores = choice_scores(plan, step_logprobs)
-        offers = choice_logprobs(plan, scores, self.choice_prior, self.generation.temperature)
-        return _Reading(plan, features, values, step_logprobs, entropy, scores, offers)
-
-    def _read_nodes(self, backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> tuple[Tensor, Tensor]:
-        """Log-probs of the targets (M, K) and entropies (M,), without ever holding all logits (M, V)."""
-
-        def read(hidden: Tensor, targets: Tensor, is_text: Tensor) -> tuple[Tensor, Tensor]:
-            logits = backbone.logits(hidden)
-            temperature = torch.where(is_text, self.generation.temperature, 1.0)[:, None]
-            logprobs = (logits / temperature).log_softmax(-1)
-            return logprobs.gather(1, targets), entropy_from_logits(logprobs)
-
-        chunks = zip(
-            hidden.split(_LOGITS_CHUNK),
-            plan.targets.split(_LOGITS_CHUNK),
-            plan.is_text.split(_LOGITS_CHUNK),
-            strict=True,
-        )
-        read_chunks = [checkpoint(read, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat([picked for picked, _ in read_chunks]), torch.cat([entropy for _, entropy in read_chunks])
+        with self._as_reference() if reference else nullcontext():
+            return read(
+                backbone,
+                self.model.v_head,
+                trees,
+                self.choice_prior,
+                self.generation.temperature,
+                adapted=not reference,
+                normalized=normalized,
+            )
 
     def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
         """Measure the mean score of choices never met before, on the contexts that offer them now."""
@@ -333,8 +322,7 @@ class Policy:
             return
         sums: dict[tuple[int, ...], list[float]] = {}
         for rows in self._chunks(fresh):
-            with self._as_reference():
-                reading = self._read([fresh[row] for row in rows], reference=True)
+            reading = self._read([fresh[row] for row in rows], reference=True, normalized=True)
             for choices, row_scores in zip(reading.plan.choices, reading.choice_scores.tolist(), strict=True):
                 for choice, score in zip(choices, row_scores, strict=False):
                     sums.setdefault(choice, []).append(score)

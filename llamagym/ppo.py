@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 Stats = dict[str, float]
 # An update stops once the KL of a minibatch exceeds the target by this factor.
 _KL_TOLERANCE = 1.5
+# The learning rate follows the KL in these steps, and stays within this factor of its start (Schulman et al. 2017,
+# section 4, steer the KL's coefficient so).
+_RATE_STEP, _RATE_RANGE = 1.5, 10.0
 # A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
 _ADAM_BETAS = (0.9, 0.95)
 
@@ -66,7 +69,9 @@ class PPOConfig:
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
         target: KL to the reference, in nats per turn, that the coefficient steers to.
         horizon: Turns over which it does.
-        target_kl: End an update early once the policy has moved by 1.5 times this KL since it was sampled; None never.
+        target_kl: KL by which an update should move the policy. It ends early at 1.5 times that; after an update that
+            went beyond the target the policy's learning rate falls, after one that stayed below half of it it rises.
+            None does neither.
         max_grad_norm: Gradient clipping by norm, of the policy's weights and of the value head's apart.
         whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
@@ -166,9 +171,7 @@ class PPO:
         self._body, self._head = body, head
         groups = [{"params": body, "lr": config.learning_rate}, {"params": head, "lr": config.value_learning_rate}]
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS))
-        self._warmup = torch.optim.lr_scheduler.LinearLR(
-            self.optimizer, start_factor=1 / config.warmup_steps, total_iters=config.warmup_steps - 1
-        )
+        self._steps, self._rate_scale = 0, 1.0
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
         if config.init_kl_coef:
@@ -184,7 +187,7 @@ class PPO:
         segments = [segment for episode in episodes for segment in episode.segments()]
         turns = [turn for segment in segments for turn in segment.turns]
         if self.policy.values_are_untrained:
-            self.policy.standardize_values(segments)
+            self.policy.fit_inputs(segments)
         targets, kl = self._prepare(episodes, segments, turns)
         stats = self._optimize(segments, targets)
         self.policy.weights_version += 1
@@ -253,7 +256,7 @@ class PPO:
 
     def _optimize(self, segments: list[Segment], targets: _Targets) -> Stats:
         sums: dict[str, list[float]] = defaultdict(list)
-        ratio_error, stopped = math.nan, False
+        ratio_error, stopped, largest_kl = math.nan, False, 0.0
         for _ in range(self.config.ppo_epochs):
             for minibatch in self._minibatches(segments):
                 stats, fresh_error = self._backward(minibatch, targets)
@@ -261,6 +264,7 @@ class PPO:
                     ratio_error = fresh_error
                 # Averaged over processes, so that all of them stop together.
                 kl = self.accelerator.reduce(torch.tensor(stats["approx_kl"], device=self.policy.device), "mean").item()
+                largest_kl = max(largest_kl, kl)
                 if self.config.target_kl is not None and kl > _KL_TOLERANCE * self.config.target_kl:
                     logger.info("update stopped early: approx_kl %.4f > 1.5 * %.4f", kl, self.config.target_kl)
                     self.optimizer.zero_grad()
@@ -271,12 +275,24 @@ class PPO:
                     sums[name].append(value)
             if stopped:
                 break
+        self._steer_rate(largest_kl)
         means = {name: float(np.mean(values)) for name, values in sums.items()}
         return means | {
             "ratio_error": ratio_error,
+            "learning_rate": self.config.learning_rate * self._rate_scale,
             "optimizer_steps": float(len(sums["approx_kl"])),
             "stopped_early": float(stopped),
         }
+
+    def _steer_rate(self, kl: float) -> None:
+        """Lower the learning rate after an update beyond the target KL, raise it after one below half of it."""
+        target = self.config.target_kl
+        if target is None or self._steps < self.config.warmup_steps:
+            return
+        if kl > target:
+            self._rate_scale = max(self._rate_scale / _RATE_STEP, 1 / _RATE_RANGE)
+        elif kl < target / 2:
+            self._rate_scale = min(self._rate_scale * _RATE_STEP, _RATE_RANGE)
 
     def _minibatches(self, segments: list[Segment]) -> list[list[Segment]]:
         """Shuffled segments in groups of about `mini_batch_size` turns; a remainder below half joins the last group."""
@@ -322,8 +338,12 @@ class PPO:
         # Each by its own norm: the value head's gradient is far the larger and would scale the policy's away.
         norm = self.accelerator.clip_grad_norm_(self._body, self.config.max_grad_norm)
         self.accelerator.clip_grad_norm_(self._head, self.config.max_grad_norm)
+        self._steps += 1
+        rise = min(1.0, self._steps / self.config.warmup_steps)
+        rates = self.config.learning_rate * self._rate_scale, self.config.value_learning_rate
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * rise
         self.optimizer.step()
-        self._warmup.step()
         self.optimizer.zero_grad()
         return float(norm)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from .backbone import Backbone
-from .batching import Batch, TokenTree, shared_prefix_length
+from .batching import Batch, TokenTree
 from .conversation import FinishReason
 from .generation import GenerationConfig
 
@@ -54,14 +54,13 @@ def write_text(
     Returns:
         The hidden state of each context's last token, float (B, H), and the texts.
     """
-    prefix = shared_prefix_length(trees)
-    batch = Batch.from_trees(trees, prefix)
+    batch = Batch.from_trees(trees)
     states, cache = backbone.start_writing(batch)
+    rows = active = torch.arange(len(trees))
     ends = torch.tensor([tree.decisions[0].prompt_end for tree in trees])
-    active = torch.arange(len(trees))
-    first = hidden = states[active.to(states.device), (ends - prefix).to(states.device)]
-    visible = batch.visible[active, ends - prefix]
-    key_positions = torch.cat([torch.arange(prefix).expand(len(trees), -1), batch.positions], dim=1)
+    positions = batch.positions[rows, ends]
+    first = hidden = states[rows.to(states.device), ends.to(states.device)]
+    visible, key_positions = batch.visible[rows, ends], batch.key_positions
     ids: list[list[int]] = [[] for _ in trees]
     logprobs: list[list[float]] = [[] for _ in trees]
     reasons: list[FinishReason] = ["length"] * len(trees)
@@ -78,9 +77,10 @@ def write_text(
         if length == config.max_new_tokens or not len(keep):
             break
         if len(keep) < len(active):
-            active, visible, key_positions = active[keep], visible[keep], key_positions[keep]
+            active, positions = active[keep], positions[keep]
+            visible, key_positions = visible[keep], key_positions[keep]
             cache.batch_select_indices(keep.to(states.device))
-        positions = ends[active] + length
+        positions = positions + 1
         visible = torch.cat([visible, torch.ones(len(active), 1, dtype=torch.bool)], dim=1)
         key_positions = torch.cat([key_positions, positions[:, None]], dim=1)
         hidden = backbone.extend(tokens[keep], positions, visible, key_positions, cache)

@@ -37,9 +37,9 @@ class ChoiceAgent(WordAgent):
         return self.choices.index(response)
 
 
-def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", **options: Any) -> Any:
+def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: bool = True, **options: Any) -> Any:
     """An agent on a tiny model; its adapter and value head are moved off zero, so that nothing is trivially equal."""
-    model = tiny_model(family)
+    model = tiny_model(family, activated=activated)
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -49,15 +49,17 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
 
     if kind is WordAgent:
         for segment in segments:
-            ids = [token for turn in segment.turns for token in (*turn.prompt.ids, *turn.reply.ids)]
-            with torch.no_grad():
-                plain = model.pretrained_model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
-            position = 0
+            ids = []
             for turn in segment.turns:
-                position += len(turn.prompt.ids)
-                for logprob, token in zip(turn.reply.logprobs, turn.reply.ids, strict=True):
-                    assert plain[position - 1, token].item() == pytest.approx(logprob, abs=TOLERANCE)
-                    position += 1
+                ids += turn.prompt.ids
+                start = len(ids)
+                ids += turn.reply.ids
+                opened = [len(turn.reply.ids) + 1]
+                with torch.no_grad():
+                    output = model.pretrained_model(input_ids=torch.tensor([ids]), alora_offsets=opened)
+                plain = output.logits[0].float().log_softmax(-1)
+                for offset, (logprob, token) in enumerate(zip(turn.reply.logprobs, turn.reply.ids, strict=True)):
+                    assert plain[start - 1 + offset, token].item() == pytest.approx(logprob, abs=TOLERANCE)
 
     for env in range(2):
         agent.terminate_episodes([env])

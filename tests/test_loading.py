@@ -190,16 +190,18 @@ def test_embedded_tokenizer(embedded: tuple[Any, Any, torch.device]) -> None:
     assert tokenizer("\n\n21", add_special_tokens=False)["input_ids"] == [*double_newline, 34, 33]
 
 
-def test_embedded_model_trains_the_last_12_layers_and_its_adapter_comes_back(
+def test_embedded_model_trains_the_last_8_layers_and_its_adapter_comes_back(
     embedded: tuple[Any, Any, torch.device], tmp_path: Path
 ) -> None:
     model, _, _ = embedded
     layers = {int(name.split(".layers.")[1].split(".")[0]) for name in trainable(model)}
-    assert layers == set(range(18, 30))
+    assert layers == set(range(22, 30))
     assert all("lora_" in name for name in trainable(model))
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    # PEFT and whoever else loads it activate the adapter at the newline that opens a reply.
+    assert saved["alora_invocation_tokens"] == [198]
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct\n" in (tmp_path / "README.md").read_text()
     start = time.perf_counter()
     again, tokenizer, _ = load_model_and_tokenizer(tmp_path, device="cpu", dtype="float32")

@@ -120,13 +120,13 @@ def test_lora_attaches_to_the_named_modules_of_the_last_layers(family: str) -> N
     entry = lookup_by_architecture(base.config)
     assert entry.family == family
     model = get_peft_model(base, lora_config(entry, base.config))
-    names = ("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj")
-    # 40 % of 4 layers is 1.6, rounded 2: layers 2 and 3.
+    names = {
+        "phi": ("self_attn.q_proj", "self_attn.dense", "mlp.fc2"),
+        "phi3": ("self_attn.o_proj", "mlp.down_proj"),
+    }.get(family, ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"))
+    # A quarter of 4 layers: the last.
     expected = {
-        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{matrix}.default.weight"
-        for layer in (2, 3)
-        for name in names
-        for matrix in "AB"
+        f"base_model.model.model.layers.3.{name}.lora_{matrix}.default.weight" for name in names for matrix in "AB"
     }
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == expected
 
@@ -138,14 +138,15 @@ def test_later_gemmas_have_the_family_s_modules(config_class: type) -> None:
         names = {name for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
     entry = lookup_by_architecture(config)
     assert entry.family == "gemma"
-    assert {f"model.layers.4.self_attn.{target}" for target in entry.lora_target_modules} <= names
+    assert {f"model.layers.4.{part}" for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")} <= names
+    assert entry.lora_target_modules == ("q_proj", "o_proj", "down_proj")
 
 
-def test_default_lora_of_the_embedded_model_is_the_last_12_of_30_layers() -> None:
+def test_default_lora_of_the_embedded_model_is_the_last_quarter_of_its_layers() -> None:
     entry = lookup("smollm2-135m")
     assert entry is not None
     config = lora_config(entry, LlamaConfig(num_hidden_layers=30))
-    assert config.layers_to_transform == list(range(18, 30))
+    assert config.layers_to_transform == list(range(22, 30))
     assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (16, 32, 0.0, "CAUSAL_LM")
 
 

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from llamagym.chat_template import invocation_tokens
 from llamagym.model_registry import FAMILIES, PLAIN_CHAT_TEMPLATE, lookup_by_architecture, lora_config
 from llamagym.value_head import AutoModelForCausalLMWithValueHead
 
@@ -174,7 +175,7 @@ def tiny_base_model(family: str, seed: int = 0) -> Any:
     return model.eval()
 
 
-def tiny_model(family: str, seed: int = 0) -> AutoModelForCausalLMWithValueHead:
+def tiny_model(family: str, seed: int = 0, activated: bool = True) -> AutoModelForCausalLMWithValueHead:
     """The language model with the registry's LoRA and a value head, as `load_model_and_tokenizer` makes it.
 
     LoRA's B matrices are zero, as ever at the start: the adapted model equals its base.
@@ -182,9 +183,11 @@ def tiny_model(family: str, seed: int = 0) -> AutoModelForCausalLMWithValueHead:
     Args:
         family: One of `FAMILIES`.
         seed: Of the random weights, LoRA's A matrices included.
+        activated: Whether LoRA acts from the reply on, as the registry's does, or on every token.
     """
+    invocation = invocation_tokens(tiny_tokenizer(family)) if activated else None
     base = tiny_base_model(family, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft_config = lora_config(lookup_by_architecture(base.config), base.config)
+        peft_config = lora_config(lookup_by_architecture(base.config), base.config, invocation)
         return AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config)

@@ -1,0 +1,135 @@
+"""LoRA as a policy's weights: active where replies are decided, and aimed at what differs between observations.
+
+Two properties of a LoRA adapter decide how fast a language model learns to act.
+
+Where it acts. An activated LoRA (Greenewald et al. 2025, https://arxiv.org/abs/2504.12397; `alora_invocation_tokens` in
+PEFT's `LoraConfig`) changes only the tokens from the start of the reply on. What comes before is read by the base
+model, so its keys and values never change while the adapter learns: they are computed once.
+
+What it sees. In one environment prompts are nearly alike: the hidden states where replies begin share a large mean and
+differ in a few small directions. A random down-projection A sees mostly the mean, and then the gradient moves every
+observation's reply together, hundreds of times faster than apart: the policy is certain of one reply before it has
+told two observations from each other. So A takes the principal components of its inputs where replies are decided,
+centred, orthogonal to their mean, each scaled to the same deviation. B is still zero, so the model's output does not
+change. (EVA, Paischer et al. 2024, https://arxiv.org/abs/2410.07170, takes components of all inputs, mean included.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+# No component is amplified more than this many times over an average input: beyond it lies rounding, not observation.
+_MAX_GAIN = 30.0
+# Dimensions given up at most to what all observations share.
+_MAX_SHARED = 16
+
+
+def is_activated(model: nn.Module) -> bool:
+    """Whether a model learns by an activated LoRA alone, so that what precedes a reply does not depend on it."""
+    if not isinstance(model, PeftModel):
+        return False
+    config = model.active_peft_config
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return (
+        isinstance(config, LoraConfig)
+        and config.alora_invocation_tokens is not None
+        and all(".lora_A." in name or ".lora_B." in name for name in trained)
+    )
+
+
+@contextmanager
+def acting_on_every_token(model: nn.Module) -> Iterator[None]:
+    """While open, an activated LoRA changes all tokens it is given, as a plain one does; otherwise it changes none.
+
+    PEFT finds the reply by its invocation tokens in `input_ids`; whoever knows where it starts passes only its tokens.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    variants = [layer.lora_variant for layer in layers]
+    for layer in layers:
+        layer.lora_variant = {}
+    try:
+        yield
+    finally:
+        for layer, variant in zip(layers, variants, strict=True):
+            layer.lora_variant = variant
+
+
+def fresh_down_projections(model: nn.Module) -> list[nn.Linear]:
+    """The A matrices of adapters whose B is still zero."""
+    return [
+        down
+        for module in model.modules()
+        if isinstance(module, LoraLayer)
+        for name, down in module.lora_A.items()
+        if isinstance(down, nn.Linear) and name in module.active_adapters
+        if not any(weight.any() for weight in module.lora_B[name].parameters())
+    ]
+
+
+@contextmanager
+def latest_inputs(layers: list[nn.Linear]) -> Iterator[dict[nn.Linear, Tensor]]:
+    """While open, holds each layer's input (B, T, H) in the latest forward pass."""
+    inputs: dict[nn.Linear, Tensor] = {}
+
+    def keep(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Linear)
+        inputs[layer] = args[0]
+
+    handles = [layer.register_forward_pre_hook(keep) for layer in layers]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def aim_(layer: nn.Linear, inputs: Tensor, groups: Tensor) -> None:
+    """Replace the rows of a down-projection by the directions in which its inputs differ.
+
+    A row is scaled so that its output deviates over these inputs as a random row's output does over inputs of their
+    size. Rows beyond the number of directions found stay as they are.
+
+    Args:
+        layer: With a weight (r, H).
+        inputs: What it receives where replies are decided, (M, H).
+        groups: Equal where the same words of a reply were read, after whatever observation, int64 (M,).
+    """
+    inputs = inputs.to(layer.weight)
+    directions, deviations = directions_of_difference(inputs, groups, layer.out_features)
+    gain = (inputs.square().mean().sqrt() / deviations).clamp_max(_MAX_GAIN)
+    layer.weight[: len(directions)] = layer.weight.norm(dim=1).mean() * gain[:, None] * directions
+
+
+def directions_of_difference(inputs: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first principal components within groups, orthogonal to the groups' means.
+
+    Args:
+        inputs: Float (M, H).
+        groups: Which group each belongs to, int64 (M,).
+        count: How many components at most.
+
+    Returns:
+        Orthonormal rows, largest deviation first, (K, H) with K <= count, and the deviations (K,), all positive.
+
+    >>> inputs = torch.tensor([[9.0, 1.0, 0.0], [9.0, -1.0, 0.0], [0.0, 0.0, 5.0]])
+    >>> directions, deviations = directions_of_difference(inputs, torch.tensor([0, 0, 1]), 2)
+    >>> directions.abs().tolist(), round(deviations.item(), 3)
+    ([[0.0, 1.0, 0.0]], 0.816)
+    """
+    rounding = torch.finfo(inputs.dtype).eps * max(inputs.shape) * inputs.norm()
+    _, group, sizes = groups.to(inputs.device).unique(return_inverse=True, return_counts=True)
+    means = inputs.new_zeros(len(sizes), inputs.shape[1]).index_add(0, group, inputs) / sizes[:, None]
+    centred = inputs - means[group]
+    _, size, shared = torch.linalg.svd(means, full_matrices=False)
+    shared = shared[: min(int((size > rounding).sum()), _MAX_SHARED)]
+    centred = centred - centred @ shared.T @ shared
+    _, singular, components = torch.linalg.svd(centred, full_matrices=False)
+    found = min(count, int((singular > rounding).sum()))
+    return components[:found], singular[:found] / len(inputs) ** 0.5

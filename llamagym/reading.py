@@ -1,0 +1,100 @@
+"""Reads a batch of trees: how likely each recorded or offered token is, and what the critic says.
+
+Shapes: B rows, D nodes a row, H width, N turns, M nodes that predict tokens, K targets a node, S steps, V vocabulary,
+C choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .backbone import Backbone
+from .batching import Batch, ReadPlan, TokenTree
+from .choices import choice_logprobs, choice_scores
+from .losses import entropy_from_logits
+
+# Nodes whose logits exist at the same time: 128 of a 50,000-word vocabulary are 25 MB.
+_LOGITS_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One batch, read.
+
+    Attributes:
+        plan: Where what follows was read.
+        features: Hidden states at prompt ends, (N, H); no gradient flows back from them.
+        values: The critic's estimates there, (N,).
+        step_logprobs: Log-probability of each step's token, (S,); see `read` for choices.
+        node_entropy: Entropy of the next token at nodes of free text, in nats, (M,); 0 elsewhere.
+        choice_scores: Log-likelihood of each choice, up to what all choices of a turn share, (turns with choices, C).
+        choice_logprobs: The policy's log-probability of each choice, of the same shape.
+    """
+
+    plan: ReadPlan
+    features: Tensor
+    values: Tensor
+    step_logprobs: Tensor
+    node_entropy: Tensor
+    choice_scores: Tensor
+    choice_logprobs: Tensor
+
+
+def read(
+    backbone: Backbone,
+    v_head: nn.Module,
+    trees: Sequence[TokenTree],
+    prior: Mapping[tuple[int, ...], float],
+    temperature: float,
+    adapted: bool = True,
+    normalized: bool = False,
+) -> Reading:
+    """Read trees with one prefix.
+
+    Args:
+        backbone: The model.
+        v_head: Values of hidden states.
+        trees: What to read.
+        prior: Mean score of each choice, see `choice_logprobs`.
+        temperature: Of free text's tokens and of choices.
+        adapted: Whether an activated LoRA acts.
+        normalized: Whether the choices' first tokens are normalised over the vocabulary. What they lack otherwise is
+            the same for all choices of a turn and costs most of a pass: only their own logits are computed.
+    """
+    plan = ReadPlan.from_trees(trees).to(backbone.device)
+    flat = backbone.hidden_states(trees, Batch.from_trees(trees), adapted).flatten(0, 1)
+    # The critic learns on the policy's features but does not shape them: its gradient stops here.
+    features = flat[plan.value_nodes].detach()
+    values = v_head(features).squeeze(-1)
+    hidden = flat[plan.nodes]
+    picked = hidden.new_zeros(plan.targets.shape, dtype=torch.float32)
+    entropy = picked.new_zeros(len(plan.nodes))
+    full = plan.is_text | ~plan.is_fork | normalized
+    if not full.all():
+        picked = picked.index_put((~full,), backbone.logits_of(hidden[~full], plan.targets[~full]))
+    if full.any():
+        temperatures = torch.where(plan.is_text, temperature, 1.0)[full, None]
+        read_full, entropy_full = _read_nodes(backbone, hidden[full], plan.targets[full], temperatures)
+        picked = picked.index_put((full,), read_full)
+        entropy = entropy.index_put((full,), entropy_full)
+    step_logprobs = picked[plan.steps[:, 0], plan.steps[:, 1]]
+    scores = choice_scores(plan, step_logprobs)
+    offers = choice_logprobs(plan, scores, prior, temperature)
+    return Reading(plan, features, values, step_logprobs, entropy, scores, offers)
+
+
+def _read_nodes(backbone: Backbone, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets (M, K) and entropies (M,), without ever holding all logits (M, V)."""
+
+    def read_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = (backbone.logits(hidden) / temperatures).log_softmax(-1)
+        return logprobs.gather(1, targets), entropy_from_logits(logprobs)
+
+    parts = (tensor.split(_LOGITS_CHUNK) for tensor in (hidden, targets, temperatures))
+    read_chunks = [checkpoint(read_chunk, *chunk, use_reentrant=False) for chunk in zip(*parts, strict=True)]
+    return torch.cat([picked for picked, _ in read_chunks]), torch.cat([entropy for _, entropy in read_chunks])

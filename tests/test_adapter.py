@@ -1,0 +1,137 @@
+"""Where LoRA acts, and what it is aimed at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from llamagym.adapter import (
+    acting_on_every_token,
+    aim_,
+    directions_of_difference,
+    fresh_down_projections,
+    is_activated,
+    latest_inputs,
+)
+from tests.agents import ChoiceAgent, make_agent
+from tests.tiny import FAMILIES, tiny_base_model, tiny_model
+
+
+def test_directions_are_the_centred_components_orthogonal_to_the_mean() -> None:
+    rng = torch.Generator().manual_seed(0)
+    mean = torch.tensor([100.0, 0.0, 0.0, 0.0])
+    spread = torch.diag(torch.tensor([50.0, 3.0, 1.0, 0.0]))
+    inputs = mean + torch.randn(4000, 4, generator=rng) @ spread
+    directions, deviations = directions_of_difference(inputs, torch.zeros(4000, dtype=torch.long), 3)
+    # The largest spread lies along the mean and is left out; the last dimension does not vary at all.
+    assert directions.abs().tolist() == [pytest.approx([0, 1, 0, 0], abs=0.05), pytest.approx([0, 0, 1, 0], abs=0.05)]
+    assert deviations.tolist() == pytest.approx([3.0, 1.0], rel=0.05)
+    assert len(directions_of_difference(mean.expand(5, 4), torch.zeros(5, dtype=torch.long), 3)[0]) == 0
+    # Of what sets the groups apart, nothing is left either.
+    groups = torch.arange(4000) % 2
+    inputs[:, 2] += 20.0 * groups
+    directions, _ = directions_of_difference(inputs, groups, 3)
+    assert directions.abs().tolist() == [pytest.approx([0, 1, 0, 0], abs=0.05)]
+
+
+def test_aiming_makes_every_direction_count_the_same() -> None:
+    layer = nn.Linear(6, 2, bias=False)
+    length = layer.weight.norm(dim=1).mean().item()
+    inputs = 5.0 + torch.randn(500, 6) @ torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1, 0.1, 0.1]))
+    size = inputs.square().mean().sqrt().item()
+    aim_(layer, inputs, torch.zeros(500, dtype=torch.long))
+    outputs = layer(inputs)
+    assert outputs.std(dim=0, correction=0).tolist() == pytest.approx([length * size] * 2, rel=1e-3)
+    assert (outputs.mean(0).abs() < 0.05 * length * size).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("activated", [True, False])
+def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activated: bool) -> None:
+    agent = make_agent(ChoiceAgent, family, activated, context="turn", ppo={"batch_size": 12, "learning_rate": 0.0})
+    with torch.no_grad():
+        for name, weight in agent.policy.model.named_parameters():
+            if "lora_B" in name or "v_head" in name:
+                weight.zero_()
+    before = agent.action_probabilities(["a", "bb", "c"])
+    weights = [layer.weight.clone() for layer in fresh_down_projections(agent.policy.model)]
+    assert weights
+    for text in ("a", "bb", "c", "dd"):
+        agent.act_batch([text] * 3)
+        agent.assign_rewards([1.0, 0.0, 2.0])
+        agent.terminate_episodes([0, 1, 2])
+    assert agent.policy.weights_version == 1
+    after = agent.action_probabilities(["a", "bb", "c"])
+    for one, other in zip(before, after, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    layers = fresh_down_projections(agent.policy.model)
+    assert not any(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
+
+
+def test_gradients_tell_observations_apart_once_aimed() -> None:
+    """The reason for it: how alike are the gradients of two observations' choices?"""
+    alike = {}
+    for aimed in (False, True):
+        agent = make_agent(ChoiceAgent, "llama", context="turn", aim_lora=aimed)
+        with torch.no_grad():
+            for name, weight in agent.policy.model.named_parameters():
+                if "lora_B" in name:
+                    weight.zero_()
+        segments = [agent.conversation(i).observe(f"Observation {i}", "", ChoiceAgent.choices) for i in range(8)]
+        agent.policy.fit_inputs(segments)
+        ups = [w for name, w in agent.policy.model.named_parameters() if "lora_B" in name]
+        gradients = []
+        for i, reply in enumerate(agent.policy.sample(segments)):
+            first = replace(reply, choice_index=0, ids=segments[i].pending.choices[0])
+            agent.conversation(i).answer(first, "")
+            logprob = agent.policy.evaluate([agent.conversation(i).current_segment()]).logprobs.sum()
+            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(logprob, ups)]))
+        unit = nn.functional.normalize(torch.stack(gradients), dim=1)
+        alike[aimed] = (unit @ unit.T).fill_diagonal_(0).abs().sum().item() / 56
+    assert alike[True] < 0.5 * alike[False]
+
+
+def test_only_a_fresh_adapter_is_aimed() -> None:
+    model = tiny_model("llama").pretrained_model
+    assert len(fresh_down_projections(model)) == 3
+    for name, weight in model.named_parameters():
+        if "o_proj.lora_B" in name:
+            nn.init.ones_(weight)
+    assert len(fresh_down_projections(model)) == 2
+
+
+def test_latest_inputs_are_those_of_the_last_pass_and_no_more() -> None:
+    layer = nn.Linear(2, 2)
+    with latest_inputs([layer]) as inputs:
+        layer(torch.zeros(3, 2))
+        layer(torch.ones(1, 2))
+    layer(torch.zeros(4, 2))
+    assert inputs[layer].tolist() == [[1.0, 1.0]]
+
+
+def test_what_counts_as_activated() -> None:
+    assert is_activated(tiny_model("llama").pretrained_model)
+    assert not is_activated(tiny_model("llama", activated=False).pretrained_model)
+    assert not is_activated(tiny_base_model("llama"))
+    config = LoraConfig(
+        target_modules=["o_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM", alora_invocation_tokens=[1]
+    )
+    # Embeddings that are trained change what is read.
+    assert not is_activated(get_peft_model(tiny_base_model("llama"), config))
+
+
+def test_an_activated_adapter_acts_only_while_it_is_told_to() -> None:
+    agent = make_agent(ChoiceAgent, "llama")
+    lm = agent.policy.model.pretrained_model.get_base_model()
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        inert = lm(ids).logits
+        with acting_on_every_token(lm):
+            acting = lm(ids).logits
+        again = lm(ids).logits
+    assert not torch.allclose(inert, acting, atol=1e-3)
+    assert torch.equal(inert, again)
