@@ -65,7 +65,8 @@ class Agent(ABC):
             device: Where to move the model; None leaves it.
             generate_config_dict: Options of `GenerationConfig`, with or without a `generate/` prefix.
             ppo_config_dict: Options of `PPOConfig`.
-            context: "episode" shows the model the whole conversation, "turn" only the current observation.
+            context: "episode" shows the model the whole conversation, as far as it holds it (the oldest turns are
+                dropped first), "turn" only the current observation.
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
@@ -176,7 +177,7 @@ class Agent(ABC):
     def conversation(self, env_id: Hashable) -> Conversation:
         """The conversation under way in an environment; a new one if none is."""
         if env_id not in self._conversations:
-            self._conversations[env_id] = Conversation(self._template, self.get_system_prompt(), self._context)
+            self._conversations[env_id] = self._new_conversation()
         return self._conversations[env_id]
 
     def act(self, observation: Any) -> Any:
@@ -307,12 +308,21 @@ class Agent(ABC):
                     "get_action_choices()."
                 )
             offers.append(offered)
-            conversation = Conversation(self._template, self.get_system_prompt(), self._context)
+            conversation = self._new_conversation()
             contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
         logprobs = self.policy.choice_logprobs(contexts)
         return [
             dict(zip(offered, row.exp().tolist(), strict=True)) for offered, row in zip(offers, logprobs, strict=True)
         ]
+
+    def _new_conversation(self) -> Conversation:
+        return Conversation(
+            self._template,
+            self.get_system_prompt(),
+            self._context,
+            self.policy.max_length,
+            self.policy.generation.max_new_tokens,
+        )
 
     def _extract(self, text: str) -> Any:
         try:

@@ -3,16 +3,13 @@
 The model's body is called with explicit positions and an explicit mask, so padding, shared prefixes and branches mean
 the same to every architecture. It reads a history first, then the decisions that branch off it. Where an activated LoRA
 is all that learns, histories do not depend on it: what decisions need of them (keys and values of the adapted layers,
-hidden states where these begin) is computed once for as long as the model lives. Otherwise gradients flow through the
-history, and the prefix that all rows share is computed once a pass.
+hidden states where these begin) is computed once for as long as the model lives. Otherwise it is kept until the weights
+change, and in training gradients flow through the history, whose shared prefix is computed once a pass.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-import re
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -21,18 +18,22 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, TokenTree
 from .errors import ModelLoadError
+from .history import Recent, cache_of, entries_of
+from .parts import first_trained_layer, split
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)
 
-# Of histories, kept at most: a 20-token one takes 250 kB where 8 layers of a 135M model are adapted.
-_RECALL_BYTES = 512 * 2**20
-# Tokens of history in one pass; their keys and values of all layers live until its end.
+# Kept at most, of what was read: 20 tokens take 900 kB in a 135M model; of what decisions need of it: 250 kB where 8
+# layers are adapted.
+_HISTORY_BYTES, _RECALL_BYTES = 512 * 2**20, 512 * 2**20
+# Tokens of history in one pass.
 _HISTORY_TOKENS = 2048
 
 
@@ -78,9 +79,10 @@ class Backbone:
         self._trunk: Any = None
         self._top = self._body
         self._first_top_layer = 0
-        self._prefixes: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        self._recalls: OrderedDict[TokenTree, _Recall] = OrderedDict()
-        self._recall_bytes = 0
+        self._histories: Recent[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = Recent(
+            lambda entries: entries.nbytes, _HISTORY_BYTES
+        )
+        self._recalls: Recent[TokenTree, _Recall] = Recent(lambda recall: recall.nbytes, _RECALL_BYTES)
         self._check_parts()
         if self.history_is_frozen:
             self._split()
@@ -105,27 +107,30 @@ class Backbone:
             batch: The same as rectangles.
             adapted: Whether an activated LoRA acts on the decisions; a plain one always does.
         """
-        if not self.history_is_frozen:
-            return self._decide(self._body, batch, batch.ids, self._read(batch), adapted)
-        recalls = self._recall(trees)
-        hidden = recalls[0].hidden.new_zeros(*batch.ids.shape, recalls[0].hidden.shape[1])
-        entries = recalls[0].entries
-        rows = entries.new_zeros(len(trees), *entries.shape[:2], batch.history.shape[1], entries.shape[3])
-        for row, recall in enumerate(recalls):
-            hidden[row, : len(recall.hidden)] = recall.hidden
-            rows[row, :, :, : recall.entries.shape[2]] = recall.entries
-        cache = self._start(batch, self._first_top_layer)
-        for index in range(rows.shape[1] // 2):
-            cache.update(rows[:, 2 * index], rows[:, 2 * index + 1], self._first_top_layer + index)
-        return self._decide(self._top, batch, hidden, cache, adapted)
+        size = batch.history.shape[1]
+        if self.history_is_frozen:
+            recalls = self._recall(trees)
+            hidden = pad_sequence([recall.hidden for recall in recalls], batch_first=True)
+            prefix = self._prefix(trees[0].prefix)
+            shared = None if prefix is None else prefix[2 * self._first_top_layer :]
+            cache = cache_of(shared, [recall.entries for recall in recalls], size, self._first_top_layer)
+            return self._decide(self._top, batch, hidden, cache, adapted)
+        if adapted and not torch.is_grad_enabled():
+            return self.start_writing(trees, batch)[0]
+        return self._decide(self._body, batch, batch.ids, self._read_anew(batch), adapted)
 
-    def start_writing(self, batch: Batch) -> tuple[Tensor, DynamicCache]:
-        """The last hidden states (B, D, H) of decisions that await text, and a cache for `extend`.
+    def start_writing(self, trees: Sequence[TokenTree], batch: Batch) -> tuple[Tensor, DynamicCache]:
+        """The last hidden states (B, D, H) of decisions, and a cache for `extend`.
 
         The cache holds P + S + D entries a row, padding included.
         """
-        cache = self._read(batch)
+        cache = cache_of(self._prefix(trees[0].prefix), self._read(trees), batch.history.shape[1])
         return self._decide(self._body, batch, batch.ids, cache), cache
+
+    def forget(self) -> None:
+        """Drop what was read: the weights that read it have changed."""
+        self._histories.clear()
+        self._recalls.clear()
 
     def extend(
         self, ids: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: DynamicCache
@@ -166,79 +171,102 @@ class Backbone:
         with acting_on_every_token(self._lm) if adapted else nullcontext():
             return self._run(part, inputs, batch.positions, batch.visible, batch.key_positions, cache)
 
-    def _start(self, batch: Batch, first_layer: int = 0) -> DynamicCache:
-        """A cache that holds the batch's prefix in every row, from `first_layer` on."""
-        cache, count = DynamicCache(), len(batch.ids)
-        for layer, (keys, values) in enumerate(self._read_prefix(batch)):
-            if layer >= first_layer:
-                cache.update(keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1), layer)
-        return cache
-
-    def _read_prefix(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (1, heads, P, head size) of each layer; none without a prefix."""
-        ids, length = tuple(batch.prefix[0].tolist()), batch.prefix_length
-        if not length:
-            return []
-        if ids in self._prefixes:
-            return self._prefixes[ids]
-        self.tokens_forwarded += length
-        positions = torch.arange(length)[None]
-        cache = DynamicCache()
-        with torch.no_grad() if self.history_is_frozen else nullcontext():
-            causal = torch.ones(1, length, length, dtype=torch.bool).tril()
-            self._run(self._body, batch.prefix, positions, causal, positions, cache)
-        layers: list[Any] = cache.layers
-        entries = [(layer.keys, layer.values) for layer in layers]
-        if self.history_is_frozen:
-            self._prefixes[ids] = entries
-        return entries
-
-    def _read(self, batch: Batch) -> DynamicCache:
-        """Keys and values of every layer after prefix and history, P + S a row, padding included."""
-        cache = self._start(batch)
+    def _read_anew(self, batch: Batch) -> DynamicCache:
+        """Keys and values of prefix and history, P + S a row, padding included, with gradients."""
+        cache, length = DynamicCache(), batch.prefix_length
         count, size = batch.history.shape
-        if not size:
-            return cache
-        self.tokens_forwarded += batch.history.numel()
-        positions = batch.prefix_length + torch.arange(size).expand(count, -1)
-        keys = torch.arange(batch.prefix_length + size).expand(count, -1)
-        with torch.no_grad() if self.history_is_frozen else nullcontext():
-            self._run(self._body, batch.history, positions, batch.history_visible, keys, cache)
+        self.tokens_forwarded += length + batch.history.numel()
+        if length:
+            positions = torch.arange(length)[None]
+            self._run(self._body, batch.prefix, positions, _causal(0, length)[None], positions, cache)
+            layers: list[Any] = cache.layers
+            for layer in layers:
+                layer.keys, layer.values = layer.keys.expand(count, -1, -1, -1), layer.values.expand(count, -1, -1, -1)
+        if size:
+            keys = torch.arange(length + size).expand(count, -1)
+            visible = _causal(length, size).expand(count, -1, -1)
+            self._run(self._body, batch.history, keys[:, length:], visible, keys, cache)
         return cache
+
+    def _prefix(self, ids: tuple[int, ...]) -> Tensor | None:
+        """Entries (2L, heads, P, head size) of a shared prefix; None if it is empty."""
+        return self._read([TokenTree((), ids, ())])[0] if ids else None
+
+    @torch.no_grad()
+    def _read(self, trees: Sequence[TokenTree]) -> list[Tensor]:
+        """Entries (2L, heads, S, head size) of each tree's history, of which only what is new is read."""
+        found: dict[TokenTree, Tensor] = {}
+        fresh: list[tuple[TokenTree, int]] = []
+        for tree in dict.fromkeys(trees):
+            entries = self._histories.get((tree.prefix, tree.history))
+            if entries is not None:
+                found[tree] = entries
+                continue
+            marks = (mark for mark in reversed(tree.marks) if (tree.prefix, tree.history[:mark]) in self._histories)
+            fresh.append((tree, next(marks, 0)))
+        fresh.sort(key=lambda item: len(item[0].history) - item[1])
+        start = 0
+        while start < len(fresh):
+            stop = start + 1
+            while stop < len(fresh) and (stop + 1 - start) * (len(fresh[stop][0].history) - fresh[stop][1]) <= (
+                _HISTORY_TOKENS
+            ):
+                stop += 1
+            found |= self._read_on(fresh[start:stop])
+            start = stop
+        return [found[tree] for tree in trees]
+
+    def _read_on(self, fresh: list[tuple[TokenTree, int]]) -> dict[TokenTree, Tensor]:
+        """Read histories from where earlier turns stopped, given in tokens after the prefix."""
+        prefix = self._prefix(fresh[0][0].prefix)
+        known = [self._histories.get((tree.prefix, tree.history[:mark])) if mark else None for tree, mark in fresh]
+        like = next((entries for entries in (prefix, *known) if entries is not None), None)
+        new = [tree.history[mark:] for tree, mark in fresh]
+        shared, seen = len(fresh[0][0].prefix), max(mark for _, mark in fresh)
+        count, size = len(fresh), max(len(ids) for ids in new)
+        if like is None:
+            cache = DynamicCache()
+        else:
+            nothing = like[:, :, :0]
+            cache = cache_of(prefix, [nothing if entries is None else entries for entries in known], seen)
+        marks = torch.tensor([mark for _, mark in fresh])[:, None]
+        ids = pad_sequence([torch.tensor(tokens, dtype=torch.long) for tokens in new], batch_first=True)
+        positions = shared + marks + torch.arange(size)
+        keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
+        before = (torch.arange(shared + seen) < shared + marks)[:, None].expand(-1, size, -1)
+        visible = torch.cat([before, _causal(0, size).expand(count, -1, -1)], dim=2)
+        if size:
+            self.tokens_forwarded += ids.numel()
+            self._run(self._body, ids, positions, visible, keys, cache)
+        entries = entries_of(cache, shared + seen)
+        found = {}
+        for row, ((tree, mark), tokens) in enumerate(zip(fresh, new, strict=True)):
+            parts = [entries[row, :, :, : len(tokens)]]
+            if (earlier := known[row]) is not None:
+                parts.insert(0, earlier)
+                # Its conversation has gone on; what follows it has a copy.
+                self._histories.pop((tree.prefix, tree.history[:mark]))
+            found[tree] = torch.cat(parts, dim=2)
+            self._histories.put((tree.prefix, tree.history), found[tree])
+        return found
 
     @torch.no_grad()
     def _recall(self, trees: Sequence[TokenTree]) -> list[_Recall]:
         """What each tree's decisions need of the frozen layers, computed where it is not at hand."""
-        found = {tree: self._recalls[tree] for tree in trees if tree in self._recalls}
+        found = {tree: recall for tree in trees if (recall := self._recalls.get(tree)) is not None}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in found]
-        size = max((tree.context_length for tree in fresh), default=0) or 1
-        for start in range(0, len(fresh), max(1, _HISTORY_TOKENS // size)):
-            chunk = fresh[start : start + max(1, _HISTORY_TOKENS // size)]
-            found |= zip(chunk, self._read_recalls(chunk), strict=True)
-        for tree in found:
-            if tree not in self._recalls:
-                self._recalls[tree] = found[tree]
-                self._recall_bytes += found[tree].nbytes
-            self._recalls.move_to_end(tree)
-        while self._recall_bytes > _RECALL_BYTES:
-            self._recall_bytes -= self._recalls.popitem(last=False)[1].nbytes
+        if fresh:
+            batch = Batch.from_trees(fresh)
+            entries = self._read(fresh)
+            hidden: Tensor = self._body.get_input_embeddings()(batch.ids.to(self.device))
+            if self._trunk is not None:
+                cache = cache_of(self._prefix(fresh[0].prefix), entries, batch.history.shape[1])
+                hidden = self._run(self._trunk, batch.ids, batch.positions, batch.visible, batch.key_positions, cache)
+            for row, tree in enumerate(fresh):
+                top = entries[row][2 * self._first_top_layer :].clone()
+                found[tree] = _Recall(top, hidden[row, : tree.node_count].clone())
+                self._recalls.put(tree, found[tree])
         return [found[tree] for tree in trees]
-
-    def _read_recalls(self, trees: list[TokenTree]) -> list[_Recall]:
-        batch = Batch.from_trees(trees)
-        cache = self._read(batch)
-        layers: list[Any] = cache.layers
-        prefix = batch.prefix_length
-        entries = torch.stack(
-            [part for layer in layers[self._first_top_layer :] for part in (layer.keys, layer.values)], dim=1
-        )[..., prefix:, :]
-        hidden: Tensor = self._body.get_input_embeddings()(batch.ids.to(self.device))
-        if self._trunk is not None:
-            hidden = self._run(self._trunk, batch.ids, batch.positions, batch.visible, batch.key_positions, cache)
-        return [
-            _Recall(entries[row, :, :, : len(tree.history)].clone(), hidden[row, : tree.node_count].clone())
-            for row, tree in enumerate(trees)
-        ]
 
     def _run(
         self,
@@ -291,16 +319,11 @@ class Backbone:
 
     @torch.no_grad()
     def _split(self) -> None:
-        """Split the body at the first trainable layer, where that gives the same hidden states."""
-        trained = [name for name, weight in self._body.named_parameters() if weight.requires_grad]
-        layers = [re.match(r"layers\.(\d+)\.", name) for name in trained]
-        first = min((int(match[1]) for match in layers if match), default=0)
-        if first == 0 or None in layers:
+        """Split the body at the first trained layer, where that gives the same hidden states."""
+        first = first_trained_layer(self._body)
+        if first == 0:
             return
-        trunk, top = _part(self._body, slice(0, first)), _part(self._body, slice(first, None))
-        for norm in ("norm", "final_layernorm"):
-            if hasattr(trunk, norm):
-                setattr(trunk, norm, nn.Identity())
+        trunk, top = split(self._body, first)
         ids, positions, causal = _probe()
         expected = self._run(self._body, ids, positions, causal, positions, DynamicCache())
         with suppress(TypeError, ValueError):
@@ -312,18 +335,11 @@ class Backbone:
             logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
 
 
-def _part(body: Any, layers: slice) -> Any:
-    """The same body with some of its layers; weights and adapters are shared, not copied."""
-    part = copy.copy(body)
-    part._modules = dict(body._modules)
-    part.layers = nn.ModuleList(list(body.layers)[layers])
-    if types := getattr(body.config, "layer_types", None):
-        # A model that mixes kinds of layers looks their masks up by index.
-        part.config = copy.copy(body.config)
-        part.config.layer_types = types[layers]
-    return part
+def _causal(before: int, size: int) -> Tensor:
+    """A causal mask for `size` tokens that follow `before` others, bool (size, before + size)."""
+    return torch.ones(size, before + size, dtype=torch.bool).tril(before)
 
 
 def _probe() -> tuple[Tensor, Tensor, Tensor]:
     """Five tokens to compare computations on: ids (1, 5), positions (1, 5), a causal mask (1, 5, 5)."""
-    return torch.arange(1, 6)[None], torch.arange(5)[None], torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    return torch.arange(1, 6)[None], torch.arange(5)[None], _causal(0, 5)[None]

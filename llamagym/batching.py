@@ -12,7 +12,7 @@ padded), N turns, M nodes that are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -72,11 +72,13 @@ class TokenTree:
         prefix: Leading token ids that other contexts share.
         history: The ids that follow, up to where the last decision begins.
         decisions: One per turn, or the pending prompt's alone.
+        marks: Lengths of the history at which earlier turns' decisions began: how far it has been read before.
     """
 
     prefix: tuple[int, ...]
     history: tuple[int, ...]
     decisions: tuple[Decision, ...]
+    marks: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def context_length(self) -> int:
@@ -101,16 +103,18 @@ class TokenTree:
     def from_segment(cls, segment: Segment) -> TokenTree:
         """Lay out a segment: its pending prompt's decision if it has one, otherwise those of all turns."""
         ids: list[int] = []
-        decisions = []
+        decisions, starts = [], []
         for index, prompt in enumerate(segment.prompts):
             reply = segment.turns[index].reply if index < len(segment.turns) else None
             ids += prompt.ids
+            starts.append(len(ids) - prompt.opening_length)
             if reply is None or segment.pending is None:
-                decisions.append(Decision.from_turn(len(ids) - prompt.opening_length, prompt, reply))
+                decisions.append(Decision.from_turn(starts[-1], prompt, reply))
             if reply is not None:
                 ids += reply.ids
-        shared = segment.prompts[0].shared_length
-        return cls(tuple(ids[:shared]), tuple(ids[shared : decisions[-1].start]), tuple(decisions))
+        shared, end = segment.prompts[0].shared_length, starts.pop()
+        marks = tuple(start - shared for start in starts)
+        return cls(tuple(ids[:shared]), tuple(ids[shared:end]), tuple(decisions), marks)
 
 
 def _grow_branches(
@@ -139,7 +143,6 @@ class Batch:
     Attributes:
         prefix: The shared ids, int64 (1, P).
         history: Ids, int64 (B, S).
-        history_lengths: Real tokens per row of it, int64 (B,).
         ids: Decision nodes, int64 (B, D).
         positions: Where each node stands in its context, int64 (B, D).
         visible: True where a node (query) sees a key, bool (B, D, P + S + D).
@@ -147,7 +150,6 @@ class Batch:
 
     prefix: Tensor
     history: Tensor
-    history_lengths: Tensor
     ids: Tensor
     positions: Tensor
     visible: Tensor
@@ -163,13 +165,6 @@ class Batch:
         count, size = self.history.shape
         context = torch.arange(self.prefix_length + size).expand(count, -1)
         return torch.cat([context, self.positions], dim=1)
-
-    @property
-    def history_visible(self) -> Tensor:
-        """Which keys each token of the history sees, bool (B, S, P + S)."""
-        count, size = self.history.shape
-        causal = torch.ones(size, self.prefix_length + size, dtype=torch.bool).tril(self.prefix_length)
-        return causal.expand(count, -1, -1)
 
     @classmethod
     def from_trees(cls, trees: Sequence[TokenTree]) -> Batch:
@@ -199,9 +194,8 @@ class Batch:
                 positions[row, base:end] = decision.start + torch.tensor(depths)
                 base = end
         seen = torch.arange(shared + size) < starts[:, :, None]
-        lengths = torch.tensor([len(tree.history) for tree in trees])
         visible = torch.cat([seen, own], dim=2)
-        return cls(torch.tensor([prefix], dtype=torch.long), history, lengths, ids, positions, visible)
+        return cls(torch.tensor([prefix], dtype=torch.long), history, ids, positions, visible)
 
 
 @dataclass(frozen=True, slots=True)

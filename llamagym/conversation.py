@@ -134,6 +134,9 @@ class Conversation:
         template: Renders prompts.
         system_prompt: Opens every context.
         context: Whether the model sees the whole episode or only the current observation.
+        max_length: Tokens that the model can hold; None is no limit. Where a prompt and its reply would not fit, the
+            older half of the turns shown, or as many as need be, is dropped: a new context begins with the rest.
+        reply_length: Tokens kept free for a reply in free text.
         turns: Finished turns.
         messages: The same in words, as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
@@ -142,6 +145,8 @@ class Conversation:
     template: ChatTemplate
     system_prompt: str
     context: Context = "episode"
+    max_length: int | None = None
+    reply_length: int = 0
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     pending: Prompt | None = None
@@ -168,19 +173,39 @@ class Conversation:
             raise ConfigError(
                 f"get_action_choices() returned {choices!r}. Return distinct, non-empty strings, or None for free text."
             )
-        starts_context = self.context == "turn" or not self.turns
-        shared = 0
-        if starts_context:
-            ids = self.template.first_prompt(self.system_prompt, text)
-            shared = self.template.shared_length(self.system_prompt, ids)
-        else:
-            last = self.turns[-1].reply
-            ids = self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None)
         opening = self.template.encode(prefix)
         encoded = None if choices is None else tuple(tuple(self.template.encode(choice)) for choice in choices)
-        self.pending = Prompt((*ids, *opening), starts_context, encoded, shared, 1 + len(opening))
+        reply_length = self.reply_length if encoded is None else sum(map(len, encoded))
+        shown = 0 if self.context == "turn" else len(self.current_segment().turns)
+        starts_context = shown == 0
+        ids = self._opened(text, opening) if starts_context else self._continued(text, opening)
+        before = 0 if starts_context else sum(len(t.prompt.ids) + len(t.reply.ids) for t in self.turns[-shown:])
+        while shown and self.max_length is not None and before + len(ids) + reply_length > self.max_length:
+            shown, starts_context, before = shown // 2, True, 0
+            ids = self._reopened(shown, text, opening)
+        shared = self.template.shared_length(self.system_prompt, ids) if starts_context else 0
+        self.pending = Prompt(tuple(ids), starts_context, encoded, shared, 1 + len(opening))
         self.messages.append({"role": "user", "content": text})
         return self.current_segment()
+
+    def _opened(self, text: str, opening: list[int]) -> list[int]:
+        return [*self.template.first_prompt(self.system_prompt, text), *opening]
+
+    def _continued(self, text: str, opening: list[int]) -> list[int]:
+        last = self.turns[-1].reply
+        return [*self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None), *opening]
+
+    def _reopened(self, shown: int, text: str, opening: list[int]) -> list[int]:
+        """A new context's ids: the last `shown` turns, then the new observation."""
+        if not shown:
+            return self._opened(text, opening)
+        first, *others = self.turns[-shown:]
+        observations = [message["content"] for message in self.messages if message["role"] == "user"]
+        its_opening = first.prompt.ids[len(first.prompt.ids) - first.prompt.opening_length + 1 :]
+        ids = [*self._opened(observations[-shown], list(its_opening)), *first.reply.ids]
+        for turn in others:
+            ids += [*turn.prompt.ids, *turn.reply.ids]
+        return ids + self._continued(text, opening)
 
     def current_segment(self) -> Segment:
         """The turns that the pending prompt, or the last turn, shares its context with."""

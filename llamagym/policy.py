@@ -95,7 +95,7 @@ class Policy:
         self._backbone = Backbone(model)
         self._frozen: Backbone | None = None
         self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
-        self._weighed_version = 0
+        self._seen_version = 0
         self._rng = torch.Generator()
         self.seed(seed)
 
@@ -103,6 +103,11 @@ class Policy:
     def device(self) -> torch.device:
         """Where the model lies."""
         return self._backbone.device
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model can hold, reply included."""
+        return self._backbone.max_length
 
     @property
     def tokens_forwarded(self) -> int:
@@ -143,6 +148,7 @@ class Policy:
             config = replace(config, top_p=1.0, top_k=0)
         trees = [TokenTree.from_segment(context) for context in contexts]
         self._check_room(trees)
+        self._forget_outdated()
         replies: dict[int, Reply] = {}
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
         for rows in self._chunks([trees[row] for row in texts]):
@@ -271,9 +277,7 @@ class Policy:
 
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
-        if self._weighed_version != self.weights_version:
-            self._weighed.clear()
-            self._weighed_version = self.weights_version
+        self._forget_outdated()
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in self._weighed]
         self._measure_priors(fresh)
         for rows in self._chunks(fresh):
@@ -281,6 +285,14 @@ class Policy:
             for row, logprobs, value in zip(rows, reading.choice_logprobs.cpu(), reading.values.tolist(), strict=True):
                 self._weighed[fresh[row]] = logprobs[: len(fresh[row].decisions[0].outcomes)], value
         return [self._weighed[tree] for tree in trees]
+
+    def _forget_outdated(self) -> None:
+        """Drop what was computed with weights that have changed since."""
+        if self._seen_version != self.weights_version:
+            self._weighed.clear()
+            if not self._backbone.history_is_frozen:
+                self._backbone.forget()
+            self._seen_version = self.weights_version
 
     def _check_room(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:

@@ -55,7 +55,7 @@ def write_text(
         The hidden state of each context's last token, float (B, H), and the texts.
     """
     batch = Batch.from_trees(trees)
-    states, cache = backbone.start_writing(batch)
+    states, cache = backbone.start_writing(trees, batch)
     rows = active = torch.arange(len(trees))
     ends = torch.tensor([tree.decisions[0].prompt_end for tree in trees])
     positions = batch.positions[rows, ends]

@@ -25,6 +25,8 @@ ORDER = [
     "value_head",
     "loading",
     "adapter",
+    "history",
+    "parts",
     "backbone",
     "sampling",
     "reading",

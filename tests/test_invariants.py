@@ -37,8 +37,7 @@ def plain_logprobs(agent, ids, opening, temperature=1.0):
 
 def forget(agent):
     """Drop what was read before."""
-    agent.policy._backbone._recalls.clear()
-    agent.policy._backbone._prefixes.clear()
+    agent.policy._backbone.forget()
 
 
 def context_ids(segment):

@@ -1,0 +1,40 @@
+"""Takes a transformer's body apart: the frozen layers below the first trained one, the trunk, and the rest, the top."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from torch import nn
+
+
+def first_trained_layer(body: nn.Module) -> int:
+    """Index of the lowest layer that is trained; 0 if anything outside the layers is, or nothing."""
+    trained = [name for name, weight in body.named_parameters() if weight.requires_grad]
+    layers = [re.match(r"layers\.(\d+)\.", name) for name in trained]
+    return 0 if None in layers else min((int(match[1]) for match in layers if match), default=0)
+
+
+def split(body: Any, first: int) -> tuple[Any, Any]:
+    """Trunk (layers below `first`, without the final norm) and top; weights and adapters are shared, not copied.
+
+    The top takes the trunk's output as `inputs_embeds`. Whether that gives the body's own output is for the caller to
+    check: an architecture may scale what it takes for embeddings.
+    """
+    trunk, top = _part(body, slice(0, first)), _part(body, slice(first, None))
+    for norm in ("norm", "final_layernorm"):
+        if hasattr(trunk, norm):
+            setattr(trunk, norm, nn.Identity())
+    return trunk, top
+
+
+def _part(body: Any, layers: slice) -> Any:
+    part = copy.copy(body)
+    part._modules = dict(body._modules)
+    part.layers = nn.ModuleList(list(body.layers)[layers])
+    if types := getattr(body.config, "layer_types", None):
+        # A model that mixes kinds of layers looks their masks up by index.
+        part.config = copy.copy(body.config)
+        part.config.layer_types = types[layers]
+    return part

@@ -1,0 +1,143 @@
+"""Conversations are read once: how many tokens a step forwards, and that it makes no difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llamagym.batching import TokenTree
+from llamagym.conversation import Episode, Segment
+from llamagym.history import Recent
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.tiny import FAMILIES
+
+TOLERANCE = 2e-4
+
+
+class SingleTokens(ChoiceAgent):
+    """Chooses among strings of one token each."""
+
+    choices = ("a", "b", "c")
+
+    def extract_action(self, response: str) -> int:
+        return self.choices.index(response[-1])
+
+
+def step(agent, text="x"):
+    """One environment step; returns the tokens it forwarded."""
+    before = agent.policy.tokens_forwarded
+    agent.act(text)
+    agent.assign_reward(0.0)
+    return agent.policy.tokens_forwarded - before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("activated", [True, False])
+def test_a_step_forwards_the_new_tokens_at_turn_50_as_at_turn_2(family, activated):
+    agent = make_agent(SingleTokens, family, activated)
+    # Byte-level tokens are many; the dropping of turns has a test of its own.
+    agent.policy._backbone.max_length = 10_000
+    step(agent)
+    for _ in range(2, 51):
+        forwarded = step(agent)
+        turn = agent.conversation(0).turns[-1]
+        # The observation's tokens and the earlier reply's, which is one; the token that opens the reply is read again
+        # once the reply is history.
+        assert forwarded <= len(turn.prompt.ids) + len(turn.reply.ids) + 1
+    assert len(agent.conversation(0).turns) == 50
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_free_text_is_read_once_more_as_history(family):
+    agent = make_agent(WordAgent, family, generate={"max_new_tokens": 6})
+    agent.policy._backbone.max_length = 10_000
+    step(agent)
+    for _ in range(2, 51):
+        earlier = agent.conversation(0).turns[-1].reply.ids
+        forwarded = step(agent)
+        turn = agent.conversation(0).turns[-1]
+        # Nothing is forwarded for the last sampled token until it is history.
+        assert forwarded == len(earlier) + len(turn.prompt.ids) + len(turn.reply.ids)
+
+
+def test_the_first_turn_reads_the_system_prompt_once_for_all():
+    agent = make_agent(SingleTokens, context="turn")
+    agent.act("first")
+    shared = agent.conversation(0).turns[0].prompt.shared_length
+    before = agent.policy.tokens_forwarded
+    agent.act_batch(["xyzzy", "plugh"], [1, 2])
+    own = [len(agent.conversation(env).turns[0].prompt.ids) - shared for env in (1, 2)]
+    assert agent.policy.tokens_forwarded - before == sum(own)
+
+
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_growing_histories_equal_recomputed_ones(family, kind):
+    """Ragged lengths; environments that end and begin at different times; more than the window of 64 tokens."""
+    agent = make_agent(kind, family)
+    policy = agent.policy
+    for turn in range(8):
+        agent.act_batch(["x" * (env + turn) for env in range(3)])
+        agent.assign_rewards([0.0] * 3)
+        if turn == 3:
+            agent.discard_episodes([1])
+    segments = [agent.conversation(env).current_segment() for env in range(3)]
+    trees = [TokenTree.from_segment(segment) for segment in segments]
+    grown = policy._backbone._read(trees)
+    policy._backbone.forget()
+    assert max(tree.context_length for tree in trees) > 64
+    for one, other in zip(grown, policy._backbone._read(trees), strict=True):
+        assert torch.allclose(one, other, atol=TOLERANCE)
+    recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
+    now = policy.evaluate(segments)
+    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_weights_that_change_make_plain_histories_outdated_and_activated_ones_not(activated):
+    agent = make_agent(SingleTokens, "llama", activated)
+    step(agent)
+    step(agent)
+    usual = step(agent)
+    agent.policy.weights_version += 1
+    assert (step(agent) > usual) == (not activated)
+
+
+def test_what_does_not_fit_is_read_again():
+    agent = make_agent(SingleTokens, "llama")
+    step(agent)
+    usual = step(agent)
+    backbone = agent.policy._backbone
+    backbone._histories = Recent(lambda entries: entries.nbytes, max_bytes=1000)
+    assert step(agent) > 3 * usual
+    conversation = agent.conversation(0)
+    recorded = [turn.reply.logprobs[0] for turn in conversation.turns]
+    now = agent.policy.evaluate([Segment(tuple(conversation.turns))])
+    assert now.logprobs[:, 0].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", [WordAgent, SingleTokens])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(family, kind):
+    agent = make_agent(kind, family, ppo={"batch_size": 20, "mini_batch_size": 20}, response_prefix="I say ")
+    agent.policy._backbone.max_length = 300
+    for turn in range(20):
+        agent.act(f"number {turn}")
+        agent.assign_reward(0.0)
+    conversation = agent.conversation(0)
+    starts = [index for index, turn in enumerate(conversation.turns) if turn.prompt.starts_context]
+    assert len(starts) > 2
+    for index in starts[1:]:
+        seen = agent.tokenizer.decode(conversation.turns[index].prompt.ids)
+        assert "Say something." in seen
+        assert f"number {index - 1}" in seen
+        assert "number 0" not in seen
+        reply = agent.tokenizer.decode(conversation.turns[index - 1].reply.ids)
+        assert "I say " + reply in seen
+    recorded = [logprob for turn in conversation.turns for logprob in turn.reply.logprobs]
+    segments = Episode(tuple(conversation.turns), True, False).segments()
+    assert len(segments) == len(starts)
+    assert max(TokenTree.from_segment(segment).context_length for segment in segments) < 300
+    now = agent.policy.evaluate(segments)
+    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+    assert agent.terminate_episode()["turns"] == 20
