@@ -1,0 +1,93 @@
+"""Claim (a): turns a second while acting, against a plain transformers loop and against LlamaGym 0.1.1.
+
+python scripts/benchmarks/acting.py [--llamagym-python PATH]
+
+PATH is the interpreter of an environment made as rivals/llamagym_011.py says. An update of the weights is feigned
+every 512 turns: what depends on them is computed anew. Replies are up to 8 sampled tokens, or one of two choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+import torch
+from common import median_rate, save
+from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
+
+from llamagym.loading import embedded_model_folder
+
+ENVS, STEPS = 64, 8
+
+
+def llamagym_turns(free_text: bool) -> tuple[dict, float]:
+    """Turns a second of our agent, and the tokens it forwards a turn."""
+    agent = make_agent(free_text)
+    play = player(agent, ENVS)
+
+    def work() -> None:
+        agent.policy.weights_version += 1
+        play(STEPS)
+
+    before = agent.policy.tokens_forwarded
+    rate = median_rate(ENVS * STEPS, work)
+    return rate, (agent.policy.tokens_forwarded - before) / (6 * ENVS * STEPS)
+
+
+def plain_turns(batch: int) -> dict:
+    """Turns a second of `generate` on left-padded batches of rendered prompts."""
+    agent = make_agent(free_text=True)
+    model, tokenizer = plain_model(agent), agent.tokenizer
+    texts = prompts(agent, batch)
+
+    def work() -> None:
+        inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+        output = model.generate(
+            **inputs,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=MAX_NEW_TOKENS,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return median_rate(batch, work)
+
+
+def main() -> None:
+    """Measure everything in one run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llamagym-python", type=Path, help="interpreter that has llamagym 0.1.1")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    agent = make_agent(free_text=True)
+    length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
+    forward = median_rate(ENVS * length, bare_forward(plain_model(agent), ENVS, length))
+    free_text, text_tokens = llamagym_turns(free_text=True)
+    choices, choice_tokens = llamagym_turns(free_text=False)
+    result = {
+        "unit": "turns per second, median of 5",
+        "bare_forward_tokens_per_second": forward,
+        "llamagym_free_text": {**free_text, "tokens_per_turn": text_tokens},
+        "llamagym_choices": {**choices, "tokens_per_turn": choice_tokens},
+        "transformers_batch_1": plain_turns(1),
+        "transformers_batch_64": plain_turns(ENVS),
+    }
+    result["free_text_tokens_per_second_over_bare_forward"] = text_tokens * free_text["median"] / forward["median"]
+    if args.llamagym_python:
+        rival = Path(__file__).parent / "rivals" / "llamagym_011.py"
+        command = [str(args.llamagym_python), str(rival), str(embedded_model_folder()), "act"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        result["llamagym_0.1.1"] = json.loads(output.splitlines()[-1])
+    for ours in ("free_text", "choices"):
+        for rival in ("transformers_batch_1", "transformers_batch_64", "llamagym_0.1.1"):
+            if rival in result:
+                result[f"{ours}_over_{rival}"] = result[f"llamagym_{ours}"]["median"] / result[rival]["median"]
+    save("acting", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Claim (b): turns a second while learning, against a plain step and against LlamaGym 0.1.1.
+
+python scripts/benchmarks/learning.py [--llamagym-python PATH]
+
+A turn is counted once for each pass over the batch. The plain step is what a direct reading of PPO gives: prompt and
+reply of every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and
+v_proj of all layers. PATH is the interpreter of an environment made as rivals/llamagym_011.py says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+import torch
+from common import median_rate, save
+from peft import LoraConfig, get_peft_model
+from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
+
+from llamagym.loading import embedded_model_folder
+
+TURNS, BATCH = 1024, 16
+
+
+def llamagym_turns(free_text: bool) -> dict:
+    """Turns a second of our update, one pass over the batch, and the tokens it forwards a second."""
+    agent = make_agent(free_text, ppo_epochs=1, mini_batch_size=TURNS, learning_rate=1e-5)
+    play = player(agent, 128)
+    while agent.buffered_turns < TURNS:
+        play(1)
+    episodes = list(agent._buffer)
+    turns = sum(len(episode.turns) for episode in episodes)
+    tokens = []
+
+    def work() -> None:
+        tokens.append(agent.learner.update(episodes)["learn_tokens"])
+
+    rate = median_rate(turns, work)
+    return {**rate, "turns": turns, "tokens_per_second": tokens[-1] * rate["median"] / turns}
+
+
+def plain_turns() -> dict:
+    """Turns a second of the plain step."""
+    agent = make_agent(free_text=True)
+    config = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(plain_model(agent), config)
+    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=1e-5)
+    inputs = agent.tokenizer(prompts(agent, BATCH), padding=True, add_special_tokens=False, return_tensors="pt")
+    replies = torch.randint(1000, 40_000, (BATCH, MAX_NEW_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.cat([inputs["input_ids"], replies], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(replies)], dim=1)
+
+    def work() -> None:
+        logprobs = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+        taken = logprobs.gather(2, ids[:, 1:, None])[:, -MAX_NEW_TOKENS:, 0]
+        ratio = (taken - taken.detach()).exp()
+        ratio.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return median_rate(BATCH, work)
+
+
+def main() -> None:
+    """Measure everything in one run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llamagym-python", type=Path, help="interpreter that has llamagym 0.1.1")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    agent = make_agent(free_text=True)
+    length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
+    forward = median_rate(BATCH * length, bare_forward(plain_model(agent), BATCH, length))
+    result = {
+        "unit": "turns per second, median of 5",
+        "bare_forward_tokens_per_second": forward,
+        "llamagym_free_text": llamagym_turns(free_text=True),
+        "llamagym_choices": llamagym_turns(free_text=False),
+        "plain_step": plain_turns(),
+    }
+    tokens = result["llamagym_free_text"]["tokens_per_second"]
+    result["free_text_tokens_per_second_over_bare_forward"] = tokens / forward["median"]
+    if args.llamagym_python:
+        rival = Path(__file__).parent / "rivals" / "llamagym_011.py"
+        command = [str(args.llamagym_python), str(rival), str(embedded_model_folder()), "learn"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        result["llamagym_0.1.1"] = json.loads(output.splitlines()[-1])
+    for ours in ("free_text", "choices"):
+        for rival in ("plain_step", "llamagym_0.1.1"):
+            if rival in result:
+                result[f"{ours}_over_{rival}"] = result[f"llamagym_{ours}"]["median"] / result[rival]["median"]
+    save("learning", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""LlamaGym 0.1.1 on the same weights: turns a second while acting, samples a second while learning.
+
+It needs an environment of its own (Python 3.10 or 3.11):
+
+    python -m venv old && old/bin/pip install torch==2.13.0
+    old/bin/pip install transformers==4.38.2 trl==0.7.11 peft==0.9.0 accelerate==0.27.2 gymnasium==0.29.1 "numpy<2" \
+        "pyarrow<20" "datasets<3" "pandas<2.3" wandb scipy tqdm
+    old/bin/pip install llamagym==0.1.1 --no-deps
+    old/bin/python scripts/benchmarks/rivals/llamagym_011.py FOLDER act|learn
+
+FOLDER is the embedded model's (`llamagym.loading.embedded_model_folder()` in the usual environment). Its files are
+rewritten for the old tokenizers library, and its template for LlamaGym, which finds replies behind "[/INST]".
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import AutoTokenizer
+from trl import AutoModelForCausalLMWithValueHead
+
+from llamagym import Agent
+
+BATCH, REPEATS = 8, 5
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '\n' }}"
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]\n' }}{% endif %}{% endfor %}"
+)
+
+
+class BlackjackAgent(Agent):
+    """The same prompt as in the other measurements."""
+
+    def get_system_prompt(self):
+        """The rules, in a line."""
+        return "You play blackjack. You see your sum and the dealer's card. Answer with one word: stick or hit."
+
+    def format_observation(self, observation):
+        """Sum and dealer's card."""
+        return f"{observation[0]} against {observation[1]}"
+
+    def extract_action(self, response):
+        """1 hits, 0 sticks."""
+        return 1 if "hit" in response.lower() else 0
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write the model's files as libraries of early 2024 read them."""
+    shutil.copytree(source, target)
+    path = target / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"].pop("ignore_merges", None)
+    tokenizer["model"]["merges"] = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]
+    ]
+    path.write_text(json.dumps(tokenizer))
+    path = target / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    settings.pop("extra_special_tokens", None)
+    path.write_text(json.dumps(settings))
+    (target / "chat_template.jinja").unlink(missing_ok=True)
+    path = target / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_theta"] = 100_000.0
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    path.write_text(json.dumps(config))
+
+
+def main() -> None:
+    """Print one JSON line."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        convert(Path(sys.argv[1]), folder)
+        torch.manual_seed(0)
+        lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM")
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(str(folder), peft_config=lora)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.pad_token = tokenizer.eos_token
+    generate = {
+        "generate/max_new_tokens": 8,
+        "generate/do_sample": True,
+        "generate/top_p": 1.0,
+        "generate/top_k": 0,
+        "generate/temperature": 1.0,
+    }
+    agent = BlackjackAgent(
+        model, tokenizer, "cpu", generate, {"batch_size": BATCH, "mini_batch_size": BATCH, "ppo_epochs": 1}
+    )
+    rates = []
+    learning = sys.argv[2] == "learn"
+    for repeat in range(REPEATS + 1):
+        acting, started = 0.0, time.perf_counter()
+        for episode in range(BATCH):
+            before = time.perf_counter()
+            agent.act((12 + (repeat + episode) % 9, 1 + episode % 10, 0))
+            acting += time.perf_counter() - before
+            agent.assign_reward(1.0 if episode % 2 else -1.0)
+            agent.terminate_episode(train=learning)
+        seconds = time.perf_counter() - started
+        if repeat:
+            rates.append(BATCH / (seconds - acting if learning else acting))
+    print(json.dumps({"median": statistics.median(rates), "all": rates}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Claims (c) and (d): the cost of a turn against the length of the episode, and against the number of environments.
+
+python scripts/benchmarks/scaling.py
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from common import save
+from workload import make_agent, player
+
+LENGTHS = (1, 2, 5, 10, 20, 30, 40, 50)
+ENVS = (1, 4, 16, 64, 256)
+
+
+def episode_length() -> list[dict]:
+    """One conversation that keeps growing: tokens forwarded and seconds of single turns, choices and free text."""
+    rows = []
+    for free_text in (False, True):
+        agent = make_agent(free_text)
+        agent._context = "episode"
+        for turn in range(1, max(LENGTHS) + 1):
+            before, started = agent.policy.tokens_forwarded, time.perf_counter()
+            agent.act((12 + turn % 9, 1 + turn % 10, 0))
+            agent.assign_reward(0.0)
+            if turn in LENGTHS:
+                last = agent.conversation(0).turns[-1]
+                rows.append(
+                    {
+                        "free_text": free_text,
+                        "turn": turn,
+                        "new_prompt_tokens": len(last.prompt.ids),
+                        "reply_tokens": len(last.reply.ids),
+                        "tokens_forwarded": agent.policy.tokens_forwarded - before,
+                        "seconds": time.perf_counter() - started,
+                    }
+                )
+    return rows
+
+
+def environments() -> list[dict]:
+    """Turns a second at so many tables; an update of the weights is feigned every 256 turns or every step."""
+    rows = []
+    for free_text in (False, True):
+        for count in ENVS:
+            agent = make_agent(free_text)
+            play = player(agent, count)
+            play(2)
+            steps, turns, started = max(2, 256 // count), 0, time.perf_counter()
+            while turns < 512:
+                agent.policy.weights_version += 1
+                turns += play(steps)
+            rows.append(
+                {
+                    "free_text": free_text,
+                    "environments": count,
+                    "turns_per_second": turns / (time.perf_counter() - started),
+                }
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    save("scaling", {"episode_length": episode_length(), "environments": environments()})

@@ -1,0 +1,89 @@
+"""The work that all benchmarks share: Blackjack's agent, its observations, the model without an adapter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from common import ROOT
+from gymnasium.vector import AutoresetMode
+from transformers import AutoModelForCausalLM
+
+from llamagym import load_model_and_tokenizer
+from llamagym.loading import embedded_model_folder
+
+sys.path.insert(0, str(ROOT / "examples"))
+from blackjack import BlackjackAgent
+
+MAX_NEW_TOKENS = 8
+
+
+def make_agent(free_text: bool, **ppo: Any) -> BlackjackAgent:
+    """The example's agent on a freshly loaded model."""
+    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu")
+    settings = {"batch_size": 10**9, **ppo}
+    agent = BlackjackAgent(
+        model, tokenizer, device, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context="turn", seed=0
+    )
+    agent.free_text = free_text
+    return agent
+
+
+def player(agent: BlackjackAgent, num_envs: int) -> Callable[[int], int]:
+    """A function that plays so many steps at all tables, and returns the turns taken."""
+    envs = gym.make_vec(
+        "Blackjack-v1",
+        num_envs=num_envs,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+        natural=False,
+        sab=False,
+    )
+    observations, _ = envs.reset(seed=0)
+    state = {"observations": observations}
+
+    def play(steps: int) -> int:
+        for _ in range(steps):
+            hands = list(zip(*(part.tolist() for part in state["observations"]), strict=True))
+            actions = agent.act_batch(hands)
+            state["observations"], rewards, terminated, truncated, _ = envs.step(np.array(actions))
+            agent.assign_rewards(rewards.tolist())
+            agent.terminate_episodes(np.flatnonzero(terminated | truncated).tolist())
+        return steps * num_envs
+
+    return play
+
+
+def plain_model(agent: BlackjackAgent) -> Any:
+    """The same weights as transformers loads them, in the same dtype, without an adapter."""
+    dtype = agent.policy.model.pretrained_model.dtype
+    return AutoModelForCausalLM.from_pretrained(embedded_model_folder(), dtype=dtype).eval()
+
+
+def prompts(agent: BlackjackAgent, count: int) -> list[str]:
+    """Rendered prompts of `count` states, drawn at random."""
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(count):
+        state = (int(rng.integers(12, 21)), int(rng.integers(1, 11)), int(rng.integers(2)))
+        messages = [
+            {"role": "system", "content": agent.get_system_prompt()},
+            {"role": "user", "content": agent.format_observation(state)},
+        ]
+        texts.append(agent.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return texts
+
+
+def bare_forward(model: Any, batch: int, length: int) -> Callable[[], object]:
+    """One forward pass of the body on random tokens, without logits: what the hardware gives."""
+    ids = torch.randint(1000, 40_000, (batch, length), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def run() -> object:
+        return model.model(input_ids=ids)
+
+    return run
