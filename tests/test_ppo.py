@@ -106,6 +106,36 @@ def test_target_kl_holds_the_policy_where_it_runs_away_without():
     assert moved[0.01] < 0.5 * moved[None]
 
 
+def test_the_learning_rate_follows_the_kl_within_bounds():
+    options = {"batch_size": 1000, "target_kl": 0.02, "learning_rate": 1e-3, "warmup_steps": 1}
+    agent = make_agent(ChoiceAgent, ppo=options)
+    learner = agent.learner
+    learner._steps = 1
+    learner._steer_rate(0.015)
+    assert learner._rate_scale == 1.0
+    learner._steer_rate(0.021)
+    assert learner._rate_scale == pytest.approx(1 / 1.5)
+    learner._steer_rate(0.009)
+    assert learner._rate_scale == pytest.approx(1.0)
+    for kl, bound in ((0.0, 10.0), (1.0, 0.1)):
+        for _ in range(30):
+            learner._steer_rate(kl)
+        assert learner._rate_scale == pytest.approx(bound)
+    stats = learner.update(fill(agent, 3, 2))
+    assert stats["learning_rate"] == pytest.approx(learner.config.learning_rate * learner._rate_scale)
+
+
+def test_learning_rates_rise_over_the_first_steps():
+    options = {"batch_size": 1000, "warmup_steps": 4, "learning_rate": 8e-3, "value_learning_rate": 4e-3}
+    agent = make_agent(ChoiceAgent, ppo=options)
+    rates = []
+    for _ in range(3):
+        agent.learner.update(fill(agent, 2, 2)[-2:])
+        rates.append([group["lr"] for group in agent.learner.optimizer.param_groups])
+    # Two passes over one minibatch: two steps an update.
+    assert rates == [pytest.approx([4e-3, 2e-3]), pytest.approx([8e-3, 4e-3]), pytest.approx([8e-3, 4e-3])]
+
+
 def test_adaptive_kl_controller():
     controller = AdaptiveKLController(init_kl_coef=0.1, target=2.0, horizon=100.0)
     controller.update(kl=10.0, steps=50)
