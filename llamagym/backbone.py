@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from transformers import DynamicCache
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, TokenTree
 from .errors import ModelLoadError
-from .history import Recent, cache_of, entries_of
+from .history import Recall, Recent, Unread, cache_of, entries_of
 from .parts import first_trained_layer, split
 from .value_head import AutoModelForCausalLMWithValueHead
 
@@ -35,23 +34,6 @@ logger = logging.getLogger(__name__)
 _HISTORY_BYTES, _RECALL_BYTES = 512 * 2**20, 512 * 2**20
 # Tokens of history in one pass.
 _HISTORY_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class _Recall:
-    """What a tree's decisions need of its frozen layers.
-
-    Attributes:
-        entries: Keys and values of the history after the prefix, one layer after the other, (2L, heads, S, head size).
-        hidden: Decision nodes' states where the adapted layers begin, (D, H).
-    """
-
-    entries: Tensor
-    hidden: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.entries.nbytes + self.hidden.nbytes
 
 
 class Backbone:
@@ -82,7 +64,7 @@ class Backbone:
         self._histories: Recent[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = Recent(
             lambda entries: entries.nbytes, _HISTORY_BYTES
         )
-        self._recalls: Recent[TokenTree, _Recall] = Recent(lambda recall: recall.nbytes, _RECALL_BYTES)
+        self._recalls: Recent[TokenTree, Recall] = Recent(lambda recall: recall.nbytes, _RECALL_BYTES)
         self._check_parts()
         if self.history_is_frozen:
             self._split()
@@ -196,41 +178,39 @@ class Backbone:
     def _read(self, trees: Sequence[TokenTree]) -> list[Tensor]:
         """Entries (2L, heads, S, head size) of each tree's history, of which only what is new is read."""
         found: dict[TokenTree, Tensor] = {}
-        fresh: list[tuple[TokenTree, int]] = []
+        fresh: list[Unread] = []
         for tree in dict.fromkeys(trees):
-            entries = self._histories.get((tree.prefix, tree.history))
-            if entries is not None:
-                found[tree] = entries
-                continue
-            marks = (mark for mark in reversed(tree.marks) if (tree.prefix, tree.history[:mark]) in self._histories)
-            fresh.append((tree, next(marks, 0)))
-        fresh.sort(key=lambda item: len(item[0].history) - item[1])
+            for mark in (len(tree.history), *reversed(tree.marks), 0):
+                known = self._histories.get((tree.prefix, tree.history[:mark])) if mark else None
+                if known is not None or not mark:
+                    break
+            if known is not None and mark == len(tree.history):
+                found[tree] = known
+            else:
+                fresh.append(Unread(tree, mark, known))
+        fresh.sort(key=lambda unread: len(unread.ids))
         start = 0
         while start < len(fresh):
             stop = start + 1
-            while stop < len(fresh) and (stop + 1 - start) * (len(fresh[stop][0].history) - fresh[stop][1]) <= (
-                _HISTORY_TOKENS
-            ):
+            while stop < len(fresh) and (stop + 1 - start) * len(fresh[stop].ids) <= _HISTORY_TOKENS:
                 stop += 1
             found |= self._read_on(fresh[start:stop])
             start = stop
         return [found[tree] for tree in trees]
 
-    def _read_on(self, fresh: list[tuple[TokenTree, int]]) -> dict[TokenTree, Tensor]:
-        """Read histories from where earlier turns stopped, given in tokens after the prefix."""
-        prefix = self._prefix(fresh[0][0].prefix)
-        known = [self._histories.get((tree.prefix, tree.history[:mark])) if mark else None for tree, mark in fresh]
-        like = next((entries for entries in (prefix, *known) if entries is not None), None)
-        new = [tree.history[mark:] for tree, mark in fresh]
-        shared, seen = len(fresh[0][0].prefix), max(mark for _, mark in fresh)
-        count, size = len(fresh), max(len(ids) for ids in new)
+    def _read_on(self, fresh: list[Unread]) -> dict[TokenTree, Tensor]:
+        """Read histories from where earlier turns stopped."""
+        prefix = self._prefix(fresh[0].tree.prefix)
+        like = next((entries for entries in (prefix, *(unread.known for unread in fresh)) if entries is not None), None)
+        shared, seen = len(fresh[0].tree.prefix), max(unread.mark for unread in fresh)
+        count, size = len(fresh), max(len(unread.ids) for unread in fresh)
         if like is None:
             cache = DynamicCache()
         else:
             nothing = like[:, :, :0]
-            cache = cache_of(prefix, [nothing if entries is None else entries for entries in known], seen)
-        marks = torch.tensor([mark for _, mark in fresh])[:, None]
-        ids = pad_sequence([torch.tensor(tokens, dtype=torch.long) for tokens in new], batch_first=True)
+            cache = cache_of(prefix, [nothing if unread.known is None else unread.known for unread in fresh], seen)
+        marks = torch.tensor([unread.mark for unread in fresh])[:, None]
+        ids = pad_sequence([torch.tensor(unread.ids, dtype=torch.long) for unread in fresh], batch_first=True)
         positions = shared + marks + torch.arange(size)
         keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
         before = (torch.arange(shared + seen) < shared + marks)[:, None].expand(-1, size, -1)
@@ -240,18 +220,18 @@ class Backbone:
             self._run(self._body, ids, positions, visible, keys, cache)
         entries = entries_of(cache, shared + seen)
         found = {}
-        for row, ((tree, mark), tokens) in enumerate(zip(fresh, new, strict=True)):
-            parts = [entries[row, :, :, : len(tokens)]]
-            if (earlier := known[row]) is not None:
-                parts.insert(0, earlier)
+        for row, unread in enumerate(fresh):
+            tree, parts = unread.tree, [entries[row, :, :, : len(unread.ids)]]
+            if unread.known is not None:
+                parts.insert(0, unread.known)
                 # Its conversation has gone on; what follows it has a copy.
-                self._histories.pop((tree.prefix, tree.history[:mark]))
+                self._histories.pop((tree.prefix, tree.history[: unread.mark]))
             found[tree] = torch.cat(parts, dim=2)
             self._histories.put((tree.prefix, tree.history), found[tree])
         return found
 
     @torch.no_grad()
-    def _recall(self, trees: Sequence[TokenTree]) -> list[_Recall]:
+    def _recall(self, trees: Sequence[TokenTree]) -> list[Recall]:
         """What each tree's decisions need of the frozen layers, computed where it is not at hand."""
         found = {tree: recall for tree in trees if (recall := self._recalls.get(tree)) is not None}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in found]
@@ -264,7 +244,7 @@ class Backbone:
                 hidden = self._run(self._trunk, batch.ids, batch.positions, batch.visible, batch.key_positions, cache)
             for row, tree in enumerate(fresh):
                 top = entries[row][2 * self._first_top_layer :].clone()
-                found[tree] = _Recall(top, hidden[row, : tree.node_count].clone())
+                found[tree] = Recall(top, hidden[row, : tree.node_count].clone())
                 self._recalls.put(tree, found[tree])
         return [found[tree] for tree in trees]
 

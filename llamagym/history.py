@@ -7,23 +7,57 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from .batching import TokenTree
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """What a tree's decisions need of its frozen layers.
+
+    Attributes:
+        entries: Keys and values of the history after the prefix, one layer after the other, (2L, heads, S, head size).
+        hidden: Decision nodes' states where the adapted layers begin, (D, H).
+    """
+
+    entries: Tensor
+    hidden: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return self.entries.nbytes + self.hidden.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A history that is known up to `mark` tokens after the prefix."""
+
+    tree: TokenTree
+    mark: int
+    known: Tensor | None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What is left to read."""
+        return self.tree.history[self.mark :]
 
 
 class Recent(Generic[K, V]):
     """A dictionary of bounded size in bytes, which forgets what was used least recently.
 
     >>> recent = Recent(len, max_bytes=4)
-    >>> recent["a"], recent["b"] = "xx", "yy"
-    >>> recent.get("a"), recent.put("c", "z")
-    ('xx', None)
+    >>> recent.put("a", "xx"), recent.put("b", "yy"), recent.get("a"), recent.put("c", "z")
+    (None, None, 'xx', None)
     >>> recent.get("b"), recent.get("a"), recent.get("c"), recent.nbytes
     (None, 'xx', 'z', 3)
     """
@@ -33,14 +67,6 @@ class Recent(Generic[K, V]):
         self._size, self._max_bytes = size, max_bytes
         self._values: OrderedDict[K, V] = OrderedDict()
         self.nbytes = 0
-
-    def __contains__(self, key: K) -> bool:
-        """Whether it is there."""
-        return key in self._values
-
-    def __setitem__(self, key: K, value: V) -> None:
-        """The same as `put`."""
-        self.put(key, value)
 
     def put(self, key: K, value: V) -> None:
         """Add or replace a value, and forget others until all fit."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from llamagym import Agent, AutoModelForCausalLMWithValueHead, load_model_and_tokenizer, parse_choice
+from llamagym.conversation import Segment
 from llamagym.loading import embedded_model_folder
 from tests.agents import ChoiceAgent, WordAgent
 
@@ -38,7 +41,7 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
     turns = [turn for conversation in episodes for turn in conversation.turns]
     segments = [conversation.current_segment() for conversation in episodes]
     if context == "turn":
-        segments = [type(segments[0])((turn,)) for turn in turns]
+        segments = [Segment((turn,)) for turn in turns]
 
     together = agent.policy.evaluate(segments)
     recorded = [logprob for turn in turns for logprob in turn.reply.logprobs]
@@ -46,6 +49,18 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
     alone = [agent.policy.evaluate([segment]) for segment in segments]
     separately = torch.cat([one.logprobs[one.mask] for one in alone])
     assert separately.tolist() == pytest.approx(recorded, abs=TOLERANCE)
+
+    # Sessions, recalled histories and the shared prefix against reading everything again, turn by turn.
+    for segment in segments:
+        read: list[int] = []
+        for turn in segment.turns:
+            read += turn.prompt.ids
+            whole = replace(turn.prompt, ids=tuple(read), starts_context=True, shared_length=0)
+            agent.policy._backbone.forget()
+            anew = agent.policy.evaluate([Segment((replace(turn, prompt=whole),))])
+            assert anew.logprobs[0].tolist() == pytest.approx(list(turn.reply.logprobs), abs=TOLERANCE)
+            assert anew.values.item() == pytest.approx(turn.reply.value, abs=TOLERANCE)
+            read += turn.reply.ids
 
     if kind is WordAgent:
         for segment in segments:

@@ -29,7 +29,7 @@ from trl import AutoModelForCausalLMWithValueHead
 
 from llamagym import Agent
 
-BATCH, REPEATS = 8, 5
+BATCH, REPEATS = 4, 5
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '\n' }}"
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]\n' }}{% endif %}{% endfor %}"
