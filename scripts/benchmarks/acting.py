@@ -9,12 +9,10 @@ every 512 turns: what depends on them is computed anew. Replies are up to 8 samp
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 from pathlib import Path
 
 import torch
-from common import median_rate, save
+from common import median_rate, run_rival, save
 from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -78,10 +76,7 @@ def main() -> None:
     }
     result["free_text_tokens_per_second_over_bare_forward"] = text_tokens * free_text["median"] / forward["median"]
     if args.llamagym_python:
-        rival = Path(__file__).parent / "rivals" / "llamagym_011.py"
-        command = [str(args.llamagym_python), str(rival), str(embedded_model_folder()), "act"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        result["llamagym_0.1.1"] = json.loads(output.splitlines()[-1])
+        result["llamagym_0.1.1"] = run_rival(args.llamagym_python, "llamagym_011.py", embedded_model_folder(), "act")
     for ours in ("free_text", "choices"):
         for rival in ("transformers_batch_1", "transformers_batch_64", "llamagym_0.1.1"):
             if rival in result:

@@ -70,6 +70,15 @@ def median_rate(count: float, work: Callable[[], object], repeats: int = 5) -> d
     return {"median": statistics.median(rates), "all": rates}
 
 
+def run_rival(python: Path, script: str, *arguments: object) -> Any:
+    """What a script in rivals/ prints last, as JSON; it runs in an environment of its own."""
+    command = [str(python), str(Path(__file__).parent / "rivals" / script), *map(str, arguments)]
+    # Modules on our own path would shadow the rival's.
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=clean).stdout
+    return json.loads(output.splitlines()[-1])
+
+
 def save(name: str, result: dict[str, Any]) -> None:
     """Write a result beside its setting and its command, and show it."""
     RESULTS.mkdir(exist_ok=True)

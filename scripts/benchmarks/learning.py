@@ -10,12 +10,10 @@ v_proj of all layers. PATH is the interpreter of an environment made as rivals/l
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 from pathlib import Path
 
 import torch
-from common import median_rate, save
+from common import median_rate, run_rival, save
 from peft import LoraConfig, get_peft_model
 from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
 
@@ -82,10 +80,7 @@ def main() -> None:
     tokens = result["llamagym_free_text"]["tokens_per_second"]
     result["free_text_tokens_per_second_over_bare_forward"] = tokens / forward["median"]
     if args.llamagym_python:
-        rival = Path(__file__).parent / "rivals" / "llamagym_011.py"
-        command = [str(args.llamagym_python), str(rival), str(embedded_model_folder()), "learn"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        result["llamagym_0.1.1"] = json.loads(output.splitlines()[-1])
+        result["llamagym_0.1.1"] = run_rival(args.llamagym_python, "llamagym_011.py", embedded_model_folder(), "learn")
     for ours in ("free_text", "choices"):
         for rival in ("plain_step", "llamagym_0.1.1"):
             if rival in result:
