@@ -19,7 +19,7 @@ from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, play
 
 from llamagym.loading import embedded_model_folder
 
-TURNS, BATCH = 1024, 16
+TURNS, BATCH = 256, 16
 
 
 def llamagym_turns(free_text: bool) -> dict:
