@@ -93,19 +93,22 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
     assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
 
 
-def test_conversations_that_part_ways_share_what_they_had_in_common():
-    """As in groups of episodes from one seed: the same history is read on, in passes of their own."""
-    agent = make_agent(SingleTokens, "llama")
+class OneWord(SingleTokens):
+    """Can say one thing only, so that conversations stay alike."""
+
+    choices = ("a",)
+
+
+def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
+    """As in groups of episodes from one seed; they go on at lengths that need several passes."""
+    agent = make_agent(OneWord, "llama")
     for text in ("first", "second"):
         agent.act_batch([text] * 4)
-    trees = []
-    for env, conversation in enumerate(map(agent.conversation, range(4))):
-        # The four have said different things by now, or the same: let two be the same and go on differently.
-        segment = conversation.observe("x" * (1 + 600 * env), choices=SingleTokens.choices)
-        trees.append(TokenTree.from_segment(segment))
+    segments = [agent.conversation(env).observe("x" * (1 + 600 * env), "", OneWord.choices) for env in range(4)]
+    trees = [TokenTree.from_segment(segment) for segment in segments]
+    assert len({tree.history[: tree.marks[-1]] for tree in trees}) == 1
     backbone = agent.policy._backbone
     together = backbone._read(trees)
-    backbone.forget()
     for tree, entries in zip(trees, together, strict=True):
         backbone.forget()
         assert torch.allclose(backbone._read([tree])[0], entries, atol=TOLERANCE)

@@ -8,11 +8,8 @@ every 512 turns: what depends on them is computed anew. Replies are up to 8 samp
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
-from common import median_rate, run_rival, save
+from common import add_ratios, median_rate, rival_python, run_rival, save
 from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -57,9 +54,7 @@ def plain_turns(batch: int) -> dict:
 
 def main() -> None:
     """Measure everything in one run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llamagym-python", type=Path, help="interpreter that has llamagym 0.1.1")
-    args = parser.parse_args()
+    python = rival_python(__doc__)
     torch.manual_seed(0)
     agent = make_agent(free_text=True)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
@@ -75,12 +70,9 @@ def main() -> None:
         "transformers_batch_64": plain_turns(ENVS),
     }
     result["free_text_tokens_per_second_over_bare_forward"] = text_tokens * free_text["median"] / forward["median"]
-    if args.llamagym_python:
-        result["llamagym_0.1.1"] = run_rival(args.llamagym_python, "llamagym_011.py", embedded_model_folder(), "act")
-    for ours in ("free_text", "choices"):
-        for rival in ("transformers_batch_1", "transformers_batch_64", "llamagym_0.1.1"):
-            if rival in result:
-                result[f"{ours}_over_{rival}"] = result[f"llamagym_{ours}"]["median"] / result[rival]["median"]
+    if python:
+        result["llamagym_0.1.1"] = run_rival(python, "llamagym_011.py", embedded_model_folder(), "act")
+    add_ratios(result, ("transformers_batch_1", "transformers_batch_64", "llamagym_0.1.1"))
     save("acting", result)
 
 

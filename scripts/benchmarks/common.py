@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -77,6 +78,22 @@ def run_rival(python: Path, script: str, *arguments: object) -> Any:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=clean).stdout
     return json.loads(output.splitlines()[-1])
+
+
+def rival_python(description: str | None) -> Path | None:
+    """The command line's only option: an interpreter that has LlamaGym 0.1.1."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llamagym-python", type=Path, help="interpreter that has llamagym 0.1.1")
+    path: Path | None = parser.parse_args().llamagym_python
+    return path
+
+
+def add_ratios(result: dict[str, Any], rivals: tuple[str, ...]) -> None:
+    """Our rates over those of the rivals that were measured."""
+    for ours in ("free_text", "choices"):
+        for rival in rivals:
+            if rival in result:
+                result[f"{ours}_over_{rival}"] = result[f"llamagym_{ours}"]["median"] / result[rival]["median"]
 
 
 def save(name: str, result: dict[str, Any]) -> None:

@@ -9,11 +9,8 @@ v_proj of all layers. PATH is the interpreter of an environment made as rivals/l
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
-from common import median_rate, run_rival, save
+from common import add_ratios, median_rate, rival_python, run_rival, save
 from peft import LoraConfig, get_peft_model
 from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
 
@@ -63,9 +60,7 @@ def plain_turns() -> dict:
 
 def main() -> None:
     """Measure everything in one run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llamagym-python", type=Path, help="interpreter that has llamagym 0.1.1")
-    args = parser.parse_args()
+    python = rival_python(__doc__)
     torch.manual_seed(0)
     agent = make_agent(free_text=True)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
@@ -79,12 +74,9 @@ def main() -> None:
     }
     tokens = result["llamagym_free_text"]["tokens_per_second"]
     result["free_text_tokens_per_second_over_bare_forward"] = tokens / forward["median"]
-    if args.llamagym_python:
-        result["llamagym_0.1.1"] = run_rival(args.llamagym_python, "llamagym_011.py", embedded_model_folder(), "learn")
-    for ours in ("free_text", "choices"):
-        for rival in ("plain_step", "llamagym_0.1.1"):
-            if rival in result:
-                result[f"{ours}_over_{rival}"] = result[f"llamagym_{ours}"]["median"] / result[rival]["median"]
+    if python:
+        result["llamagym_0.1.1"] = run_rival(python, "llamagym_011.py", embedded_model_folder(), "learn")
+    add_ratios(result, ("plain_step", "llamagym_0.1.1"))
     save("learning", result)
 
 

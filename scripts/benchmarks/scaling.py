@@ -19,8 +19,7 @@ def episode_length() -> list[dict]:
     """One conversation that keeps growing: tokens forwarded and seconds of single turns, choices and free text."""
     rows = []
     for free_text in (False, True):
-        agent = make_agent(free_text)
-        agent._context = "episode"
+        agent = make_agent(free_text, context="episode")
         for turn in range(1, max(LENGTHS) + 1):
             before, started = agent.policy.tokens_forwarded, time.perf_counter()
             agent.act((12 + turn % 9, 1 + turn % 10, 0))

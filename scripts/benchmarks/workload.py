@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from transformers import AutoModelForCausalLM
 
 from llamagym import load_model_and_tokenizer
+from llamagym.conversation import Context
 from llamagym.loading import embedded_model_folder
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -22,12 +23,12 @@ from blackjack import BlackjackAgent
 MAX_NEW_TOKENS = 8
 
 
-def make_agent(free_text: bool, **ppo: Any) -> BlackjackAgent:
-    """The example's agent on a freshly loaded model."""
+def make_agent(free_text: bool, context: Context = "turn", **ppo: Any) -> BlackjackAgent:
+    """The example's agent on a freshly loaded model; `ppo` holds options of `PPOConfig`."""
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu")
     settings = {"batch_size": 10**9, **ppo}
     agent = BlackjackAgent(
-        model, tokenizer, device, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context="turn", seed=0
+        model, tokenizer, device, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context=context, seed=0
     )
     agent.free_text = free_text
     return agent
