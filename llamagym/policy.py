@@ -37,6 +37,8 @@ from .value_head import AutoModelForCausalLMWithValueHead
 _FIT_CONTEXTS = 512
 # Nodes in one forward pass without gradients; their keys and values live until its end.
 _FORWARD_NODES = 1024
+# The same while replies are written, each with room for its longest.
+_WRITING_NODES = 2048
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class Policy:
         self._forget_outdated()
         replies: dict[int, Reply] = {}
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
-        for rows in self._chunks([trees[row] for row in texts]):
+        longest = self.generation.max_new_tokens
+        for rows in self._chunks([trees[row] for row in texts], _WRITING_NODES, longest):
             chunk = [trees[texts[row]] for row in rows]
             features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
@@ -252,9 +255,14 @@ class Policy:
         for rows in self._chunks([TokenTree.from_segment(segment) for segment in segments], nodes):
             yield [segments[row] for row in rows]
 
-    def _chunks(self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES) -> Iterator[list[int]]:
-        """Rows in chunks of one prefix that cost at most `nodes`; equal trees lie together and count once."""
-        sizes = [self._backbone.size(tree) for tree in trees]
+    def _chunks(
+        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0
+    ) -> Iterator[list[int]]:
+        """Rows in chunks of one prefix that cost at most `nodes`, of which each adds `new_nodes`.
+
+        Equal trees lie together and count once.
+        """
+        sizes = [self._backbone.size(tree) + new_nodes for tree in trees]
 
         def order(row: int) -> tuple[object, ...]:
             return trees[row].prefix, sizes[row], trees[row].history
@@ -290,8 +298,7 @@ class Policy:
         """Drop what was computed with weights that have changed since."""
         if self._seen_version != self.weights_version:
             self._weighed.clear()
-            if not self._backbone.history_is_frozen:
-                self._backbone.forget()
+            self._backbone.forget()
             self._seen_version = self.weights_version
 
     def _check_room(self, trees: Sequence[TokenTree]) -> None:

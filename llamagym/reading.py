@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .backbone import Backbone
 from .batching import Batch, ReadPlan, TokenTree
 from .choices import choice_logprobs, choice_scores
 from .losses import entropy_from_logits
 
-# Nodes whose logits exist at the same time: 128 of a 50,000-word vocabulary are 25 MB.
+# Nodes whose logits are computed at once: 128 of a 50,000-word vocabulary are 25 MB.
 _LOGITS_CHUNK = 128
 
 
@@ -89,12 +89,32 @@ def read(
 
 
 def _read_nodes(backbone: Backbone, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets (M, K) and entropies (M,), without ever holding all logits (M, V)."""
-
-    def read_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = (backbone.logits(hidden) / temperatures).log_softmax(-1)
-        return logprobs.gather(1, targets), entropy_from_logits(logprobs)
-
+    """Log-probs of the targets (M, K) and entropies (M,) of the next token."""
     parts = (tensor.split(_LOGITS_CHUNK) for tensor in (hidden, targets, temperatures))
-    read_chunks = [checkpoint(read_chunk, *chunk, use_reentrant=False) for chunk in zip(*parts, strict=True)]
-    return torch.cat([picked for picked, _ in read_chunks]), torch.cat([entropy for _, entropy in read_chunks])
+    chunks = [
+        _PickedAndEntropy.apply(backbone.logits(hidden) / temperatures, targets)
+        for hidden, targets, temperatures in zip(*parts, strict=True)
+    ]
+    return torch.cat([picked for picked, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+
+class _PickedAndEntropy(torch.autograd.Function):
+    """Log-probs of the targets (M, K) and entropy (M,) of softmax(logits), logits (M, V).
+
+    With p = softmax(z) and H its entropy, d log p_k / dz = 1_k - p and dH / dz = -p (log p + H). Autograd would keep
+    three tensors of the logits' size; this keeps log p alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = logits.log_softmax(-1)
+        entropy = entropy_from_logits(logprobs)
+        ctx.save_for_backward(logprobs, targets, entropy)
+        return logprobs.gather(1, targets), entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_picked: Tensor, of_entropy: Tensor) -> tuple[Tensor, None]:
+        logprobs, targets, entropy = ctx.saved_tensors
+        finite = logprobs.clamp_min(torch.finfo(logprobs.dtype).min)
+        slope = of_picked.sum(1, keepdim=True) + of_entropy[:, None] * (finite + entropy[:, None])
+        return slope.mul_(logprobs.exp()).neg_().scatter_add_(1, targets, of_picked), None

@@ -28,6 +28,7 @@ ORDER = [
     "history",
     "parts",
     "backbone",
+    "writing",
     "sampling",
     "reading",
     "policy",

@@ -149,10 +149,10 @@ def test_adaptive_kl_controller():
 def test_kl_to_the_reference_pulls_back(placement):
     distance = {}
     for coefficient in (0.001, 5.0):
-        ppo = {"batch_size": 48, "mini_batch_size": 48, "ppo_epochs": 2, "learning_rate": 0.01, "entropy_coef": 0.0}
+        ppo = {"batch_size": 48, "mini_batch_size": 48, "ppo_epochs": 2, "learning_rate": 0.003, "entropy_coef": 0.0}
         ppo |= {"init_kl_coef": coefficient, "kl_placement": placement}
         agent = make_agent(ChoiceAgent, context="turn", ppo=ppo)
-        for _ in range(6):
+        for _ in range(8):
             fill(agent, episodes=24, turns=2)
         probe = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
         segments = [segment for episode in fill(probe, 4, 2) for segment in episode.segments()]
@@ -160,7 +160,7 @@ def test_kl_to_the_reference_pulls_back(placement):
         with torch.no_grad():
             now, ref = (agent.policy.evaluate(segments, reference=r).logprobs for r in (False, True))
         distance[coefficient] = (now - ref).abs().mean().item()
-    assert distance[5.0] < distance[0.001]
+    assert distance[5.0] < distance[0.001] / 2
 
 
 class Bandit(gym.Env):
