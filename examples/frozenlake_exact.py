@@ -32,7 +32,7 @@ Policy = Mapping[int, Sequence[float]]
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Chance of each next cell (16, 4, 16) and mean reward (16, 4) by cell and action; 0 where the episode has ended."""
+    """Chance of each next cell (16, 4, 16) and mean reward (16, 4) by cell and action; 0 once the episode has ended."""
     chances, rewards = np.zeros((16, 4, 16)), np.zeros((16, 4))
     for cell in STATES:
         for action, outcomes in _LAKE.P[cell].items():

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+
 from llamagym import Agent, LlamaGymError, evaluate, load_model_and_tokenizer, train
 from llamagym.tracking import Metrics, Tracker, default_tracker
 from llamagym.training import EnvSource
@@ -77,6 +79,21 @@ def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Cal
         return result.mean, result.standard_error
 
     return score
+
+
+def random_return(env: Callable[[], gymnasium.Env], episodes: int = 200) -> float:
+    """Mean return of actions drawn evenly from the action space, in held-out episodes."""
+    world = env()
+    world.action_space.seed(HELD_OUT_SEED)
+    total = 0.0
+    for episode in range(episodes):
+        world.reset(seed=HELD_OUT_SEED + episode)
+        done = False
+        while not done:
+            _, reward, terminated, truncated, _ = world.step(world.action_space.sample())
+            total += float(reward)
+            done = terminated or truncated
+    return total / episodes
 
 
 class Scoring:
