@@ -13,7 +13,7 @@ import script
 from llamagym import Agent
 
 # Cart position (m) and velocity (m/s), pole angle (degrees) and angular velocity (degrees/s): each is rounded to a
-# multiple of its step and held within its limit. A linear controller that sees no more than that balances for 500 steps.
+# multiple of its step and held within its limit. A linear controller that sees only that balances for 500 steps.
 _STEPS = np.array([0.5, 0.5, 2.0, 20.0])
 _LIMITS = np.array([2.0, 1.5, 6.0, 60.0])
 _DEGREES = np.array([1.0, 1.0, 180 / np.pi, 180 / np.pi])
