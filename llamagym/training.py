@@ -77,7 +77,7 @@ def train(
     episodes: int,
     num_envs: int = 1,
     seed: int | None = None,
-    on_update: Callable[[Stats], None] | None = None,
+    on_update: Callable[[Stats], bool | None] | None = None,
     tracker: Tracker | None = None,
 ) -> TrainingResult:
     """Let the agent act and learn for a number of episodes.
@@ -89,8 +89,8 @@ def train(
         episodes: Stop when this many have ended; others under way are dropped.
         num_envs: Copies that are acted in at once.
         seed: Copy i starts from seed + i.
-        on_update: Called with the statistics of each update.
-        tracker: Receives them too.
+        on_update: Called with the statistics of each update; returning True ends the training.
+        tracker: Receives them first.
 
     Returns:
         Returns and statistics.
@@ -99,7 +99,7 @@ def train(
     envs, ids = _make_envs(env, num_envs), list(range(num_envs))
     returns: list[float] = []
     updates: list[Stats] = []
-    turns = 0
+    turns, stop = 0, False
     recent: deque[float] = deque(maxlen=_WINDOW)
     with tqdm(total=episodes, unit="episode") as bar:
         for ended, stats in _steps(agent, envs, ids, seed):
@@ -113,10 +113,10 @@ def train(
                 if tracker:
                     tracker.log(stats, len(returns))
                 if on_update:
-                    on_update(stats)
+                    stop = bool(on_update(stats))
             if recent:
                 bar.set_postfix_str(f"mean return {np.mean(recent):.3f}, updates {len(updates)}", refresh=False)
-            if len(returns) >= episodes:
+            if stop or len(returns) >= episodes:
                 break
     agent.discard_episodes(ids)
     message = "" if updates else agent.why_no_update()

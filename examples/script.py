@@ -1,0 +1,192 @@
+"""What the examples share: their options, and a run from loading a model to `summary.json`.
+
+An example brings an agent, an environment and a way to score what the agent has learnt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+
+from llamagym import Agent, LlamaGymError, evaluate, load_model_and_tokenizer, train
+from llamagym.tracking import Metrics, Tracker, default_tracker
+from llamagym.training import EnvSource
+
+Score = tuple[float, float]
+"""Expected return and its standard error; the latter is 0 where the return is computed, not sampled."""
+
+HELD_OUT_SEED = 1_000_000
+"""Training counts its seeds up from --seed, far below."""
+
+
+def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """The options that all examples have.
+
+    Args:
+        description: What --help shows, the example's docstring.
+        defaults: Of the options, by name; `eval_episodes` makes that an option.
+    """
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", default="smollm2-135m", help="registry name, hub id or local folder")
+    options.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    options.add_argument("--load-in-8bit", action="store_true")
+    options.add_argument("--load-in-4bit", action="store_true")
+    options.add_argument("--episodes", type=int, help="to play")
+    options.add_argument("--minutes", type=float, help="stop at the first update after so many")
+    options.add_argument("--num-envs", type=int, help="environments acted in at once")
+    options.add_argument("--batch-size", type=int, help="turns per update")
+    options.add_argument("--mini-batch-size", type=int, help="turns per optimiser step")
+    options.add_argument("--learning-rate", type=float)
+    options.add_argument("--target-kl", type=float, help="KL by which an update should move the policy")
+    options.add_argument("--entropy-coef", type=float)
+    options.add_argument("--eval-every", type=int, help="updates from one evaluation to the next")
+    if "eval_episodes" in defaults:
+        options.add_argument("--eval-episodes", type=int, help="held-out episodes of an evaluation")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--run-dir", type=Path, help="default: runs/<example>-<time>")
+    options.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
+    options.add_argument("--wandb-mode", choices=["online", "offline", "disabled"], help="WANDB_MODE does the same")
+    unknown = set(defaults) - {action.dest for action in options._actions}
+    assert not unknown, f"no option takes {unknown}"
+    options.set_defaults(**defaults)
+    return options
+
+
+def load(args: argparse.Namespace, kind: type[Agent], **ppo: Any) -> Agent:
+    """An agent that sees the current observation only, with the options of the command line and those of `ppo`."""
+    model, tokenizer, device = load_model_and_tokenizer(
+        args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
+    )
+    named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
+    options = {name: getattr(args, name) for name in named}
+    return kind(model, tokenizer, device, ppo_config_dict={**options, **ppo}, context="turn", seed=args.seed)
+
+
+def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Callable[[bool], Score]:
+    """Scores the agent, greedy or not, by playing `--eval-episodes` of an environment with seeds of its own."""
+
+    def score(greedy: bool) -> Score:
+        together = min(args.num_envs, args.eval_episodes)
+        result = evaluate(agent, env, args.eval_episodes, HELD_OUT_SEED, together, greedy)
+        return result.mean, result.standard_error
+
+    return score
+
+
+def random_return(env: Callable[[], gymnasium.Env], episodes: int = 200) -> float:
+    """Mean return of actions drawn evenly from the action space, in held-out episodes."""
+    world = env()
+    world.action_space.seed(HELD_OUT_SEED)
+    total = 0.0
+    for episode in range(episodes):
+        world.reset(seed=HELD_OUT_SEED + episode)
+        done = False
+        while not done:
+            _, reward, terminated, truncated, _ = world.step(world.action_space.sample())
+            total += float(reward)
+            done = terminated or truncated
+    return total / episodes
+
+
+class Scoring:
+    """Adds the minutes, and after every so many updates the score, to what it passes on."""
+
+    def __init__(self, tracker: Tracker, score: Callable[[bool], Score], every: int) -> None:
+        """Start the clock."""
+        self._tracker, self._score, self._every = tracker, score, every
+        self._updates, self._started = 0, time.perf_counter()
+
+    @property
+    def minutes(self) -> float:
+        """Since the start, evaluations included."""
+        return (time.perf_counter() - self._started) / 60
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Pass on the statistics of an update, and more."""
+        self._updates += 1
+        more: dict[str, float] = {"minutes": self.minutes}
+        if self._updates % self._every == 0:
+            more["expected_return"], more["standard_error"] = self._score(False)
+        self._tracker.log({**metrics, **more}, step)
+
+    def close(self) -> None:
+        """Close the tracker."""
+        self._tracker.close()
+
+
+def learn(
+    args: argparse.Namespace,
+    agent: Agent,
+    env: EnvSource,
+    score: Callable[[bool], Score],
+    baselines: dict[str, float],
+    **facts: Any,
+) -> None:
+    """Score, train, score again; writes `metrics.jsonl`, `summary.json` and the adapter to the run's folder.
+
+    Args:
+        args: The command line.
+        agent: Who learns.
+        env: What to train in.
+        score: Of the agent as it is now, greedy or sampling.
+        baselines: Expected returns to compare with.
+        facts: More for the summary's settings.
+    """
+    run_dir = args.run_dir or Path("runs") / time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
+    before, before_error = score(False)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()} | facts
+    tracker = Scoring(default_tracker(run_dir, settings, args.wandb_project, args.wandb_mode), score, args.eval_every)
+
+    def time_is_up(_: object) -> bool:
+        return args.minutes is not None and tracker.minutes >= args.minutes
+
+    result = train(agent, env, args.episodes, args.num_envs, args.seed, on_update=time_is_up, tracker=tracker)
+    minutes = tracker.minutes
+    tracker.close()
+    after, after_error = score(False)
+    greedy, greedy_error = score(True)
+    agent.policy.model.save_pretrained(run_dir / "adapter")
+    summary = {
+        "seed": args.seed,
+        "model": args.model,
+        "episodes": len(result.returns),
+        "turns": result.turns,
+        "updates": len(result.updates),
+        "minutes": minutes,
+        "turns_per_second": result.turns / minutes / 60,
+        "peak_memory_gib": peak_memory_gib(),
+        "expected_return_before": before,
+        "expected_return_after": after,
+        "expected_return_greedy": greedy,
+        "standard_error_before": before_error,
+        "standard_error_after": after_error,
+        "standard_error_greedy": greedy_error,
+        "baselines": baselines,
+        "settings": settings,
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"Expected return: {before:.3f} before, {after:.3f} ± {after_error:.3f} after ({greedy:.3f} if greedy).")
+    print("Baselines: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()) + ".")
+    print(f"{len(result.returns)} episodes, {result.turns} turns, {minutes:.1f} min. Results: {run_dir}")
+
+
+def peak_memory_gib() -> float:
+    """Largest resident memory so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run an example; the library's own errors end it with one line."""
+    try:
+        main()
+    except LlamaGymError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
