@@ -10,6 +10,7 @@ change, and in training gradients flow through the history, whose shared prefix 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -29,9 +30,11 @@ from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)
 
-# Kept at most, of what was read: 20 tokens take 900 kB in a 135M model; of what decisions need of it: 250 kB where 8
-# layers are adapted.
-_HISTORY_BYTES, _RECALL_BYTES = 512 * 2**20, 512 * 2**20
+# Kept at most, of what was read: 20 tokens take 900 kB in a 135M model.
+_HISTORY_BYTES = 512 * 2**20
+# Of what decisions need of it, 250 kB where 8 layers are adapted: as much, or this share of the device's memory. Where
+# the observations that come again and again do not fit, each is read anew every time.
+_RECALL_BYTES, _RECALL_SHARE = 512 * 2**20, 1 / 16
 # Kept at most, of what was written: a token takes 50 kB in a 135M model.
 _WRITTEN_BYTES = 256 * 2**20
 # Tokens of history in one pass.
@@ -67,7 +70,9 @@ class Backbone:
         self._histories: Recent[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = Recent(
             lambda entries: entries.nbytes, _HISTORY_BYTES
         )
-        self._recalls: Recent[TokenTree, Recall] = Recent(lambda recall: recall.nbytes, _RECALL_BYTES)
+        self._recalls: Recent[TokenTree, Recall] = Recent(
+            lambda recall: recall.nbytes, max(_RECALL_BYTES, int(_RECALL_SHARE * _memory_bytes(self.device)))
+        )
         self.written: Recent[tuple[TokenTree, tuple[int, ...]], Written] = Recent(
             lambda written: written.nbytes, _WRITTEN_BYTES
         )
@@ -318,6 +323,15 @@ class Backbone:
                 self._trunk, self._top, self._first_top_layer = trunk, top, first
         if self._trunk is None:
             logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Memory of a device; 0 where that is unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
 
 
 def _causal(before: int, size: int) -> Tensor:
