@@ -1,0 +1,73 @@
+"""Train a language model to find its way in BabyAI's grid worlds; needs pip install 'llamagym[minigrid]'.
+
+python examples/babyai.py                                    go to the red ball, the embedded 135M model
+python examples/babyai.py --level BabyAI-PickupLoc-v0 --all-actions
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium as gym
+import script
+from gymnasium.wrappers import TransformReward
+
+from llamagym import Agent
+from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
+
+
+class BabyAIAgent(Agent):
+    """Reads the mission and what it sees; says where to go."""
+
+    actions = MOVES
+
+    def get_system_prompt(self) -> str:
+        """The task, in a line."""
+        return f"You walk through rooms to fulfil a mission. Answer with one of: {', '.join(self.actions)}."
+
+    def format_observation(self, observation: str) -> str:
+        """The environment's own words."""
+        return observation
+
+    def get_action_choices(self, observation: str) -> list[str]:
+        """The actions by name."""
+        return list(self.actions)
+
+    def extract_action(self, response: str) -> int:
+        """The action's number."""
+        return self.actions.index(response)
+
+
+def make_scored(level: str, all_actions: bool) -> gym.Env[Any, Any]:
+    """The level with a reward of 1 for success, however late, so that the mean return is the success rate."""
+    return TransformReward(make_babyai(level, all_actions), lambda reward: float(reward > 0))
+
+
+def main() -> None:
+    """Load, learn, and report."""
+    options = script.parser(
+        __doc__,
+        episodes=50_000,
+        num_envs=64,
+        batch_size=4096,
+        mini_batch_size=1024,
+        learning_rate=1e-3,
+        target_kl=0.03,
+        entropy_coef=0.01,
+        eval_every=10,
+        eval_episodes=256,
+    )
+    options.add_argument("--level", default="BabyAI-GoToRedBallNoDists-v0", help="id of a BabyAI level")
+    options.add_argument("--all-actions", action="store_true", help="not only turning and going: for other missions")
+    args = options.parse_args()
+    train_in = functools.partial(make_babyai, args.level, args.all_actions)
+    score_in = functools.partial(make_scored, args.level, args.all_actions)
+    baselines = {"random": script.random_return(score_in), "optimum": 1.0}
+    agent = script.load(args, BabyAIAgent, gamma=0.99)
+    agent.actions = ACTIONS if args.all_actions else MOVES
+    script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
+
+
+if __name__ == "__main__":
+    script.run(main)

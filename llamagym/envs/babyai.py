@@ -1,0 +1,97 @@
+"""BabyAI's grid worlds (https://arxiv.org/abs/1810.08272) in words: the mission, and what the agent sees of the room.
+
+The agent sees the 7 by 7 cells before it, turned so that it looks ahead; walls hide what is behind them. Positions are
+given as steps ahead and to the side, so the same view reads the same wherever the agent stands.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from ..errors import ConfigError
+
+ACTIONS = ("turn left", "turn right", "go forward", "pick up", "drop", "toggle", "done")
+"""By minigrid's number; toggle opens and closes."""
+MOVES = ACTIONS[:3]
+"""All that a mission of the kind "go to" needs."""
+
+
+def make_babyai(level: str = "BabyAI-GoToRedBallNoDists-v0", all_actions: bool = False) -> BabyAIText:
+    """A BabyAI level whose observations are strings.
+
+    Args:
+        level: Its id.
+        all_actions: Whether the seven `ACTIONS` are offered, or only `MOVES`.
+
+    Raises:
+        ConfigError: minigrid is not installed.
+    """
+    try:
+        import minigrid  # noqa: F401 - registers the levels
+    except ImportError as error:
+        raise ConfigError(f"{level} needs the package minigrid. Run pip install 'llamagym[minigrid]'.") from error
+    return BabyAIText(gymnasium.make(level), all_actions)
+
+
+class BabyAIText(gymnasium.Wrapper[str, int, dict[str, Any], int]):
+    """Puts a level's observations into words.
+
+    The reward is minigrid's, 1 - 0.9 * steps / limit on success and 0 otherwise; `info["success"]` tells it apart from
+    failure. Reaching the limit truncates.
+
+    Attributes:
+        action_names: What each action is called.
+    """
+
+    def __init__(self, env: gymnasium.Env[dict[str, Any], int], all_actions: bool = False) -> None:
+        """Wrap a level; see `make_babyai`."""
+        super().__init__(env)
+        self.action_names = ACTIONS if all_actions else MOVES
+        self.action_space = gymnasium.spaces.Discrete(len(self.action_names))
+        self.observation_space = gymnasium.spaces.Text(1000, charset=string.printable)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode in a room of its own."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        return _in_words(observation), {**info, "success": False}
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Take an action."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        info = {**info, "success": bool(terminated and float(reward) > 0)}
+        return _in_words(observation), float(reward), terminated, truncated, info
+
+
+def _in_words(observation: dict[str, Any]) -> str:
+    return f"Mission: {observation['mission']}. {describe(observation['image'])}."
+
+
+def describe(image: np.ndarray) -> str:
+    """What a view shows, nearest first, and what lies straight ahead.
+
+    Args:
+        image: Kind, colour and state of each cell, as minigrid numbers them, uint8 (W, W, 3): from left to right, and
+            from far to near. The agent stands in the middle of the nearest row; what it carries shows there.
+    """
+    from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT, STATE_TO_IDX
+
+    states = {number: name for name, number in STATE_TO_IDX.items()}
+    middle, near = image.shape[0] // 2, image.shape[1] - 1
+    seen: list[tuple[int, str]] = []
+    for column, row in np.ndindex(image.shape[:2]):
+        kind, color, state = (int(number) for number in image[column, row])
+        name = IDX_TO_OBJECT[kind]
+        if name in ("unseen", "empty", "wall", "floor"):
+            continue
+        thing = f"{IDX_TO_COLOR[color]} {name}" if name != "door" else f"{states[state]} {IDX_TO_COLOR[color]} door"
+        ahead, aside = near - row, column - middle
+        place = [f"{ahead} ahead"] if ahead else []
+        place += [f"{abs(aside)} {'left' if aside < 0 else 'right'}"] if aside else []
+        seen.append((ahead + abs(aside), f"{thing} {', '.join(place) or 'in hand'}"))
+    things = "; ".join(words for _, words in sorted(seen)) or "nothing"
+    front = IDX_TO_OBJECT[int(image[middle, near - 1, 0])]
+    return f"You see: {things}. Ahead: {'free' if front in ('empty', 'floor') else front}"
