@@ -18,11 +18,11 @@ import torch
 
 from llamagym import model_registry
 
-BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 from runs import RESULTS, Run, half_width, runs_by_name
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 # The results' folder as the README links to it.
 LEARNING = "scripts/benchmarks/learning/results"
 # What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
@@ -63,7 +63,7 @@ def models() -> str:
 def results() -> str:
     """What was learnt: an experiment a line, its plot, and what all ran on."""
     lines = [
-        "| runs, by seed | before | after, sampled (worst) | after, greedy (worst) | target | baselines | minutes | GiB |",
+        "| runs, by seed | before | sampled (worst) | greedy (worst) | target | baselines | minutes | GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     plots = []
@@ -87,9 +87,10 @@ def results() -> str:
     hardware = runs_by_name()["blackjack"][0]["hardware"]
     lines += [
         "",
-        "Expected returns; mean over seeds ± its 95 % interval, minutes on average, the largest peak of memory.",
+        "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval, and",
+        "the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
         f"On {hardware['cores']} cores of an {hardware['processor']}. Each file holds its command;",
-        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` is the shape of all.",
+        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's.",
         *time_to_goal(runs_by_name()["blackjack"]),
     ]
     return "\n".join([*lines, *plots])

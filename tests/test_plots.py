@@ -43,15 +43,16 @@ def plots(monkeypatch, tmp_path):
 
     monkeypatch.setattr(runs, "RESULTS", tmp_path)
     for seed, scores in ((0, [0.0, 1.0]), (1, [2.0, 3.0]), (10, [4.0, 5.0])):
+        # Updates between evaluations have no score.
+        steps = [{"step": 10 + seed, "minutes": 1.0, "expected_return": scores[0]}, {"step": 15 + seed, "minutes": 1.5}]
         run = {
             "seed": seed,
+            "episodes": 2 * (10 + seed),
+            "minutes": 2.0,
             "expected_return_before": -1.0,
+            "expected_return_after": scores[1],
             "baselines": {"random": -1.0, "the_best": 6.0},
-            "curve": [
-                {"step": (index + 1) * (10 + seed), "minutes": float(index), "expected_return": score}
-                for index, score in enumerate(scores)
-            ]
-            + [{"step": 1000, "minutes": 9.0, "return_mean": 0.0}],
+            "curve": steps,
         }
         (tmp_path / f"a-name-seed{seed}.json").write_text(json.dumps(run))
     yield plots
@@ -66,20 +67,19 @@ def test_runs_are_grouped_by_name_and_ordered_by_seed(plots):
 
 
 def test_curves_meet_on_a_common_grid_without_extrapolation(plots):
-    grid, scores = plots.on_common_grid([plots.curve(run, "step") for run in plots.runs_by_name()["a-name"]])
+    grid, scores = plots.on_common_grid([plots.curve(run, "episodes") for run in plots.runs_by_name()["a-name"]])
     assert (grid[0], grid[-1]) == (0.0, 20.0)
     assert scores[:, 0].tolist() == [-1.0] * 3
-    # Seed 10 was scored 4.0 after 20 episodes.
-    assert scores[:, -1] == pytest.approx([1.0, 2.0 + 9 / 11, 4.0])
+    # Seed 1 was scored after 11 and 22 episodes, seed 10 after 20.
+    assert scores[:, -1] == pytest.approx([1.0, 2 + 9 / 11, 4.0])
 
 
 def test_mean_interval_and_baselines_are_drawn(plots):
-    figure = plots.learning("a-name", plots.runs_by_name()["a-name"])
-    panel = figure.axes[0]
+    panel = plots.learning("a-name", plots.runs_by_name()["a-name"]).axes[1]
     mean, *baselines = panel.get_lines()
-    last = [1.0, 2.0 + 9 / 11, 4.0]
-    assert mean.get_ydata()[-1] == pytest.approx(sum(last) / 3)
-    top = panel.collections[0].get_datalim(panel.transData).y1
-    assert top == pytest.approx(max(mean.get_ydata() + (top - mean.get_ydata()[-1])))
-    assert top - mean.get_ydata()[-1] == pytest.approx(plots.half_width(last))
+    # After two minutes the seeds score 1, 3 and 5: their standard error is 2 / sqrt(3), Student's t 4.303.
+    assert (mean.get_xdata()[-1], mean.get_ydata()[-1]) == pytest.approx((2.0, 3.0))
+    outline = panel.collections[0].get_paths()[0].vertices
+    edge = outline[outline[:, 0] == 2.0, 1]
+    assert (edge.min(), edge.max()) == pytest.approx((3 - 4.969, 3 + 4.969), abs=1e-3)
     assert {line.get_label(): line.get_ydata()[0] for line in baselines} == {"random": -1.0, "the best": 6.0}

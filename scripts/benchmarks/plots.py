@@ -51,11 +51,12 @@ def memory() -> Figure:
 
 
 def curve(run: Run, axis: str) -> tuple[list[float], list[float]]:
-    """What an experiment was scored along `axis`, from before the first update on."""
+    """Where along `axis` ("episodes" or "minutes") a run was scored, and how: before, between and after its updates."""
     scored = [point for point in run["curve"] if "expected_return" in point]
+    key = "step" if axis == "episodes" else axis
     return (
-        [0.0, *(point[axis] for point in scored)],
-        [run["expected_return_before"], *(point["expected_return"] for point in scored)],
+        [0.0, *(point[key] for point in scored), run[axis]],
+        [run["expected_return_before"], *(point["expected_return"] for point in scored), run["expected_return_after"]],
     )
 
 
@@ -68,7 +69,7 @@ def on_common_grid(curves: list[tuple[list[float], list[float]]]) -> tuple[np.nd
 def learning(name: str, runs: list[Run]) -> Figure:
     """Mean and 95 % interval over seeds, against episodes and against minutes, between the baselines."""
     figure, panels = canvas(2)
-    for panel, axis, label in zip(panels, ("step", "minutes"), ("episodes", "minutes"), strict=True):
+    for panel, axis in zip(panels, ("episodes", "minutes"), strict=True):
         grid, scores = on_common_grid([curve(run, axis) for run in runs])
         mean = scores.mean(axis=0)
         panel.plot(grid, mean, label=f"mean of {len(runs)} seeds" if len(runs) > 1 else f"seed {runs[0]['seed']}")
@@ -78,9 +79,9 @@ def learning(name: str, runs: list[Run]) -> Figure:
         baselines = runs[0]["baselines"].items()
         for (baseline, value), style in zip(baselines, BASELINE_STYLES, strict=False):
             panel.axhline(value, color="black", linestyle=style, linewidth=0.9, label=baseline.replace("_", " "))
-        panel.set_xlabel(label)
+        panel.set_xlabel(axis)
     # A wide interval of few seeds would squeeze the curve; it may leave the panel.
-    values = [*(value for run in runs for value in curve(run, "step")[1]), *runs[0]["baselines"].values()]
+    values = [*(value for run in runs for value in curve(run, "minutes")[1]), *runs[0]["baselines"].values()]
     margin = 0.08 * (max(values) - min(values))
     panels[0].set_ylim(min(values) - margin, max(values) + margin)
     panels[0].set_ylabel("expected return, sampled policy")
@@ -90,11 +91,10 @@ def learning(name: str, runs: list[Run]) -> Figure:
 
 
 def figures() -> Iterator[tuple[Path, Figure]]:
-    """Each figure and its place beside the results; an experiment whose runs were never scored has none."""
+    """Each figure and its place beside the results."""
     yield MEMORY.with_suffix(".png"), memory()
     for name, runs in runs_by_name().items():
-        if all(len(curve(run, "step")[0]) > 1 for run in runs):
-            yield RESULTS / f"{name}.png", learning(name, runs)
+        yield RESULTS / f"{name}.png", learning(name, runs)
 
 
 def main() -> None:
