@@ -87,8 +87,8 @@ def results() -> str:
     hardware = runs_by_name()["blackjack"][0]["hardware"]
     lines += [
         "",
-        "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval, and",
-        "the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
+        "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval,",
+        "and the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
         f"On {hardware['cores']} cores of an {hardware['processor']}. Each file holds its command;",
         "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's.",
         *time_to_goal(runs_by_name()["blackjack"]),
@@ -100,7 +100,7 @@ def time_to_goal(runs: list[Run]) -> list[str]:
     """A sentence on how long Blackjack takes to its first goal."""
     minutes = []
     for run in runs:
-        reached = (point["minutes"] for point in run["curve"] if point["expected_return"] >= _GOAL)
+        reached = (point["minutes"] for point in run["curve"] if point.get("expected_return", _GOAL - 1) >= _GOAL)
         minutes.append(next((f"{at:.1f}" for at in reached), "never"))
     return [f"Blackjack passed {_GOAL}, sampled, after minutes: {', '.join(minutes)}."]
 
