@@ -16,8 +16,9 @@ from .chat_template import ChatTemplate, Message, end_ids
 from .conversation import Context, Conversation, Episode
 from .errors import ActionParseError, ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
+from .learner import Stats
 from .policy import Policy
-from .ppo import PPO, PPOConfig, Stats
+from .ppo import PPO, PPOConfig
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)

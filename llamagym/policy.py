@@ -116,9 +116,10 @@ class Policy:
         return self._backbone.tokens_forwarded + frozen
 
     @property
-    def values_are_untrained(self) -> bool:
-        """Whether the value head is still zero, as a new one is."""
-        return not self.model.v_head.summary.weight.any().item()
+    def inputs_are_fit(self) -> bool:
+        """Whether `fit_inputs` has run, now or before the model was saved, or the value head was trained without it."""
+        head = self.model.v_head
+        return bool(head.summary.weight.any() or head.feature_mean.any())
 
     def seed(self, seed: int | None) -> None:
         """Restart the sampling's random numbers."""

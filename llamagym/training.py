@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .agent import Agent
 from .errors import ConfigError
-from .ppo import Stats
+from .learner import Stats
 from .tracking import Tracker
 
 logger = logging.getLogger(__name__)

@@ -31,6 +31,9 @@ ORDER = [
     "sampling",
     "reading",
     "policy",
+    "controllers",
+    "learner_config",
+    "learner",
     "ppo",
     "ppo_trainer",
     "grpo",
@@ -46,7 +49,7 @@ LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "tensorboard"}
 FILES = sorted(LIBRARY.rglob("*.py"))
 LINES = 350
 # Larger than that today; they may shrink, no other file may join them.
-LARGE = {"agent.py": 400, "ppo.py": 400}
+LARGE = {"agent.py": 400}
 
 
 def place(path: Path) -> str:
