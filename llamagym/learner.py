@@ -114,6 +114,36 @@ class Learner(ABC, Generic[TargetsT]):
         if config.init_kl_coef:
             policy.enable_reference()
 
+    @property
+    def group_size(self) -> int:
+        """Episodes of one start that are compared."""
+        return 1
+
+    def take(self, finished: list[Episode]) -> list[Episode]:
+        """Take a batch out of the finished episodes: the oldest that hold `batch_size` turns, or none."""
+        batch: list[Episode] = []
+        size = 0
+        for unit in self._units(finished):
+            batch += unit
+            size += _count_turns(unit)
+            if size >= self.config.batch_size:
+                taken = set(map(id, batch))
+                finished[:] = [episode for episode in finished if id(episode) not in taken]
+                return batch
+        return []
+
+    def why_no_update(self, finished: Sequence[Episode]) -> str:
+        """In words, how far the batch is from full."""
+        ready = sum(map(_count_turns, self._units(finished)))
+        return (
+            f"No update yet: finished episodes hold {ready} turns, and a batch needs {self.config.batch_size}. Play "
+            "more episodes or lower batch_size."
+        )
+
+    def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
+        """Episodes that can be learnt from now, in the pieces that a batch is made of, the oldest first."""
+        return [[episode] for episode in finished]
+
     def update(self, episodes: Sequence[Episode]) -> Stats:
         """One update on a batch of whole episodes.
 
@@ -297,3 +327,7 @@ class Learner(ABC, Generic[TargetsT]):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norms[0])
+
+
+def _count_turns(episodes: Sequence[Episode]) -> int:
+    return sum(len(episode.turns) for episode in episodes)

@@ -232,6 +232,9 @@ class Policy:
         are standardised.
         """
         trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_FIT_CONTEXTS]
+        if sum(len(tree.decisions) for tree in trees) < 2:
+            # In a single context nothing differs; a later batch may hold more.
+            return
         layers = fresh_down_projections(self.model.pretrained_model) if self._aim_lora else []
         features: list[Tensor] = []
         inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
