@@ -6,7 +6,7 @@ and sampled; nothing is decoded and encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,12 +100,15 @@ class Episode:
         terminated: Whether the environment reached a final state.
         truncated: Whether it was cut off; `final_value` then stands for what was missed.
         final_value: The critic's estimate of the state after the last turn; 0 after termination.
+        group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
+            episode starts in the same state, or in one drawn from the same distribution.
     """
 
     turns: tuple[Turn, ...]
     terminated: bool
     truncated: bool
     final_value: float = 0.0
+    group: Hashable | None = None
 
     @property
     def total_reward(self) -> float:

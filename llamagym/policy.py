@@ -118,9 +118,10 @@ class Policy:
         return self._backbone.tokens_forwarded + frozen
 
     @property
-    def values_are_untrained(self) -> bool:
-        """Whether the value head is still zero, as a new one is."""
-        return not self.model.v_head.summary.weight.any().item()
+    def inputs_are_fit(self) -> bool:
+        """Whether `fit_inputs` has run, now or before the model was saved, or the value head was trained without it."""
+        head = self.model.v_head
+        return bool(head.summary.weight.any() or head.feature_mean.any())
 
     def seed(self, seed: int | None) -> None:
         """Restart the sampling's random numbers."""
@@ -234,6 +235,9 @@ class Policy:
         are standardised.
         """
         trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_FIT_CONTEXTS]
+        if sum(len(tree.decisions) for tree in trees) < 2:
+            # In a single context nothing differs; a later batch may hold more.
+            return
         layers = fresh_down_projections(self.model.pretrained_model) if self._aim_lora else []
         features: list[Tensor] = []
         inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}

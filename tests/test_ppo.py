@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamagym import train
-from llamagym.ppo import AdaptiveKLController
+from llamagym.controllers import AdaptiveKLController, RateController
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 
@@ -27,7 +27,8 @@ def fill(agent, episodes=4, turns=2):
 def targets_of(agent, episodes):
     segments = [segment for episode in episodes for segment in episode.segments()]
     turns = [turn for episode in episodes for turn in episode.turns]
-    return agent.learner._prepare(episodes, segments, turns)
+    sampled = agent.learner._collect(episodes, segments, turns)
+    return agent.learner._credit(episodes, sampled)[0], sampled.ref_kl.mean().item()
 
 
 @pytest.mark.parametrize("context", ["episode", "turn"])
@@ -107,22 +108,19 @@ def test_target_kl_holds_the_policy_where_it_runs_away_without():
 
 
 def test_the_learning_rate_follows_the_kl_within_bounds():
-    options = {"batch_size": 1000, "target_kl": 0.02, "learning_rate": 1e-3, "warmup_steps": 1}
-    agent = make_agent(ChoiceAgent, ppo=options)
-    learner = agent.learner
-    learner._steps = 1
-    learner._steer_rate(0.015)
-    assert learner._rate_scale == 1.0
-    learner._steer_rate(0.021)
-    assert learner._rate_scale == pytest.approx(1 / 1.5)
-    learner._steer_rate(0.009)
-    assert learner._rate_scale == pytest.approx(1.0)
+    controller = RateController(target_kl=0.02)
+    for kl, scale in ((0.015, 1.0), (0.021, 1 / 1.5), (0.009, 1.0)):
+        controller.update(kl)
+        assert controller.scale == pytest.approx(scale)
     for kl, bound in ((0.0, 10.0), (1.0, 0.1)):
         for _ in range(30):
-            learner._steer_rate(kl)
-        assert learner._rate_scale == pytest.approx(bound)
-    stats = learner.update(fill(agent, 3, 2))
-    assert stats["learning_rate"] == pytest.approx(learner.config.learning_rate * learner._rate_scale)
+            controller.update(kl)
+        assert controller.scale == pytest.approx(bound)
+    # Nobody moves that little, so the rate rises, in the update after the warm-up.
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 1e6, "warmup_steps": 7})
+    rates = [agent.learner.update(fill(agent, 3, 2)[-3:])["learning_rate"] for _ in range(3)]
+    assert rates == pytest.approx([3e-4, 4.5e-4, 6.75e-4])
+    assert agent.learner.optimizer.param_groups[0]["lr"] == pytest.approx(4.5e-4)
 
 
 def test_learning_rates_rise_over_the_first_steps():

@@ -1,0 +1,37 @@
+"""What is steered from one update to the next: the KL's coefficient, the learning rate."""
+
+from __future__ import annotations
+
+# The learning rate moves in these steps, and stays within this factor of its start (Schulman et al. 2017, section 4,
+# steer the KL's coefficient so).
+_RATE_STEP, _RATE_RANGE = 1.5, 10.0
+
+
+class AdaptiveKLController:
+    """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
+        """Start at `init_kl_coef`."""
+        self.value, self._target, self._horizon = init_kl_coef, target, horizon
+
+    def update(self, kl: float, steps: int) -> None:
+        """Move the coefficient after `steps` samples with this mean KL, in nats."""
+        error = min(max(kl / self._target - 1, -0.2), 0.2)
+        self.value *= 1 + error * steps / self._horizon
+
+
+class RateController:
+    """Scales the learning rate so that an update moves the policy by about `target_kl`; None leaves it at 1."""
+
+    def __init__(self, target_kl: float | None) -> None:
+        """Start at scale 1."""
+        self.scale, self._target = 1.0, target_kl
+
+    def update(self, kl: float) -> None:
+        """Lower the scale after an update beyond the target KL, raise it after one below half of it; in nats."""
+        if self._target is None:
+            return
+        if kl > self._target:
+            self.scale = max(self.scale / _RATE_STEP, 1 / _RATE_RANGE)
+        elif kl < self._target / 2:
+            self.scale = min(self.scale * _RATE_STEP, _RATE_RANGE)

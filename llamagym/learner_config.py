@@ -1,0 +1,91 @@
+"""The options that every learner has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from .errors import ConfigError, did_you_mean
+
+ConfigT = TypeVar("ConfigT", bound="LearnerConfig")
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """Options of every learner; names follow TRL 0.11.
+
+    Attributes:
+        batch_size: An update runs when finished episodes hold at least this many turns.
+        mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step.
+        learning_rate: Of the policy's weights (Adam).
+        warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure
+            the gradient.
+        gamma: Discount per turn.
+        cliprange: Epsilon of the clipped surrogate.
+        entropy_coef: Weight of the entropy bonus, per nat.
+        init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
+        adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
+        target: KL to the reference, in nats per turn, that the coefficient steers to.
+        horizon: Turns over which it does.
+        target_kl: KL by which an update should move the policy. It ends early at 1.5 times that; after an update that
+            went beyond the target the policy's learning rate falls, after one that stayed below half of it it rises.
+            None does neither.
+        max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
+        whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
+        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
+        seed: Of the minibatches' order.
+    """
+
+    batch_size: int = 128
+    mini_batch_size: int = 32
+    learning_rate: float = 3e-4
+    warmup_steps: int = 20
+    gamma: float = 1.0
+    cliprange: float = 0.2
+    entropy_coef: float = 0.01
+    init_kl_coef: float = 0.0
+    adap_kl_ctrl: bool = False
+    target: float = 6.0
+    horizon: float = 10_000
+    target_kl: float | None = None
+    max_grad_norm: float = 1.0
+    whiten_advantages: bool = True
+    microbatch_nodes: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes"):
+            self._require_at_least(1, name)
+        self._require_fraction("gamma")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL to the reference is a term of the loss."""
+        return self.init_kl_coef != 0
+
+    @classmethod
+    def from_dict(cls: type[ConfigT], options: dict[str, object]) -> ConfigT:
+        """Read options by name, refusing unknown ones.
+
+        >>> LearnerConfig.from_dict({"batch_size": 64}).batch_size
+        64
+        """
+        known = {field.name for field in fields(cls) if field.init}
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"Unknown option {key!r} of {cls.__name__}. {did_you_mean(key, known)}")
+        return cls(**options)  # type: ignore[arg-type]
+
+    def _require_at_least(self, least: int, name: str) -> None:
+        if getattr(self, name) < least:
+            raise ConfigError(f"{name}={getattr(self, name)} is too small. Pass at least {least}.")
+
+    def _require_fraction(self, name: str) -> None:
+        if not 0 <= getattr(self, name) <= 1:
+            raise ConfigError(f"{name}={getattr(self, name)} is outside [0, 1].")
+
+    def _require_one_of(self, allowed: Sequence[str], name: str) -> None:
+        if getattr(self, name) not in allowed:
+            raise ConfigError(f"{name}={getattr(self, name)!r}. {did_you_mean(str(getattr(self, name)), allowed)}")
