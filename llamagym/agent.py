@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .chat_template import ChatTemplate, Message, end_ids
+from .choices import ChoiceNormalization, choice_length
 from .conversation import Context, Conversation, Episode
 from .errors import ActionParseError, ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
@@ -54,6 +55,7 @@ class Agent(ABC):
         response_prefix: str = "",
         invalid_action_penalty: float = -1.0,
         calibrate_choices: bool = True,
+        choice_normalization: ChoiceNormalization = "none",
         aim_lora: bool = True,
         seed: int | None = None,
     ) -> None:
@@ -70,6 +72,8 @@ class Agent(ABC):
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
+            choice_normalization: Whether a choice's log-likelihood counts whole ("none"), per "token" or per "word",
+                so that a long choice is not unlikely for its length alone.
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora_init`).
             seed: Of sampling and of the order of minibatches.
 
@@ -96,7 +100,8 @@ class Agent(ABC):
         if device is not None:
             model.to(device)
         end = end_ids(model.pretrained_model, tokenizer)
-        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed)
+        length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
+        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
         self.learner = PPO(self.policy, config)
         self._context: Context = context
         self._prefix = response_prefix
