@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .alarms import Alarms
 from .chat_template import ChatTemplate, Message, end_ids
 from .choices import ChoiceNormalization, choice_length
-from .conversation import Context, Conversation, Episode
+from .conversation import Context, Conversation, Episode, commonest_reply
 from .errors import ActionParseError, ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
 from .policy import Policy
@@ -103,6 +104,7 @@ class Agent(ABC):
         length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
         self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
         self.learner = PPO(self.policy, config)
+        self._alarms = Alarms(model.pretrained_model.dtype)
         self._context: Context = context
         self._prefix = response_prefix
         self._penalty = invalid_action_penalty
@@ -364,10 +366,14 @@ class Agent(ABC):
             count += 1
         if size < self.learner.config.batch_size:
             return {}
-        stats = self.learner.update(self._buffer[:count])
+        episodes = self._buffer[:count]
+        stats = self.learner.update(episodes)
         del self._buffer[:count]
+        stats |= {"commonest_reply": commonest_reply(episodes)}
         stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
         self._acting_s, self._acted_tokens = 0.0, 0
+        for alarm in self._alarms.check(stats):
+            logger.warning(alarm)
         return stats
 
 

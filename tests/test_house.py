@@ -37,6 +37,7 @@ ORDER = [
     "sft",
     "tracking",
     "checkpoint",
+    "alarms",
     "agent",
     "training",
     "__init__",
