@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Hashable, Sequence
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .alarms import Alarms
 from .algorithms import Algorithm, make_learner
 from .chat_template import ChatTemplate, Message, end_ids
-from .conversation import Context, Conversation, Episode
+from .choices import ChoiceNormalization, choice_length
+from .conversation import Context, Conversation, Episode, commonest_reply
 from .errors import ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
 from .interface import TextInterface
 from .learner import Stats
 from .policy import Policy
 from .value_head import AutoModelForCausalLMWithValueHead
+
+logger = logging.getLogger(__name__)
 
 
 class Agent(TextInterface):
@@ -56,6 +61,7 @@ class Agent(TextInterface):
         response_prefix: str = "",
         invalid_action_penalty: float = -1.0,
         calibrate_choices: bool = True,
+        choice_normalization: ChoiceNormalization = "none",
         aim_lora: bool = True,
         seed: int | None = None,
     ) -> None:
@@ -76,6 +82,8 @@ class Agent(TextInterface):
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
+            choice_normalization: Whether a choice's log-likelihood counts whole ("none"), per "token" or per "word",
+                so that a long choice is not unlikely for its length alone.
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora_init`).
             seed: Of sampling and of the order of minibatches.
 
@@ -100,9 +108,11 @@ class Agent(TextInterface):
         if device is not None:
             model.to(device)
         end = end_ids(model.pretrained_model, tokenizer)
-        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed)
+        length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
+        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
         self.learner = make_learner(self.policy, algorithm, options, use_target_kl, seed)
+        self._alarms = Alarms(model.pretrained_model.dtype)
         self._context: Context = context
         self._prefix = response_prefix
         self._penalty = invalid_action_penalty
@@ -332,8 +342,11 @@ class Agent(TextInterface):
         batch = self.learner.take(self._buffer)
         if not batch:
             return {}
-        stats = self.learner.update(batch) | {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
+        stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
+        stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
         self._acting_s, self._acted_tokens = 0.0, 0
+        for alarm in self._alarms.check(stats):
+            logger.warning(alarm)
         return stats
 
 

@@ -6,6 +6,7 @@ and sampled; nothing is decoded and encoded again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -118,6 +119,12 @@ class Episode:
     def segments(self) -> list[Segment]:
         """The episode cut wherever a turn starts a new context."""
         return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
+
+
+def commonest_reply(episodes: Sequence[Episode]) -> float:
+    """Share of the turns whose reply is the commonest one; 1 where all replies are identical."""
+    replies = Counter(turn.reply.ids for episode in episodes for turn in episode.turns)
+    return max(replies.values()) / replies.total()
 
 
 def _split_contexts(turns: Sequence[Turn]) -> list[list[Turn]]:

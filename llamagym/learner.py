@@ -29,15 +29,17 @@ from .controllers import AdaptiveKLController, RateController
 from .conversation import Episode, Segment, Turn
 from .learner_config import LearnerConfig
 from .losses import clipped_surrogate, kl_estimate, masked_mean
+from .minibatches import minibatches
 from .policy import Evaluation, Policy
+from .trust_region import TrustRegion
 
 logger = logging.getLogger(__name__)
 
 Stats = dict[str, float]
-# An update stops once the KL of a minibatch exceeds the target by this factor.
-_KL_TOLERANCE = 1.5
 # A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
 _ADAM_BETAS = (0.9, 0.95)
+# Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
+_ADAM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,11 @@ class Learner(ABC, Generic[TargetsT]):
         if value_learning_rate is not None:
             groups.append({"params": list(policy.model.v_head.parameters())})
             self._rates.append(value_learning_rate)
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS))
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
         self._epochs = epochs
         self._steps = 0
+        trained = [weight for group in groups for weight in group["params"]]
+        self._trust_region = TrustRegion(trained, config.target_kl)
         self._rate = RateController(config.target_kl)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
@@ -213,25 +217,29 @@ class Learner(ABC, Generic[TargetsT]):
 
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
         sums: dict[str, list[float]] = defaultdict(list)
-        ratio_error, stopped, largest_kl = math.nan, False, 0.0
-        for _ in range(self._epochs):
-            for minibatch in self._minibatches(segments):
-                stats, fresh_error = self._backward(minibatch, sampled, targets)
-                if math.isnan(ratio_error):
-                    ratio_error = fresh_error
-                # Averaged over processes, so that all of them stop together.
-                kl = self.accelerator.reduce(torch.tensor(stats["approx_kl"], device=self.policy.device), "mean").item()
-                largest_kl = max(largest_kl, kl)
-                if self.config.target_kl is not None and kl > _KL_TOLERANCE * self.config.target_kl:
-                    logger.info("update stopped early: approx_kl %.4f > 1.5 * %.4f", kl, self.config.target_kl)
-                    self.optimizer.zero_grad()
-                    stopped = True
-                    break
-                stats["grad_norm"] = self._step()
-                for name, value in stats.items():
-                    sums[name].append(value)
-            if stopped:
+        ratio_error, largest_kl = math.nan, 0.0
+        region = self._trust_region
+        region.enter()
+        size = self.config.mini_batch_size
+        for minibatch in (m for _ in range(self._epochs) for m in minibatches(segments, size, self._rng)):
+            stats, fresh_error = self._backward(minibatch, sampled, targets)
+            if math.isnan(ratio_error):
+                ratio_error = fresh_error
+            largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
+            if region.is_left(largest_kl):
                 break
+            region.enter()
+            stats["grad_norm"] = self._step()
+            for name, value in stats.items():
+                sums[name].append(value)
+        else:
+            # No later minibatch shows where the last step led.
+            if region.has_bounds:
+                largest_kl = max(largest_kl, self._measure_kl(minibatches(segments, size, self._rng)[0], sampled))
+        if stopped := region.is_left(largest_kl):
+            logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
+            region.return_to()
+            self.optimizer.zero_grad()
         if self._steps >= self.config.warmup_steps:
             self._rate.update(largest_kl)
         means = {name: float(np.mean(values)) for name, values in sums.items()}
@@ -242,19 +250,21 @@ class Learner(ABC, Generic[TargetsT]):
             "stopped_early": float(stopped),
         }
 
-    def _minibatches(self, segments: list[Segment]) -> list[list[Segment]]:
-        """Shuffled segments in groups of about `mini_batch_size` turns; a remainder below half joins the last group."""
-        groups: list[list[Segment]] = [[]]
-        left = sum(len(segment.turns) for segment in segments)
-        size = 0
-        for index in self._rng.permutation(len(segments)):
-            groups[-1].append(segments[index])
-            size += len(segments[index].turns)
-            left -= len(segments[index].turns)
-            if size >= self.config.mini_batch_size and left >= self.config.mini_batch_size // 2 and left:
-                groups.append([])
-                size = 0
-        return groups
+    def _mean_over_processes(self, value: float) -> float:
+        """So that all processes decide alike."""
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.policy.device), "mean").item())
+
+    @torch.no_grad()
+    def _measure_kl(self, minibatch: list[Segment], sampled: Sampled) -> float:
+        """How far the policy has moved on a minibatch, in nats per decision (k2)."""
+        total = count = 0.0
+        for chunk in self.policy.chunks(minibatch, self.config.microbatch_nodes):
+            now = self.policy.evaluate(chunk)
+            rows = [sampled.row[id(turn)] for segment in chunk for turn in segment.turns]
+            old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
+            total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
+            count += now.mask.sum().item()
+        return self._mean_over_processes(total / count)
 
     def _backward(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> tuple[Stats, float]:
         """Gradients of a minibatch; returns its statistics and the largest |ratio - 1| among turns just sampled."""

@@ -28,9 +28,9 @@ class LearnerConfig:
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
         target: KL to the reference, in nats per turn, that the coefficient steers to.
         horizon: Turns over which it does.
-        target_kl: KL by which an update should move the policy. It ends early at 1.5 times that; after an update that
-            went beyond the target the policy's learning rate falls, after one that stayed below half of it it rises.
-            None does neither.
+        target_kl: KL by which an update should move the policy. A step that leads beyond 1.5 times that is undone and
+            ends the update; after an update that went beyond the target the policy's learning rate falls, after one
+            that stayed below half of it it rises. None does neither.
         max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
         whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.

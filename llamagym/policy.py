@@ -4,9 +4,10 @@ Both directions share one path (`reading.read`), so the distribution that is sam
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
 - choices: one of the given strings, from softmax((score - prior) / temperature), where a score is the exact
-  log-probability of the string's tokens. The prior is each string's mean score under the reference model, measured on
-  the first observations that offer it and then frozen, so that a model which always says the same word still
-  explores. It is part of the policy, in sampling and in training alike.
+  log-probability of the string's tokens, divided by its length if that is wanted (see `choices`). The prior is each
+  string's mean score under the reference model, measured on the first observations that offer it and then frozen, so
+  that a model which always says the same word still explores. It is part of the policy, in sampling and in training
+  alike.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from .adapter import aim_, fresh_down_projections, latest_inputs
 from .backbone import Backbone
 from .batching import TokenTree
+from .choices import ChoiceLength
 from .conversation import Reply, Segment
 from .errors import ContextLengthError
 from .generation import GenerationConfig
@@ -63,7 +65,7 @@ class Policy:
 
     Attributes:
         generation: How replies are sampled.
-        choice_prior: Mean score of each choice's tokens under the reference, frozen once measured.
+        choice_prior: Mean score of each choice under the reference, frozen once measured.
         weights_version: Number of updates so far; whoever changes the weights raises it.
     """
 
@@ -75,6 +77,7 @@ class Policy:
         calibrate_choices: bool = True,
         aim_lora: bool = True,
         seed: int | None = None,
+        choice_length: ChoiceLength | None = None,
     ) -> None:
         """Wrap a model.
 
@@ -86,6 +89,7 @@ class Policy:
             calibrate_choices: Whether choices are measured against their prior.
             aim_lora: Whether a fresh adapter is pointed at what differs between observations.
             seed: Of the sampling; None draws one.
+            choice_length: What a choice's log-likelihood is divided by; None leaves it.
         """
         self.model = model.eval()
         self.generation = generation
@@ -94,6 +98,7 @@ class Policy:
         self._eos_ids = frozenset(eos_ids)
         self._calibrate = calibrate_choices
         self._aim_lora = aim_lora
+        self._choice_length = choice_length
         self._backbone = Backbone(model)
         self._frozen: Backbone | None = None
         self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
@@ -330,6 +335,7 @@ class Policy:
                 trees,
                 self.choice_prior,
                 self.generation.temperature,
+                self._choice_length,
                 adapted=not reference,
                 normalized=normalized,
             )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .backbone import Backbone
 from .batching import Batch, ReadPlan, TokenTree
-from .choices import choice_logprobs, choice_scores
+from .choices import ChoiceLength, choice_logprobs, choice_scores
 from .losses import entropy_from_logits
 
 # Nodes whose logits are computed at once: 128 of a 50,000-word vocabulary are 25 MB.
@@ -32,7 +32,8 @@ class Reading:
         values: The critic's estimates there, (N,).
         step_logprobs: Log-probability of each step's token, (S,); see `read` for choices.
         node_entropy: Entropy of the next token at nodes of free text, in nats, (M,); 0 elsewhere.
-        choice_scores: Log-likelihood of each choice, up to what all choices of a turn share, (turns with choices, C).
+        choice_scores: Log-likelihood of each choice, (turns with choices, C): by its length if `read` was given one,
+            else up to what all choices of a turn share.
         choice_logprobs: The policy's log-probability of each choice, of the same shape.
     """
 
@@ -51,6 +52,7 @@ def read(
     trees: Sequence[TokenTree],
     prior: Mapping[tuple[int, ...], float],
     temperature: float,
+    length: ChoiceLength | None = None,
     adapted: bool = True,
     normalized: bool = False,
 ) -> Reading:
@@ -62,9 +64,11 @@ def read(
         trees: What to read.
         prior: Mean score of each choice, see `choice_logprobs`.
         temperature: Of free text's tokens and of choices.
+        length: What choices' log-likelihoods are divided by, see `choice_length`.
         adapted: Whether an activated LoRA acts.
         normalized: Whether the choices' first tokens are normalised over the vocabulary. What they lack otherwise is
-            the same for all choices of a turn and costs most of a pass: only their own logits are computed.
+            the same for all choices of a turn and costs most of a pass: only their own logits are computed. Divided
+            by different lengths it is no longer the same, so a `length` implies it.
     """
     plan = ReadPlan.from_trees(trees).to(backbone.device)
     flat = backbone.hidden_states(trees, Batch.from_trees(trees), adapted).flatten(0, 1)
@@ -74,7 +78,7 @@ def read(
     hidden = flat[plan.nodes]
     picked = hidden.new_zeros(plan.targets.shape, dtype=torch.float32)
     entropy = picked.new_zeros(len(plan.nodes))
-    full = plan.is_text | ~plan.is_fork | normalized
+    full = plan.is_text | ~plan.is_fork | normalized | (length is not None)
     if not full.all():
         picked = picked.index_put((~full,), backbone.logits_of(hidden[~full], plan.targets[~full]))
     if full.any():
@@ -83,7 +87,7 @@ def read(
         picked = picked.index_put((full,), read_full)
         entropy = entropy.index_put((full,), entropy_full)
     step_logprobs = picked[plan.steps[:, 0], plan.steps[:, 1]]
-    scores = choice_scores(plan, step_logprobs)
+    scores = choice_scores(plan, step_logprobs, length)
     offers = choice_logprobs(plan, scores, prior, temperature)
     return Reading(plan, features, values, step_logprobs, entropy, scores, offers)
 

@@ -67,9 +67,9 @@ def test_the_kl_penalty_is_k1_per_turn_and_leaves_rewards_alone():
 
 @pytest.mark.parametrize(("size", "sizes"), [(5, [5, 5, 2]), (10, [12])])
 def test_minibatches_cover_every_segment_once_and_small_remainders_join(size, sizes):
-    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000, "mini_batch_size": size})
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
     segments = [segment for episode in fill(agent, episodes=6, turns=2) for segment in episode.segments()]
-    groups = agent.learner._minibatches(segments)
+    groups = minibatches(segments, size, np.random.default_rng(0))
     assert sorted(id(s) for group in groups for s in group) == sorted(map(id, segments))
     assert [len(group) for group in groups] == sizes
 
@@ -105,6 +105,24 @@ def test_target_kl_holds_the_policy_where_it_runs_away_without():
         moved[target] = (0.5 * (now - torch.tensor(before[: len(now)])).square().mean()).item()
         assert stats["stopped_early"] == float(target is not None)
     assert moved[0.01] < 0.5 * moved[None]
+
+
+def test_a_step_that_goes_too_far_is_undone():
+    """The only step of an update, so that no later minibatch shows it."""
+    moved = {}
+    for target in (None, 0.01):
+        ppo = {"batch_size": 16, "mini_batch_size": 16, "ppo_epochs": 1, "learning_rate": 0.1, "warmup_steps": 1}
+        agent = make_agent(ChoiceAgent, context="turn", ppo={**ppo, "target_kl": target})
+        before = agent.action_probabilities(["x"])[0]
+        for _ in range(2):
+            agent.act_batch(["x"] * 16)
+            agent.assign_rewards([float(reward) for reward in range(16)])
+            stats = agent.terminate_episodes(range(16))
+            assert stats["stopped_early"] == float(target is not None)
+        after = agent.action_probabilities(["x"])[0]
+        moved[target] = max(abs(before[choice] - after[choice]) for choice in before)
+    assert moved[None] > 0.1
+    assert moved[0.01] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_learning_rate_follows_the_kl_within_bounds():
