@@ -1,10 +1,13 @@
-"""What is steered from one update to the next: the KL's coefficient, the learning rate."""
+"""What is steered from one update to the next: the KL's coefficient, the learning rate, the entropy's."""
 
 from __future__ import annotations
 
 # The learning rate moves in these steps, and stays within this factor of its start (Schulman et al. 2017, section 4,
 # steer the KL's coefficient so).
 _RATE_STEP, _RATE_RANGE = 1.5, 10.0
+# The weight of the entropy bonus rises and falls in these steps, up to this factor of its start. It falls slowly: what
+# a policy no longer tries it hardly finds again.
+_ENTROPY_RISE, _ENTROPY_FALL, _ENTROPY_RANGE = 1.5, 1.1, 100.0
 
 
 class AdaptiveKLController:
@@ -35,3 +38,18 @@ class RateController:
             self.scale = max(self.scale / _RATE_STEP, 1 / _RATE_RANGE)
         elif kl < self._target / 2:
             self.scale = min(self.scale * _RATE_STEP, _RATE_RANGE)
+
+
+class EntropyController:
+    """Raises the weight of the entropy bonus while the policy's entropy is below `floor`; None leaves it as it is."""
+
+    def __init__(self, entropy_coef: float, floor: float | None) -> None:
+        """Start at `entropy_coef`, the least it will be."""
+        self.value, self._least, self._floor = entropy_coef, entropy_coef, floor
+
+    def update(self, entropy: float) -> None:
+        """Raise the weight after an update whose mean entropy, in nats, was below the floor, else let it fall."""
+        if self._floor is None:
+            return
+        step = _ENTROPY_RISE if entropy < self._floor else 1 / _ENTROPY_FALL
+        self.value = min(max(self.value * step, self._least), self._least * _ENTROPY_RANGE)

@@ -25,7 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from .controllers import AdaptiveKLController, RateController
+from .controllers import AdaptiveKLController, EntropyController, RateController
 from .conversation import Episode, Segment, Turn
 from .learner_config import LearnerConfig
 from .losses import clipped_surrogate, kl_estimate, masked_mean
@@ -113,6 +113,7 @@ class Learner(ABC, Generic[TargetsT]):
         trained = [weight for group in groups for weight in group["params"]]
         self._trust_region = TrustRegion(trained, config.target_kl)
         self._rate = RateController(config.target_kl)
+        self._entropy = EntropyController(config.entropy_coef, config.entropy_floor)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
         if config.init_kl_coef:
@@ -242,7 +243,9 @@ class Learner(ABC, Generic[TargetsT]):
             self.optimizer.zero_grad()
         if self._steps >= self.config.warmup_steps:
             self._rate.update(largest_kl)
-        means = {name: float(np.mean(values)) for name, values in sums.items()}
+        means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._entropy.value}
+        if sums:
+            self._entropy.update(means["entropy"])
         return means | {
             "ratio_error": ratio_error,
             "learning_rate": self.config.learning_rate * self._rate.scale,
@@ -306,7 +309,7 @@ class Learner(ABC, Generic[TargetsT]):
         advantages = targets.advantages[rows, None].to(device).expand_as(mask)
         policy = clipped_surrogate(now.logprobs, old, advantages, mask, config.cliprange)
         entropy = masked_mean(now.entropy, mask)
-        loss = by_decision * (policy.loss - config.entropy_coef * entropy)
+        loss = by_decision * (policy.loss - self._entropy.value * entropy)
         if config.kl_in_loss:
             reference = sampled.ref_logprobs[rows, : mask.shape[1]].to(device)
             # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.

@@ -24,6 +24,8 @@ class LearnerConfig:
         gamma: Discount per turn.
         cliprange: Epsilon of the clipped surrogate.
         entropy_coef: Weight of the entropy bonus, per nat.
+        entropy_floor: Entropy, in nats per decision, that the policy should keep: after an update below it the bonus
+            weighs more, up to 100 times `entropy_coef`, and less again after one above it. None leaves the weight.
         init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
         target: KL to the reference, in nats per turn, that the coefficient steers to.
@@ -44,6 +46,7 @@ class LearnerConfig:
     gamma: float = 1.0
     cliprange: float = 0.2
     entropy_coef: float = 0.01
+    entropy_floor: float | None = None
     init_kl_coef: float = 0.0
     adap_kl_ctrl: bool = False
     target: float = 6.0
@@ -59,6 +62,11 @@ class LearnerConfig:
         for name in ("batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes"):
             self._require_at_least(1, name)
         self._require_fraction("gamma")
+        if self.entropy_floor is not None and self.entropy_coef <= 0:
+            raise ConfigError(
+                f"entropy_floor={self.entropy_floor} needs a bonus to raise, received "
+                f"entropy_coef={self.entropy_coef}. Pass a small positive entropy_coef."
+            )
 
     @property
     def kl_in_loss(self) -> bool:

@@ -112,7 +112,7 @@ def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
     """How much better each member of a group did than the group, step by step.
 
     "leave_one_out" subtracts the mean of the others (RLOO, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE;
-    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, eq. 9). "std" subtracts the mean of all and divides by their
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). "std" subtracts the mean of all and divides by their
     deviation (DeepSeekMath, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2); of several steps the
     deviation is that of the step where members differ most, so that a step's weight is not lost. A group of one has
     nothing to be compared with: 0.

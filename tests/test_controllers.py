@@ -1,0 +1,62 @@
+"""What is steered between updates, with and without: entropy runs out, the KL runs away."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from llamagym import ConfigError
+from llamagym.controllers import EntropyController
+from llamagym.learner_config import LearnerConfig
+from tests.agents import ChoiceAgent, make_agent
+
+SIZES = {"batch_size": 32, "warmup_steps": 1}
+
+
+def learn(updates, algorithm, **options):
+    """Updates on one observation whose first choice earns 1: their statistics, and the exact KL of each, in nats."""
+    agent = make_agent(ChoiceAgent, context="turn", algorithm=algorithm, **{algorithm: {**SIZES, **options}})
+    stats, moved = [], []
+    before = agent.action_probabilities(["x"])[0]
+    for _ in range(updates):
+        actions = agent.act_batch(["x"] * 32)
+        agent.assign_rewards([float(action == 0) for action in actions])
+        stats.append(agent.terminate_episodes(range(32)))
+        after = agent.action_probabilities(["x"])[0]
+        moved.append(sum(p * math.log(p / after[choice]) for choice, p in before.items()))
+        before = after
+    return stats, moved
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_entropy_floor_holds_what_falls_without(algorithm):
+    options = {"learning_rate": 0.003, "entropy_coef": 0.02}
+    free, _ = learn(24, algorithm, **options)
+    held, _ = learn(24, algorithm, **options, entropy_floor=0.5)
+    assert sum(each["entropy"] for each in free[-5:]) / 5 < 0.2
+    assert sum(each["entropy"] for each in held[-5:]) / 5 > 0.4
+    assert {each["entropy_coef"] for each in free} == {0.02}
+    assert max(each["entropy_coef"] for each in held) > 0.1
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_target_kl_holds_what_runs_away_without(algorithm):
+    options = {"learning_rate": 0.001, "cliprange": 100.0, "entropy_coef": 0.0}
+    _, free = learn(4, algorithm, **options)
+    _, held = learn(4, algorithm, **options, target_kl=0.02)
+    # One step may overshoot before it is seen, so the KL comes near the target and not below it.
+    assert max(free) > 0.3
+    assert max(held) < 0.1
+
+
+def test_the_entropy_coefficient_moves_within_its_bounds():
+    controller = EntropyController(0.01, floor=0.5)
+    for entropy, value in ((0.6, 0.01), (0.4, 0.015), (0.4, 0.0225), (0.5, 0.0225 / 1.1)):
+        controller.update(entropy)
+        assert controller.value == pytest.approx(value)
+    for _ in range(30):
+        controller.update(0.0)
+    assert controller.value == pytest.approx(1.0)
+    with pytest.raises(ConfigError, match="Pass a small positive entropy_coef"):
+        LearnerConfig(entropy_floor=0.5, entropy_coef=0.0)
