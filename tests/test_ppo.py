@@ -11,6 +11,7 @@ import torch
 
 from llamagym import train
 from llamagym.controllers import AdaptiveKLController, RateController
+from llamagym.minibatches import minibatches
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 
