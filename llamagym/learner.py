@@ -27,10 +27,11 @@ from torch import Tensor
 
 from .controllers import AdaptiveKLController, EntropyController, RateController
 from .conversation import Episode, Segment, Turn
+from .evaluation import Evaluation
 from .learner_config import LearnerConfig
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
-from .policy import Evaluation, Policy
+from .policy import Policy
 from .trust_region import TrustRegion
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from .batching import TokenTree
 from .choices import ChoiceLength
 from .conversation import Reply, Segment
 from .errors import ContextLengthError
+from .evaluation import Evaluation, evaluate_turns
 from .generation import GenerationConfig
-from .losses import entropy_from_logits
 from .reading import Reading, read
 from .sampling import draw, write_text
 from .value_head import AutoModelForCausalLMWithValueHead
@@ -41,23 +41,6 @@ _FIT_CONTEXTS = 512
 _FORWARD_NODES = 1024
 # The same while replies are written, each with room for its longest.
 _WRITING_NODES = 2048
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the current weights say of recorded turns.
-
-    Attributes:
-        logprobs: Log-probability of each decision, float32 (N, L).
-        entropy: Entropy of the distribution each decision was drawn from, in nats, float32 (N, L).
-        mask: True at decisions that were made, bool (N, L).
-        values: The critic's estimates, float32 (N,).
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    mask: Tensor
-    values: Tensor
 
 
 class Policy:
@@ -185,38 +168,7 @@ class Policy:
             segments: Without pending prompts.
             reference: Ask the reference policy instead; without gradients.
         """
-        trees = [TokenTree.from_segment(segment) for segment in segments]
-        first_decision: dict[TokenTree, int] = {}
-        count = 0
-        for tree in trees:
-            if tree not in first_decision:
-                first_decision[tree] = count
-                count += len(tree.decisions)
-        reading = self._read(list(first_decision), reference)
-        plan, turns = reading.plan, [turn for segment in segments for turn in segment.turns]
-        width = max(len(turn.reply.logprobs) for turn in turns)
-        logprobs = torch.zeros(count, width, device=self.device)
-        entropy = torch.zeros_like(logprobs)
-        if len(plan.text_slots):
-            step, decision, offset = plan.text_slots.unbind(1)
-            logprobs = logprobs.index_put((decision, offset), reading.step_logprobs[step])
-            entropy = entropy.index_put((decision, offset), reading.node_entropy[plan.steps[step, 0]])
-        of_turn = torch.tensor(
-            [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))], device=self.device
-        )
-        logprobs, entropy = logprobs[of_turn], entropy[of_turn]
-        choosing = [row for row, turn in enumerate(turns) if turn.reply.choice_index is not None]
-        if choosing:
-            table_row = torch.zeros(count, dtype=torch.long, device=self.device)
-            table_row[plan.choice_turns] = torch.arange(len(plan.choices), device=self.device)
-            offers = reading.choice_logprobs[table_row[of_turn[choosing]]]
-            taken = torch.tensor([[turns[row].reply.choice_index] for row in choosing], device=self.device)
-            slot = (torch.tensor(choosing, device=self.device), torch.tensor(0, device=self.device))
-            logprobs = logprobs.index_put(slot, offers.gather(1, taken)[:, 0])
-            entropy = entropy.index_put(slot, entropy_from_logits(offers))
-        lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
-        mask = (torch.arange(width) < lengths[:, None]).to(self.device)
-        return Evaluation(logprobs, entropy, mask, reading.values[of_turn])
+        return evaluate_turns(segments, lambda trees: self._read(trees, reference))
 
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:

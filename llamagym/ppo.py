@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from .conversation import Episode
+from .evaluation import Evaluation
 from .learner import Learner, Sampled, Stats, Targets
 from .learner_config import LearnerConfig
 from .losses import clipped_value_loss, explained_variance, gae, masked_whiten
-from .policy import Evaluation, Policy
+from .policy import Policy
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ ORDER = [
     "writing",
     "sampling",
     "reading",
+    "evaluation",
     "policy",
     "controllers",
     "learner_config",
