@@ -1,0 +1,90 @@
+"""Train a language model to play text adventures it has not seen; needs pip install 'llamagym[textworld]'.
+
+python examples/text-world.py                        find the coin at the end of a chain of rooms
+python examples/text-world.py --game locked_door     take the key, unlock and open the door, go through
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import script
+
+from llamagym import Agent
+from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
+
+# Seeds of the games to learn from, and of those to be tested on.
+_TRAINING_SEED, _TEST_SEED = 0, 10_000
+
+
+class TextWorldAgent(Agent):
+    """Sees its last command and those that are possible now; says what to do."""
+
+    def get_system_prompt(self) -> str:
+        """The task, in a line."""
+        return "You play a text adventure. Answer with one of the possible commands."
+
+    def format_observation(self, observation: dict[str, Any]) -> str:
+        """Commands, without the story: rooms that the training games lack read alike."""
+        possible = ", ".join(observation["admissible_commands"])
+        return f"Last command: {observation['last_command'] or 'none'}. Possible: {possible}."
+
+    def get_action_choices(self, observation: dict[str, Any]) -> list[str]:
+        """The possible commands."""
+        return list(observation["admissible_commands"])
+
+    def extract_action(self, response: str) -> str:
+        """The command itself."""
+        return response
+
+
+def random_return(env: TextWorldEnv, episodes: int) -> float:
+    """Mean return of choosing evenly among the possible commands."""
+    rng = random.Random(0)
+    total = 0.0
+    for episode in range(episodes):
+        observation, _ = env.reset(seed=episode)
+        done = False
+        while not done:
+            observation, reward, terminated, truncated, _ = env.step(rng.choice(observation["admissible_commands"]))
+            total += reward
+            done = terminated or truncated
+    return total / episodes
+
+
+def main() -> None:
+    """Make the games, load, learn, and report."""
+    options = script.parser(
+        __doc__,
+        episodes=20_000,
+        num_envs=64,
+        batch_size=2048,
+        mini_batch_size=512,
+        learning_rate=1e-3,
+        target_kl=0.03,
+        entropy_coef=0.01,
+        eval_every=10,
+        eval_episodes=100,
+    )
+    options.add_argument("--game", choices=KINDS, default="coin_collector")
+    options.add_argument("--level", type=int, default=5, help="of the coin collector: number of rooms")
+    options.add_argument("--max-steps", type=int, default=25, help="of an episode")
+    options.add_argument("--games", type=int, default=50, help="number to learn from, and number to be tested on")
+    options.add_argument("--games-dir", type=Path, default=Path("runs/textworld-games"), help="where games are kept")
+    args = options.parse_args()
+    seen, unseen = (
+        make_games(args.game, range(seed, seed + args.games), args.games_dir, args.level)
+        for seed in (_TRAINING_SEED, _TEST_SEED)
+    )
+    agent = script.load(args, TextWorldAgent, gamma=0.95)
+    test_in = functools.partial(TextWorldEnv, unseen, args.max_steps)
+    score = script.play_held_out(agent, test_in, args)
+    baselines = {"random": random_return(test_in(), 200), "optimum": 1.0}
+    script.learn(args, agent, functools.partial(TextWorldEnv, seen, args.max_steps), score, baselines)
+
+
+if __name__ == "__main__":
+    script.run(main)
