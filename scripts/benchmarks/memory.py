@@ -50,8 +50,9 @@ def main() -> None:
     hands, gib = [], []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "examples/blackjack.py", "--episodes", str(args.episodes), "--run-dir", folder]
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
             assert process.stderr is not None
             counter = Counter(process.stderr)
             while process.poll() is None:
