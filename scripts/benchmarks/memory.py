@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 from threading import Thread
-from typing import TextIO
+from typing import IO
 
 from common import ROOT, save
 
@@ -28,7 +28,7 @@ def resident_gib(pid: int) -> float:
 class Counter(Thread):
     """Reads the example's bar to its end, and keeps the number of hands that it showed last."""
 
-    def __init__(self, bar: TextIO) -> None:
+    def __init__(self, bar: IO[str]) -> None:
         """Start to read; a bar that is drawn anew is a new line to Python."""
         super().__init__(daemon=True)
         self.hands = 0
