@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 from threading import Thread
-from typing import TextIO
+from typing import IO
 
 from common import ROOT, save
 
@@ -28,7 +28,7 @@ def resident_gib(pid: int) -> float:
 class Counter(Thread):
     """Reads the example's bar to its end, and keeps the number of hands that it showed last."""
 
-    def __init__(self, bar: TextIO) -> None:
+    def __init__(self, bar: IO[str]) -> None:
         """Start to read; a bar that is drawn anew is a new line to Python."""
         super().__init__(daemon=True)
         self.hands = 0
@@ -50,8 +50,9 @@ def main() -> None:
     hands, gib = [], []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "examples/blackjack.py", "--episodes", str(args.episodes), "--run-dir", folder]
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
             assert process.stderr is not None
             counter = Counter(process.stderr)
             while process.poll() is None:

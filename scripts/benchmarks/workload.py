@@ -99,7 +99,7 @@ def bare_rates(model: Any, batch: int, length: int) -> dict[str, dict[str, Any]]
     def decode() -> None:
         for position in range(prompt_length, length):
             model(ids[:, position : position + 1], past_key_values=cache)
-        cache.crop(prompt_length)
+        cache.crop(-MAX_NEW_TOKENS)
 
     return {
         "body": median_rate(ids.numel(), lambda: model.model(ids, use_cache=False)),

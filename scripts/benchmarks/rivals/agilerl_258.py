@@ -60,13 +60,12 @@ def main() -> None:
     folder, what = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     agent = make_agent(folder, tokenizer.pad_token_id, tokenizer.pad_token)
+    conversations = [
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": observed(state)}] for state in STATES
+    ]
     texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": observed(state)}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        for state in STATES
+        str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        for conversation in conversations
     ]
 
     def prompt(rows: list[str]) -> dict[str, torch.Tensor]:
