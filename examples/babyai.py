@@ -64,7 +64,7 @@ def main() -> None:
     train_in = functools.partial(make_babyai, args.level, args.all_actions)
     score_in = functools.partial(make_scored, args.level, args.all_actions)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
-    agent = script.load(args, BabyAIAgent, gamma=0.99)
+    agent = script.load(args, BabyAIAgent, gamma=0.99, value_learning_rate=3e-4)
     agent.actions = ACTIONS if args.all_actions else MOVES
     script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
 

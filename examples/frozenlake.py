@@ -67,7 +67,7 @@ def main() -> None:
         entropy_coef=0.01,
         eval_every=1,
     ).parse_args()
-    agent = script.load(args, FrozenLakeAgent, gamma=0.99)
+    agent = script.load(args, FrozenLakeAgent, gamma=0.99, value_learning_rate=3e-4)
 
     def score(greedy: bool) -> script.Score:
         return success_probability(policy_of(agent, greedy)), 0.0

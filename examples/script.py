@@ -39,6 +39,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     options.add_argument("--load-in-8bit", action="store_true")
     options.add_argument("--load-in-4bit", action="store_true")
+    options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="to play")
     options.add_argument("--minutes", type=float, help="stop at the first update after so many")
     options.add_argument("--num-envs", type=int, help="environments acted in at once")
@@ -60,14 +61,25 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     return options
 
 
-def load(args: argparse.Namespace, kind: type[Agent], **ppo: Any) -> Agent:
-    """An agent that sees the current observation only, with the options of the command line and those of `ppo`."""
+def load(args: argparse.Namespace, kind: type[Agent], gamma: float, **critic: Any) -> Agent:
+    """An agent that sees the current observation only, with the options of the command line.
+
+    Args:
+        args: The command line.
+        kind: The agent's class.
+        gamma: Discount per turn.
+        critic: Options that only PPO has.
+    """
     model, tokenizer, device = load_model_and_tokenizer(
         args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
     )
     named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
-    options = {name: getattr(args, name) for name in named}
-    return kind(model, tokenizer, device, ppo_config_dict={**options, **ppo}, context="turn", seed=args.seed)
+    options = {name: getattr(args, name) for name in named} | {"gamma": gamma}
+    if args.algorithm == "grpo":
+        configs: dict[str, Any] = {"grpo_config_dict": options}
+    else:
+        configs = {"ppo_config_dict": {**options, **critic}}
+    return kind(model, tokenizer, device, algorithm=args.algorithm, context="turn", seed=args.seed, **configs)
 
 
 def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Callable[[bool], Score]:

@@ -15,7 +15,7 @@ from .alarms import Alarms
 from .algorithms import Algorithm, make_learner
 from .chat_template import ChatTemplate, Message, end_ids
 from .choices import ChoiceNormalization, choice_length
-from .conversation import Context, Conversation, Episode, commonest_reply
+from .conversation import Context, Conversation, Episode, commonest_reply, environment_ids
 from .errors import ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
 from .interface import TextInterface
@@ -199,7 +199,7 @@ class Agent(TextInterface):
         Raises:
             NotImplementedError: A reply named no action and `fallback_action` is not defined.
         """
-        ids = _environments(observations, env_ids, "observations")
+        ids = environment_ids(observations, env_ids, "observations")
         started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
         conversations = [self.conversation(env_id) for env_id in ids]
         choices = [self.get_action_choices(observation) for observation in observations]
@@ -234,7 +234,7 @@ class Agent(TextInterface):
 
     def assign_rewards(self, rewards: Sequence[float], env_ids: Sequence[Hashable] | None = None) -> None:
         """Add each environment's reward to its last action; several rewards for one action add up."""
-        ids = _environments(rewards, env_ids, "rewards")
+        ids = environment_ids(rewards, env_ids, "rewards")
         for reward, env_id in zip(rewards, ids, strict=True):
             if not self.conversation(env_id).turns:
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
@@ -348,12 +348,3 @@ class Agent(TextInterface):
         for alarm in self._alarms.check(stats):
             logger.warning(alarm)
         return stats
-
-
-def _environments(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:
-    ids: list[Hashable] = list(range(len(items))) if env_ids is None else list(env_ids)
-    if len(ids) != len(items) or len(set(ids)) != len(ids):
-        raise EpisodeError(
-            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
-        )
-    return ids

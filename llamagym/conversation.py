@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .chat_template import ChatTemplate, Message
 from .errors import ConfigError, EpisodeError
@@ -238,3 +238,13 @@ class Conversation:
         if self.pending is not None:
             self.pending = None
             self.messages.pop()
+
+
+def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:
+    """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
+    ids: list[Hashable] = list(range(len(items))) if env_ids is None else list(env_ids)
+    if len(ids) != len(items) or len(set(ids)) != len(ids):
+        raise EpisodeError(
+            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
+        )
+    return ids
