@@ -48,7 +48,7 @@ def main() -> None:
     """Load, learn, and report."""
     options = script.parser(
         __doc__,
-        episodes=50_000,
+        episodes=12_000,
         num_envs=64,
         batch_size=4096,
         mini_batch_size=1024,

@@ -58,7 +58,7 @@ def main() -> None:
     """Load, learn, and report."""
     args = script.parser(
         __doc__,
-        episodes=40_000,
+        episodes=30_000,
         num_envs=128,
         batch_size=4096,
         mini_batch_size=1024,
