@@ -7,17 +7,20 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from .chat_template import ChatTemplate, Message, end_ids
 from .conversation import Context, Conversation, Episode
+from .demonstrations import read_demonstrations
 from .errors import ActionParseError, ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
 from .policy import Policy
 from .ppo import PPO, PPOConfig, Stats
+from .replay import Replay, ReplayConfig
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)
@@ -40,7 +43,10 @@ class Agent(ABC):
     Attributes:
         policy: The model as a stochastic policy.
         learner: What turns episodes into updates.
+        demonstrations: The file that `sft_warm_start=True` learns from; a subclass sets it.
     """
+
+    demonstrations: ClassVar[str | Path | None] = None
 
     def __init__(
         self,
@@ -55,6 +61,8 @@ class Agent(ABC):
         invalid_action_penalty: float = -1.0,
         calibrate_choices: bool = True,
         aim_lora: bool = True,
+        sft_warm_start: bool = False,
+        replay_config_dict: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
         """Prepare to act and to learn.
@@ -71,10 +79,13 @@ class Agent(ABC):
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora_init`).
+            sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
+            replay_config_dict: Options of `ReplayConfig`: after each update, go on learning from the best recent
+                episodes; None does not.
             seed: Of sampling and of the order of minibatches.
 
         Raises:
-            ConfigError: An option is unknown or out of range.
+            ConfigError: An option is unknown or out of range, or `demonstrations` cannot be learnt from.
             ChatTemplateError: The tokenizer's template cannot carry the conversation.
         """
         if context not in ("episode", "turn"):
@@ -98,6 +109,8 @@ class Agent(ABC):
         end = end_ids(model.pretrained_model, tokenizer)
         self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed)
         self.learner = PPO(self.policy, config)
+        replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
+        self._replay = None if replay is None else Replay(self.policy, replay)
         self._context: Context = context
         self._prefix = response_prefix
         self._penalty = invalid_action_penalty
@@ -105,6 +118,8 @@ class Agent(ABC):
         self._buffer: list[Episode] = []
         self._learning, self._greedy = True, False
         self._acting_s, self._acted_tokens = 0.0, 0
+        if sft_warm_start:
+            self.sft_from_jsonl()
 
     @abstractmethod
     def get_system_prompt(self) -> str:
@@ -129,6 +144,23 @@ class Agent(ABC):
     def fallback_action(self, observation: Any) -> Any:
         """What to do when a reply names no action."""
         raise NotImplementedError
+
+    def sft_from_jsonl(self, path: str | Path | None = None, **options: Any) -> Stats:
+        """Learn from demonstrated replies, before learning from rewards; see `demonstrations` and `sft`.
+
+        Args:
+            path: A JSONL file of conversations in chat format; None takes the class's `demonstrations`.
+            **options: Options of `WarmStartConfig`, such as `epochs` and `learning_rate`.
+
+        Raises:
+            ConfigError: An option, the file or a line of it is missing or invalid.
+        """
+        from .sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
+
+        config = WarmStartConfig.from_dict(options)
+        end = self._template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
+        episodes = read_demonstrations(path or self.demonstrations, self._new_conversation, self._prefix, end)
+        return fine_tune(self.policy, self.tokenizer, episodes, config)
 
     def train(self) -> None:
         """Sample, record and learn: the mode an agent starts in."""
@@ -360,6 +392,8 @@ class Agent(ABC):
         if size < self.learner.config.batch_size:
             return {}
         stats = self.learner.update(self._buffer[:count])
+        if self._replay is not None:
+            stats |= self._replay.update(self._buffer[:count])
         del self._buffer[:count]
         stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
         self._acting_s, self._acted_tokens = 0.0, 0
