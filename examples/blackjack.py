@@ -2,6 +2,7 @@
 
 python examples/blackjack.py                     the embedded 135M model, minutes on a laptop
 python examples/blackjack.py --free-text         no list of admissible words: the reply is free text
+python examples/blackjack.py --sft-warm-start    learns from demonstrations first; with --free-text only the format
 python examples/blackjack.py --model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --load-in-8bit --device cuda
 """
 
@@ -23,6 +24,8 @@ from tqdm import tqdm
 
 from llamagym import Agent, LlamaGymError, load_model_and_tokenizer, parse_choice
 from llamagym.tracking import default_tracker
+
+SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
 
 
 class BlackjackAgent(Agent):
@@ -68,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--entropy-coef", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
+    parser.add_argument("--sft-warm-start", action="store_true", help="learn from demonstrations first")
     parser.add_argument("--max-new-tokens", type=int, default=4, help="longest free-text reply")
     parser.add_argument("--run-dir", type=Path, help="default: runs/blackjack-<time>")
     parser.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
@@ -120,6 +124,8 @@ def main() -> None:
         seed=args.seed,
     )
     agent.free_text = args.free_text
+    if args.sft_warm_start:
+        print(agent.sft_from_jsonl(SFT_DATA / f"{'format' if args.free_text else 'demo'}_blackjack.jsonl"))
     before = expected_return(hit_probabilities(agent))
 
     # Both options must be passed: the registered default is sab=True, another game.

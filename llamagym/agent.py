@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from collections.abc import Hashable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,11 +17,13 @@ from .algorithms import Algorithm, make_learner
 from .chat_template import ChatTemplate, Message, end_ids
 from .choices import ChoiceNormalization, choice_length
 from .conversation import Context, Conversation, Episode, commonest_reply, environment_ids
+from .demonstrations import read_demonstrations
 from .errors import ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
 from .interface import TextInterface
 from .learner import Stats
 from .policy import Policy
+from .replay import Replay, ReplayConfig
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,10 @@ class Agent(TextInterface):
     Attributes:
         policy: The model as a stochastic policy.
         learner: What turns episodes into updates.
+        demonstrations: The file that `sft_warm_start=True` learns from; a subclass sets it.
     """
+
+    demonstrations: ClassVar[str | Path | None] = None
 
     def __init__(
         self,
@@ -63,6 +69,8 @@ class Agent(TextInterface):
         calibrate_choices: bool = True,
         choice_normalization: ChoiceNormalization = "none",
         aim_lora: bool = True,
+        sft_warm_start: bool = False,
+        replay_config_dict: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
         """Prepare to act and to learn.
@@ -85,10 +93,13 @@ class Agent(TextInterface):
             choice_normalization: Whether a choice's log-likelihood counts whole ("none"), per "token" or per "word",
                 so that a long choice is not unlikely for its length alone.
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora_init`).
+            sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
+            replay_config_dict: Options of `ReplayConfig`: after each update, go on learning from the best recent
+                episodes; None does not.
             seed: Of sampling and of the order of minibatches.
 
         Raises:
-            ConfigError: An option is unknown or out of range.
+            ConfigError: An option is unknown or out of range, or `demonstrations` cannot be learnt from.
             ChatTemplateError: The tokenizer's template cannot carry the conversation.
         """
         if context not in ("episode", "turn"):
@@ -112,6 +123,8 @@ class Agent(TextInterface):
         self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
         self.learner = make_learner(self.policy, algorithm, options, use_target_kl, seed)
+        replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
+        self._replay = None if replay is None else Replay(self.policy, replay)
         self._alarms = Alarms(model.pretrained_model.dtype)
         self._context: Context = context
         self._prefix = response_prefix
@@ -120,6 +133,25 @@ class Agent(TextInterface):
         self._buffer: list[Episode] = []
         self._learning, self._greedy = True, False
         self._acting_s, self._acted_tokens = 0.0, 0
+        if sft_warm_start:
+            self.sft_from_jsonl()
+
+    def sft_from_jsonl(self, path: str | Path | None = None, **options: Any) -> Stats:
+        """Learn from demonstrated replies, before learning from rewards; see `demonstrations` and `sft`.
+
+        Args:
+            path: A JSONL file of conversations in chat format; None takes the class's `demonstrations`.
+            **options: Options of `WarmStartConfig`, such as `epochs` and `learning_rate`.
+
+        Raises:
+            ConfigError: An option, the file or a line of it is missing or invalid.
+        """
+        from .sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
+
+        config = WarmStartConfig.from_dict(options)
+        end = self._template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
+        episodes = read_demonstrations(path or self.demonstrations, self._new_conversation, self._prefix, end)
+        return fine_tune(self.policy, self.tokenizer, episodes, config)
 
     def train(self) -> None:
         """Sample, record and learn: the mode an agent starts in."""
@@ -343,6 +375,8 @@ class Agent(TextInterface):
         if not batch:
             return {}
         stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
+        if self._replay is not None:
+            stats |= self._replay.update(batch)
         stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
         self._acting_s, self._acted_tokens = 0.0, 0
         for alarm in self._alarms.check(stats):

@@ -185,11 +185,15 @@ class Policy:
         return [results[row] for row in range(len(contexts))]
 
     @torch.no_grad()
-    def fit_inputs(self, segments: Sequence[Segment]) -> None:
+    def fit_inputs(self, segments: Sequence[Segment], critic: bool = True) -> None:
         """Fit what is untrained to these segments, equal ones once; replies and values stay what they are.
 
         A fresh adapter is pointed at what differs between observations (see `adapter`), and the value head's features
         are standardised.
+
+        Args:
+            segments: Where replies are decided.
+            critic: Whether the value head's features are standardised too.
         """
         trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_FIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
@@ -209,7 +213,8 @@ class Policy:
                     inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
         for layer in layers:
             aim_(layer, torch.cat(inputs[layer]), torch.tensor(groups))
-        self.model.v_head.standardize_(torch.cat(features))
+        if critic:
+            self.model.v_head.standardize_(torch.cat(features))
 
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
         """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
@@ -279,6 +284,7 @@ class Policy:
         return pretrained.disable_adapter() if is_plain else nullcontext()
 
     def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
+        self._forget_outdated()
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
         with self._as_reference() if reference else nullcontext():
             return read(
