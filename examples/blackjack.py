@@ -62,6 +62,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--load-in-8bit", action="store_true")
     parser.add_argument("--load-in-4bit", action="store_true")
+    parser.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     parser.add_argument("--episodes", type=int, default=250_000, help="hands to play")
     parser.add_argument("--num-envs", type=int, default=128, help="tables played at once")
     parser.add_argument("--batch-size", type=int, default=8192, help="turns per update")
@@ -69,6 +70,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--target-kl", type=float, default=0.03, help="KL by which an update should move the policy")
     parser.add_argument("--entropy-coef", type=float, default=0.05)
+    parser.add_argument("--no-calibration", action="store_true", help="leave the model's prior for one word as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
     parser.add_argument("--sft-warm-start", action="store_true", help="learn from demonstrations first")
@@ -108,20 +110,18 @@ def main() -> None:
     model, tokenizer, device = load_model_and_tokenizer(
         args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
     )
+    named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
+    learning = {name: getattr(args, name) for name in named}
     agent = BlackjackAgent(
         model,
         tokenizer,
         device,
         generate_config_dict={"max_new_tokens": args.max_new_tokens},
-        ppo_config_dict={
-            "batch_size": args.batch_size,
-            "mini_batch_size": args.mini_batch_size,
-            "learning_rate": args.learning_rate,
-            "entropy_coef": args.entropy_coef,
-            "target_kl": args.target_kl,
-        },
+        algorithm=args.algorithm,
+        calibrate_choices=not args.no_calibration,
         context="turn",
         seed=args.seed,
+        **{f"{args.algorithm}_config_dict": learning},
     )
     agent.free_text = args.free_text
     if args.sft_warm_start:
@@ -142,6 +142,8 @@ def main() -> None:
     finished = turns = updates = 0
     started = time.perf_counter()
     observations, _ = envs.reset(seed=args.seed)
+    # Hands that are dealt alike are what GRPO compares.
+    dealt = list(zip(*(part.tolist() for part in observations), strict=True))
     with tqdm(total=args.episodes, unit="hand") as bar:
         while finished < args.episodes:
             hands = list(zip(*(part.tolist() for part in observations), strict=True))
@@ -150,7 +152,9 @@ def main() -> None:
             observations, rewards, terminated, truncated, _ = envs.step(np.array(actions))
             agent.assign_rewards(rewards.tolist())
             ended = np.flatnonzero(terminated | truncated)
-            stats = agent.terminate_episodes(ended.tolist())
+            stats = agent.terminate_episodes(ended.tolist(), groups=[dealt[table] for table in ended])
+            for table in ended:
+                dealt[table] = tuple(part[table].item() for part in observations)
 
             turns += len(hands)
             finished += len(ended)
@@ -159,7 +163,7 @@ def main() -> None:
             bar.set_postfix_str(f"mean return of {len(recent)}: {np.mean(recent or [0.0]):+.3f}", refresh=False)
             if stats:
                 updates += 1
-                exact = {} if args.free_text else {"expected_return": expected_return(hit_probabilities(agent))}
+                exact = {"expected_return": expected_return(hit_probabilities(agent, greedy=args.free_text))}
                 tracker.log({**stats, **exact, "minutes": (time.perf_counter() - started) / 60}, finished)
                 if updates % 5 == 1:
                     said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])
