@@ -30,7 +30,7 @@ class TextWorldAgent(Agent):
     def format_observation(self, observation: dict[str, Any]) -> str:
         """Commands, without the story: rooms that the training games lack read alike."""
         possible = ", ".join(observation["admissible_commands"])
-        return f"Last command: {observation['last_command'] or 'none'}. Possible: {possible}."
+        return f"You did: {observation['last_command'] or 'nothing'}. You can: {possible}. What do you do?"
 
     def get_action_choices(self, observation: dict[str, Any]) -> list[str]:
         """The possible commands."""

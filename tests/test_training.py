@@ -158,6 +158,13 @@ def test_same_seed_same_run():
     assert runs[0] == runs[1]
 
 
+def test_the_callback_can_end_the_training():
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["weights_version"] == 2)
+    assert len(result.updates) == 2
+    assert len(result.returns) == 4
+
+
 def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     tracker = default_tracker(tmp_path, {})

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import string
 import tempfile
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,7 @@ from ..errors import ConfigError, did_you_mean
 KINDS = ("coin_collector", "locked_door")
 # These commands tell something and change nothing, so they are not what has happened last.
 _LOOKING = {"look", "inventory", "examine"}
-_STRING = Text(1000, charset=string.printable)
+_STRING = Text(1000, min_length=0, charset=string.printable)
 
 
 def make_games(kind: str, seeds: Iterable[int], folder: str | Path, level: int = 5) -> list[Path]:
@@ -61,16 +63,22 @@ def _textworld() -> ModuleType:
     return textworld
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """The interpreter warns of every game that is not one of a list of published ones."""
+    from jericho import UnsupportedGameWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnsupportedGameWarning)
+        yield
+
+
 def _make_game(kind: str, seed: int, level: int, path: Path) -> None:
     textworld = _textworld()
     options = textworld.GameOptions()
     options.seeds = seed
-    if kind == "coin_collector":
-        from textworld.challenges.tw_coin_collector import coin_collector
-
-        game = coin_collector.make({"level": level}, options)
-    else:
-        game = _locked_door(options)
+    with _quietly():
+        game = _coin_collector(options, level) if kind == "coin_collector" else _locked_door(options)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
         options.path = str(Path(unfinished) / path.name)
@@ -78,6 +86,12 @@ def _make_game(kind: str, seed: int, level: int, path: Path) -> None:
         # TextWorld reads the game's state from the .json beside it: the game counts as made once both are there.
         made.with_suffix(".json").replace(path.with_suffix(".json"))
         made.replace(path)
+
+
+def _coin_collector(options: Any, level: int) -> Any:
+    from textworld.challenges.tw_coin_collector import coin_collector
+
+    return coin_collector.make({"level": level}, options)
 
 
 def _locked_door(options: Any) -> Any:
@@ -141,8 +155,9 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
         number = seed if seed is not None else int(self.np_random.integers(len(self._games)))
         self._game = self._games[number % len(self._games)]
         self.close()
-        self._playing = self._start(str(self._game), self._infos)
-        self._state = self._playing.reset()
+        with _quietly():
+            self._playing = self._start(str(self._game), self._infos)
+            self._state = self._playing.reset()
         self._last_command, self._score, self._steps = "", int(self._state.score or 0), 0
         return self._observation(), self._info()
 

@@ -1,0 +1,82 @@
+"""BabyAI in words: what a view says, what ends an episode, and that the words are enough to succeed."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from llamagym import ConfigError
+from llamagym.envs.babyai import ACTIONS, MOVES, describe, make_babyai
+
+
+def walk(said: str) -> str:
+    """A rule that sees the words only: to the ball if it is in view, else ahead, and left at a wall."""
+    ball = re.search(r"red ball ([^.;]*)", said)
+    if not ball:
+        return "turn left" if "Ahead: wall" in said else "go forward"
+    return "go forward" if "ahead" in ball[1] else "turn left" if "left" in ball[1] else "turn right"
+
+
+def test_without_minigrid_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    with pytest.raises(ConfigError, match=r"pip install 'llamagym\[minigrid\]'"):
+        make_babyai()
+
+
+def test_the_words_are_enough_to_succeed():
+    pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
+    env, said = make_babyai(), set()
+    for seed in range(60):
+        text, info = env.reset(seed=seed)
+        assert not info["success"]
+        done = False
+        while not done:
+            assert env.observation_space.contains(text)
+            said.add(text)
+            text, reward, terminated, truncated, info = env.step(MOVES.index(walk(text)))
+            done = terminated or truncated
+        assert info["success"]
+        assert terminated
+        assert not truncated
+        assert 0 < reward <= 1
+    assert len(said) < 60
+
+
+def test_the_limit_truncates_and_is_no_success():
+    pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
+    env = make_babyai()
+    env.reset(seed=0)
+    limit = env.unwrapped.max_steps
+    # A turn to the left and one to the right, over and over, from a place where the ball is not ahead.
+    ends = [env.step(step % 2)[1:] for step in range(limit)]
+    assert [truncated for _, _, truncated, _ in ends] == [False] * (limit - 1) + [True]
+    assert not any(terminated or info["success"] or reward for reward, terminated, _, info in ends)
+
+
+def test_a_seed_is_a_room():
+    pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
+    env = make_babyai(all_actions=True)
+    assert env.action_space.n == len(env.action_names) == len(ACTIONS)
+    views = [env.reset(seed=seed)[0] for seed in range(20)]
+    assert views == [env.reset(seed=seed)[0] for seed in range(20)]
+    assert len(set(views)) > 5
+
+
+def test_a_view_in_words():
+    pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
+    view = np.zeros((7, 7, 3), dtype=np.uint8)
+    view[:, :, 0] = 1
+    assert describe(view) == "You see: nothing. Ahead: free"
+    view[3, 5] = (4, 4, 2)
+    view[1, 3] = (6, 0, 0)
+    view[6, 6] = (5, 2, 0)
+    view[3, 6] = (7, 3, 0)
+    assert describe(view) == (
+        "You see: purple box in hand; locked yellow door 1 ahead; blue key 3 right; red ball 3 ahead, 2 left. "
+        "Ahead: door"
+    )
+    view[3, 5] = (2, 5, 0)
+    assert describe(view).endswith("Ahead: wall")

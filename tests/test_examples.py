@@ -1,0 +1,111 @@
+"""The examples that share `script.py`, each from its command line to its summary, with a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from tests.tiny import tiny_base_model, tiny_tokenizer
+
+SMALL = "--num-envs 4 --batch-size 32 --mini-batch-size 16 --eval-every 1"
+FACTS = "seed model episodes turns updates minutes turns_per_second peak_memory_gib baselines settings"
+TIMES = ("before", "after", "greedy")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a tiny model, as one loads a model of one's own."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_base_model("llama").save_pretrained(folder)
+    tiny_tokenizer("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def start(model, tmp_path, monkeypatch):
+    """Runs an example; returns its summary and its metrics, a dictionary an update."""
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+
+    def run(name, options):
+        command = f"{name}.py {SMALL} {options} --model {model} --device cpu --run-dir {tmp_path / 'run'}"
+        monkeypatch.setattr(sys, "argv", command.split())
+        importlib.import_module(name).main()
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return json.loads((tmp_path / "run" / "summary.json").read_text()), [json.loads(line) for line in lines]
+
+    return run
+
+
+def check(summary, metrics):
+    """What every summary promises."""
+    assert set(FACTS.split()) <= set(summary)
+    for when in TIMES:
+        assert 0.0 <= summary[f"expected_return_{when}"] <= summary["baselines"]["optimum"]
+        assert not math.isnan(summary[f"standard_error_{when}"])
+    assert summary["updates"] == len(metrics) >= 1
+    assert all({"minutes", "expected_return", "standard_error"} <= set(line) for line in metrics)
+    assert 0 <= summary["baselines"]["random"] < summary["baselines"]["optimum"]
+
+
+def test_frozenlake_is_scored_exactly(start, tmp_path, capsys):
+    summary, metrics = start("frozenlake", "--episodes 30")
+    check(summary, metrics)
+    assert summary["episodes"] == 30
+    assert summary["updates"] > 1
+    assert summary["expected_return_after"] == metrics[-1]["expected_return"]
+    assert summary["expected_return_before"] != summary["expected_return_after"]
+    assert (tmp_path / "run" / "adapter").is_dir()
+    assert "goal" in capsys.readouterr().out
+
+
+def test_frozenlake_tells_what_lies_around():
+    agent = importlib.import_module("frozenlake").FrozenLakeAgent
+    assert agent.format_observation(None, np.int64(0)) == "Row 1, column 1: left wall, down ice, right ice, up wall"
+    assert agent.format_observation(None, 14) == "Row 4, column 3: left ice, down wall, right goal, up ice"
+    assert agent.format_observation(None, 6) == "Row 2, column 3: left hole, down ice, right hole, up ice"
+
+
+def test_cartpole_ends_when_time_is_up(start):
+    summary, metrics = start("cartpole", "--episodes 1000 --eval-episodes 2 --minutes 0")
+    check(summary, metrics)
+    assert summary["updates"] == 1
+    assert summary["episodes"] < 1000
+    assert 15 < summary["baselines"]["random"] < 30
+
+
+def test_what_cartpole_is_told_is_enough_to_balance():
+    cartpole = importlib.import_module("cartpole")
+    env, told = cartpole.make(), set()
+    for seed in range(3):
+        observation, _ = env.reset(seed=seed)
+        steps, done = 0, False
+        while not done:
+            told.add(cartpole.CartPoleAgent.format_observation(None, observation))
+            push = np.dot([0.5, 0.5, 1.0, 0.1], cartpole.rounded(observation)) > 0
+            observation, _, terminated, truncated, _ = env.step(int(push))
+            done, steps = terminated or truncated, steps + 1
+        assert steps == 500
+    assert len(told) < 100
+    assert "cart centre, moving nowhere; pole upright, falling right 20" in told
+
+
+def test_babyai_counts_successes(start):
+    pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
+    summary, metrics = start("babyai", "--episodes 1000 --eval-episodes 2 --minutes 0")
+    check(summary, metrics)
+    # Of two episodes none, one or both succeed: the reward's share for speed is not in the score.
+    assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
+
+
+def test_text_world_learns_and_is_tested_on_different_games(start, tmp_path):
+    pytest.importorskip("textworld", reason="the extra textworld is not installed")
+    games = tmp_path / "games"
+    options = f"--game locked_door --games 1 --games-dir {games} --max-steps 5 --eval-episodes 2 --minutes 0"
+    summary, metrics = start("text-world", f"--episodes 1000 {options}")
+    check(summary, metrics)
+    assert {path.name for path in games.glob("*.z8")} == {"locked_door-seed0.z8", "locked_door-seed10000.z8"}

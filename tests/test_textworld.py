@@ -1,0 +1,109 @@
+"""TextWorld as an environment: games by seed, rewards as differences, two ways to end, and commands that suffice."""
+
+from __future__ import annotations
+
+import sys
+
+import gymnasium
+import pytest
+
+from llamagym import ConfigError
+from llamagym.envs.textworld import TextWorldEnv, make_games
+
+BACK = {"go north": "go south", "go south": "go north", "go east": "go west", "go west": "go east"}
+
+
+@pytest.fixture(scope="module")
+def coins(tmp_path_factory):
+    """Two coin collectors."""
+    pytest.importorskip("textworld", reason="the extra textworld is not installed")
+    return make_games("coin_collector", [1, 2], tmp_path_factory.mktemp("games"))
+
+
+def explore(observation) -> str:
+    """A rule that sees the observation only: take, unlock and open what there is, and never go back."""
+    commands = observation["admissible_commands"]
+    for wanted in ("take coin", "take key", "unlock door with key", "open door"):
+        if wanted in commands:
+            return wanted
+    ways = [command for command in commands if command.startswith("go ")]
+    return next((way for way in ways if way != BACK.get(observation["last_command"])), ways[0])
+
+
+def play(env, seed, rule):
+    """Rewards of an episode, its last step, and the observations on the way."""
+    observation, info = env.reset(seed=seed)
+    rewards, seen, terminated, truncated = [], [], False, False
+    while not (terminated or truncated):
+        assert env.observation_space.contains(observation)
+        seen.append(observation)
+        observation, reward, terminated, truncated, info = env.step(rule(observation))
+        rewards.append(reward)
+    return rewards, (terminated, truncated, info), seen
+
+
+def test_coins_are_found_by_what_is_observed(coins):
+    env = TextWorldEnv(coins, max_steps=10)
+    for seed in (0, 1):
+        rewards, (terminated, truncated, info), seen = play(env, seed, explore)
+        # Four rooms to go through, and the coin.
+        assert rewards == [0.0, 0.0, 0.0, 0.0, 1.0]
+        assert (terminated, truncated, info["won"], info["lost"]) == (True, False, True, False)
+        assert info["game"] == str(coins[seed])
+        assert seen[0]["last_command"] == ""
+    env.close()
+
+
+def test_the_limit_truncates(coins):
+    env = TextWorldEnv(coins, max_steps=3)
+    rewards, (terminated, truncated, info), seen = play(env, 0, lambda _: "look")
+    assert rewards == [0.0] * 3
+    assert (terminated, truncated, info["won"]) == (False, True, False)
+    # Looking changes nothing, and so is not the last command.
+    assert seen[-1] == seen[0]
+    env.close()
+
+
+def test_a_seed_picks_the_game_and_later_episodes_vary(coins):
+    env = TextWorldEnv(coins)
+    assert [env.reset(seed=seed)[1]["game"] for seed in (0, 1, 2, 3)] == [str(coins[seed % 2]) for seed in range(4)]
+    runs = []
+    for _ in range(2):
+        env.reset(seed=5)
+        runs.append([env.reset()[1]["game"] for _ in range(12)])
+    assert runs[0] == runs[1]
+    assert set(runs[0]) == {str(game) for game in coins}
+    env.close()
+
+
+def test_games_are_made_once(coins, monkeypatch):
+    made = coins[0].stat().st_mtime_ns
+    monkeypatch.setitem(sys.modules, "textworld", None)
+    assert make_games("coin_collector", [1, 2], coins[0].parent) == coins
+    assert coins[0].stat().st_mtime_ns == made
+    with pytest.raises(ConfigError, match=r"pip install 'llamagym\[textworld\]'"):
+        make_games("coin_collector", [3], coins[0].parent)
+
+
+def test_the_locked_door_opens(tmp_path):
+    pytest.importorskip("textworld", reason="the extra textworld is not installed")
+    env = TextWorldEnv(make_games("locked_door", [0], tmp_path), max_steps=10)
+    rewards, (terminated, truncated, info), seen = play(env, 0, explore)
+    assert rewards == [0.0, 0.0, 0.0, 1.0]
+    assert (terminated, truncated, info["won"]) == (True, False, True)
+    assert "open door" not in seen[1]["admissible_commands"]
+    env.close()
+
+
+def test_mistakes_are_told(tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean 'coin_collector'"):
+        make_games("coin_colector", [0], tmp_path)
+    with pytest.raises(ConfigError, match="No games"):
+        TextWorldEnv([])
+    with pytest.raises(ConfigError, match=r"g\.z8 is not there"):
+        TextWorldEnv([tmp_path / "g.z8"])
+
+
+def test_a_step_needs_a_reset(coins):
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        TextWorldEnv(coins).step("look")
