@@ -6,8 +6,8 @@ from __future__ import annotations
 # steer the KL's coefficient so).
 _RATE_STEP, _RATE_RANGE = 1.5, 10.0
 # The weight of the entropy bonus rises and falls in these steps, up to this factor of its start. It falls slowly: what
-# a policy no longer tries it hardly finds again.
-_ENTROPY_RISE, _ENTROPY_FALL, _ENTROPY_RANGE = 1.5, 1.1, 100.0
+# The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
+_ENTROPY_STEP, _ENTROPY_RANGE = 1.5, 100.0
 
 
 class AdaptiveKLController:
@@ -48,8 +48,12 @@ class EntropyController:
         self.value, self._least, self._floor = entropy_coef, entropy_coef, floor
 
     def update(self, entropy: float) -> None:
-        """Raise the weight after an update whose mean entropy, in nats, was below the floor, else let it fall."""
+        """Raise the weight after an update whose mean entropy, in nats, was below the floor, else let it fall.
+
+        The step is in proportion to the distance: a weight that rises until entropy is back comes too late and stays
+        too long.
+        """
         if self._floor is None:
             return
-        step = _ENTROPY_RISE if entropy < self._floor else 1 / _ENTROPY_FALL
-        self.value = min(max(self.value * step, self._least), self._least * _ENTROPY_RANGE)
+        error = max(1 - entropy / self._floor, -1.0)
+        self.value = min(max(self.value * _ENTROPY_STEP**error, self._least), self._least * _ENTROPY_RANGE)
