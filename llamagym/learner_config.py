@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
-from .errors import ConfigError, did_you_mean
-
-ConfigT = TypeVar("ConfigT", bound="LearnerConfig")
+from .errors import ConfigError
+from .options import Options
 
 
 @dataclass(frozen=True)
-class LearnerConfig:
+class LearnerConfig(Options):
     """Options of every learner; names follow TRL 0.11.
 
     Attributes:
@@ -59,8 +56,7 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes"):
-            self._require_at_least(1, name)
+        self._require_at_least(1, "batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes")
         self._require_fraction("gamma")
         if self.entropy_floor is not None and self.entropy_coef <= 0:
             raise ConfigError(
@@ -72,28 +68,3 @@ class LearnerConfig:
     def kl_in_loss(self) -> bool:
         """Whether the KL to the reference is a term of the loss."""
         return self.init_kl_coef != 0
-
-    @classmethod
-    def from_dict(cls: type[ConfigT], options: dict[str, object]) -> ConfigT:
-        """Read options by name, refusing unknown ones.
-
-        >>> LearnerConfig.from_dict({"batch_size": 64}).batch_size
-        64
-        """
-        known = {field.name for field in fields(cls) if field.init}
-        for key in options:
-            if key not in known:
-                raise ConfigError(f"Unknown option {key!r} of {cls.__name__}. {did_you_mean(key, known)}")
-        return cls(**options)  # type: ignore[arg-type]
-
-    def _require_at_least(self, least: int, name: str) -> None:
-        if getattr(self, name) < least:
-            raise ConfigError(f"{name}={getattr(self, name)} is too small. Pass at least {least}.")
-
-    def _require_fraction(self, name: str) -> None:
-        if not 0 <= getattr(self, name) <= 1:
-            raise ConfigError(f"{name}={getattr(self, name)} is outside [0, 1].")
-
-    def _require_one_of(self, allowed: Sequence[str], name: str) -> None:
-        if getattr(self, name) not in allowed:
-            raise ConfigError(f"{name}={getattr(self, name)!r}. {did_you_mean(str(getattr(self, name)), allowed)}")

@@ -13,19 +13,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from .conversation import Episode, Segment
-from .errors import ConfigError, did_you_mean
+from .options import Options
 from .policy import Policy
 
 
 @dataclass(frozen=True)
-class ReplayConfig:
+class ReplayConfig(Options):
     """What is kept, and how it is learnt from.
 
     Attributes:
@@ -50,25 +50,8 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("episodes", "recent_updates", "steps", "batch_size", "microbatch_nodes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not positive. Pass at least 1.")
-        for name in ("learning_rate", "max_grad_norm"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is not positive.")
-
-    @classmethod
-    def from_dict(cls, options: dict[str, object]) -> ReplayConfig:
-        """Read options by name, refusing unknown ones.
-
-        >>> ReplayConfig.from_dict({"steps": 4}).steps
-        4
-        """
-        known = {field.name for field in fields(cls)}
-        for key in options:
-            if key not in known:
-                raise ConfigError(f"Unknown replay option {key!r}. {did_you_mean(key, known)}")
-        return cls(**options)  # type: ignore[arg-type]
+        self._require_at_least(1, "episodes", "recent_updates", "steps", "batch_size", "microbatch_nodes")
+        self._require_positive("learning_rate", "max_grad_norm")
 
 
 class Replay:

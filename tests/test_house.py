@@ -13,6 +13,7 @@ LIBRARY = Path(llamagym.__file__).parent
 # A file imports only from files before it. Names without a file yet hold their place.
 ORDER = [
     "errors",
+    "options",
     "parsing",
     "losses",
     "generation",

@@ -103,7 +103,7 @@ def test_replay_follows_the_update_and_is_off_by_default():
 def test_bad_options_are_refused():
     with pytest.raises(ConfigError, match="Did you mean 'episodes'"):
         make_agent(replay_config_dict={"episode": 3})
-    with pytest.raises(ConfigError, match="steps=0 is not positive"):
+    with pytest.raises(ConfigError, match="steps=0 is too small"):
         make_agent(replay_config_dict={"steps": 0})
     with pytest.raises(ConfigError, match=r"learning_rate=0\.0 is not positive"):
         make_agent(replay_config_dict={"learning_rate": 0.0})
