@@ -64,8 +64,7 @@ def main() -> None:
         mini_batch_size=1024,
         learning_rate=1e-3,
         target_kl=0.03,
-        entropy_coef=0.01,
-        entropy_floor=0.1,
+        entropy_coef=0.05,
         eval_every=1,
     ).parse_args()
     agent = script.load(args, FrozenLakeAgent, gamma=0.99, value_learning_rate=3e-4)
