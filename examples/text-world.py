@@ -59,7 +59,7 @@ def main() -> None:
     """Make the games, load, learn, and report."""
     options = script.parser(
         __doc__,
-        episodes=20_000,
+        episodes=3_000,
         num_envs=64,
         batch_size=2048,
         mini_batch_size=512,
