@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,12 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PrinterCallback
-from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from .conversation import Episode, Segment
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError
+from .options import Options
 from .policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ _NODES = 1024
 
 
 @dataclass(frozen=True)
-class WarmStartConfig:
+class WarmStartConfig(Options):
     """How demonstrations are learnt.
 
     Attributes:
@@ -51,29 +53,16 @@ class WarmStartConfig:
         seed: Of the demonstrations' order.
     """
 
-    epochs: int = 2
+    epochs: int = 4
     learning_rate: float = 1e-3
-    batch_size: int = 16
+    batch_size: int = 32
     max_grad_norm: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not positive. Pass at least 1.")
-        for name in ("learning_rate", "max_grad_norm"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is not positive.")
-
-    @classmethod
-    def from_dict(cls, options: dict[str, Any]) -> WarmStartConfig:
-        """Read options by name, refusing unknown ones."""
-        known = {field.name for field in fields(cls)}
-        for key in options:
-            if key not in known:
-                raise ConfigError(f"Unknown warm start option {key!r}. {did_you_mean(key, known)}")
-        return cls(**options)
+        self._require_at_least(1, "epochs", "batch_size")
+        self._require_positive("learning_rate", "max_grad_norm")
 
 
 def fine_tune(
@@ -186,7 +175,7 @@ class _Trainer(SFTTrainer):
             policy.model.pretrained_model,
             args,
             # A dataset holds plain data only: rows are drawn, and looked up here.
-            data_collator=lambda rows: {"segments": [segments[row["index"]] for row in rows]},  # type: ignore[arg-type]
+            data_collator=lambda rows: {"segments": [segments[row["index"]] for row in rows]},
             train_dataset=Dataset.from_dict({"index": list(range(len(segments)))}),
             processing_class=tokenizer,
         )
@@ -205,7 +194,7 @@ class _Trainer(SFTTrainer):
 @contextmanager
 def _otherwise_untouched(model: Any) -> Iterator[None]:
     """Put back what training changes besides weights: attributes of the model, and the global random generators."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     changed = (model, base, base.config, base.config.get_text_config(), base.generation_config)
     attributes = [(thing, dict(vars(thing))) for thing in changed]
     random_state, numpy_state = random.getstate(), np.random.get_state()
