@@ -65,6 +65,7 @@ def main() -> None:
         learning_rate=1e-3,
         target_kl=0.03,
         entropy_coef=0.05,
+        entropy_decay=0.97,
         eval_every=1,
     ).parse_args()
     agent = script.load(args, FrozenLakeAgent, gamma=0.99, value_learning_rate=3e-4)

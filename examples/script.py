@@ -48,6 +48,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--learning-rate", type=float)
     options.add_argument("--target-kl", type=float, help="KL by which an update should move the policy")
     options.add_argument("--entropy-coef", type=float)
+    options.add_argument("--entropy-decay", type=float, default=1.0, help="of that, from one update to the next")
     options.add_argument("--entropy-floor", type=float, help="entropy that the bonus is raised to keep")
     options.add_argument("--eval-every", type=int, help="updates from one evaluation to the next")
     if "eval_episodes" in defaults:
@@ -74,7 +75,15 @@ def load(args: argparse.Namespace, kind: type[Agent], gamma: float, **critic: An
     model, tokenizer, device = load_model_and_tokenizer(
         args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
     )
-    named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "entropy_floor", "target_kl")
+    named = (
+        "batch_size",
+        "mini_batch_size",
+        "learning_rate",
+        "entropy_coef",
+        "entropy_decay",
+        "entropy_floor",
+        "target_kl",
+    )
     options = {name: getattr(args, name) for name in named} | {"gamma": gamma}
     if args.algorithm == "grpo":
         configs: dict[str, Any] = {"grpo_config_dict": options}

@@ -41,19 +41,21 @@ class RateController:
 
 
 class EntropyController:
-    """Raises the weight of the entropy bonus while the policy's entropy is below `floor`; None leaves it as it is."""
+    """Lets the weight of the entropy bonus decay, and raises it while the policy's entropy is below a floor."""
 
-    def __init__(self, entropy_coef: float, floor: float | None) -> None:
-        """Start at `entropy_coef`, the least it will be."""
-        self.value, self._least, self._floor = entropy_coef, entropy_coef, floor
+    def __init__(self, entropy_coef: float, decay: float, floor: float | None) -> None:
+        """Start at `entropy_coef`, times `decay` after each update; a `floor` of None never raises it."""
+        self.value, self._least, self._decay, self._floor = entropy_coef, entropy_coef, decay, floor
 
     def update(self, entropy: float) -> None:
-        """Raise the weight after an update whose mean entropy, in nats, was below the floor, else let it fall.
+        """Move the weight after an update whose mean entropy, in nats, is given.
 
         The step is in proportion to the distance: a weight that rises until entropy is back comes too late and stays
         too long.
         """
+        self._least *= self._decay
         if self._floor is None:
+            self.value = self._least
             return
         error = max(1 - entropy / self._floor, -1.0)
         self.value = min(max(self.value * _ENTROPY_STEP**error, self._least), self._least * _ENTROPY_RANGE)

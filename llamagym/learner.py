@@ -114,7 +114,7 @@ class Learner(ABC, Generic[TargetsT]):
         trained = [weight for group in groups for weight in group["params"]]
         self._trust_region = TrustRegion(trained, config.target_kl)
         self._rate = RateController(config.target_kl)
-        self._entropy = EntropyController(config.entropy_coef, config.entropy_floor)
+        self._entropy = EntropyController(config.entropy_coef, config.entropy_decay, config.entropy_floor)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
         if config.init_kl_coef:

@@ -21,6 +21,7 @@ class LearnerConfig(Options):
         gamma: Discount per turn.
         cliprange: Epsilon of the clipped surrogate.
         entropy_coef: Weight of the entropy bonus, per nat.
+        entropy_decay: What that is multiplied by after each update: much exploration first, little in the end.
         entropy_floor: Entropy, in nats per decision, that the policy should keep: after an update below it the bonus
             weighs more, up to 100 times `entropy_coef`, and less again after one above it. None leaves the weight.
         init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
@@ -43,6 +44,7 @@ class LearnerConfig(Options):
     gamma: float = 1.0
     cliprange: float = 0.2
     entropy_coef: float = 0.01
+    entropy_decay: float = 1.0
     entropy_floor: float | None = None
     init_kl_coef: float = 0.0
     adap_kl_ctrl: bool = False
@@ -57,7 +59,7 @@ class LearnerConfig(Options):
     def __post_init__(self) -> None:
         """Check the ranges."""
         self._require_at_least(1, "batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes")
-        self._require_fraction("gamma")
+        self._require_fraction("gamma", "entropy_decay")
         if self.entropy_floor is not None and self.entropy_coef <= 0:
             raise ConfigError(
                 f"entropy_floor={self.entropy_floor} needs a bonus to raise, received "

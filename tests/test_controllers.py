@@ -51,13 +51,17 @@ def test_the_target_kl_holds_what_runs_away_without(algorithm):
 
 
 def test_the_entropy_coefficient_moves_within_its_bounds():
-    controller = EntropyController(0.01, floor=0.5)
+    controller = EntropyController(0.01, 1.0, floor=0.5)
     # Above the floor it stays at the least; at half of it a step of 1.5 ** 0.5, at none 1.5, at twice it 1 / 1.5.
     for entropy, value in ((0.6, 0.01), (0.25, 0.01 * 1.5**0.5), (0.0, 0.01 * 1.5**1.5), (1.0, 0.01 * 1.5**0.5)):
         controller.update(entropy)
         assert controller.value == pytest.approx(value)
     controller.update(5.0)
     assert controller.value == pytest.approx(0.01)
+    decaying = EntropyController(0.01, 0.5, floor=None)
+    for value in (0.005, 0.0025):
+        decaying.update(entropy=0.0)
+        assert decaying.value == pytest.approx(value)
     for _ in range(30):
         controller.update(0.0)
     assert controller.value == pytest.approx(1.0)
