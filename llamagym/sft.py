@@ -27,7 +27,8 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PrinterCallback
-from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from .conversation import Episode, Segment
 from .errors import ConfigError, did_you_mean
@@ -51,9 +52,9 @@ class WarmStartConfig:
         seed: Of the demonstrations' order.
     """
 
-    epochs: int = 2
+    epochs: int = 4
     learning_rate: float = 1e-3
-    batch_size: int = 16
+    batch_size: int = 32
     max_grad_norm: float = 1.0
     seed: int = 0
 
@@ -186,7 +187,7 @@ class _Trainer(SFTTrainer):
             policy.model.pretrained_model,
             args,
             # A dataset holds plain data only: rows are drawn, and looked up here.
-            data_collator=lambda rows: {"segments": [segments[row["index"]] for row in rows]},  # type: ignore[arg-type]
+            data_collator=lambda rows: {"segments": [segments[row["index"]] for row in rows]},
             train_dataset=Dataset.from_dict({"index": list(range(len(segments)))}),
             processing_class=tokenizer,
         )
@@ -205,7 +206,7 @@ class _Trainer(SFTTrainer):
 @contextmanager
 def _otherwise_untouched(model: Any) -> Iterator[None]:
     """Put back what training changes besides weights: attributes of the model, and the global random generators."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     changed = (model, base, base.config, base.config.get_text_config(), base.generation_config)
     attributes = [(thing, dict(vars(thing))) for thing in changed]
     random_state, numpy_state = random.getstate(), np.random.get_state()

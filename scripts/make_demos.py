@@ -32,7 +32,7 @@ Demonstrations = list[dict[str, object]]
 def conversation(kind: type[Agent], observation: Any, reply: str) -> dict[str, object]:
     """One turn as `{"messages": [system, user, assistant]}`, in the words of an agent's class."""
     # Its prompts need no model.
-    prompts: Any = kind.__new__(kind)  # type: ignore[type-abstract]
+    prompts: Any = kind.__new__(kind)
     contents = prompts.get_system_prompt(), prompts.format_observation(observation), reply
     roles = "system", "user", "assistant"
     return {"messages": [{"role": role, "content": said} for role, said in zip(roles, contents, strict=True)]}

@@ -53,6 +53,19 @@ def test_invalid_replies_count_against_an_episode_and_are_not_learnt_from():
     assert agent.policy.weights_version == 0
 
 
+def test_within_an_episode_only_valid_replies_are_learnt_from():
+    agent = make_agent()
+    for step in range(3):
+        agent.act(step)
+        agent.assign_reward(1.0)
+    turns = agent.conversation(0).turns
+    turns[1].valid = False
+    recorded = [logprob for turn in (turns[0], turns[2]) for logprob in turn.reply.logprobs]
+    replay = Replay(agent.policy, ReplayConfig(steps=1))
+    stats = replay.update([Episode(tuple(turns), terminated=True, truncated=False)])
+    assert stats["replay_loss"] == pytest.approx(-sum(recorded) / len(recorded), abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 @pytest.mark.parametrize("activated", [True, False])
 def test_replies_of_the_best_episodes_become_likelier(kind, activated):

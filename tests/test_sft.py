@@ -152,7 +152,8 @@ def test_the_trainer_s_loss_is_the_policy_s(demos, monkeypatch, kind, context):
 
 
 @pytest.mark.parametrize("kind", ["activated", "plain", "full"])
-def test_replies_become_likely_and_nothing_else_changes(demos, kind):
+def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = model_of(kind)
     nn.init.ones_(model.v_head.summary.weight)
     agent = WordAgent(model, tiny_tokenizer("llama"), None, {"max_new_tokens": 4}, {"batch_size": 2}, seed=0)
@@ -163,7 +164,6 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind):
     head = {name: tensor.clone() for name, tensor in model.v_head.state_dict().items()}
     generation, config, tags = base.generation_config.to_dict(), base.config.to_dict(), base.model_tags
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    folders = set(Path(tempfile.gettempdir()).iterdir())
 
     stats = agent.sft_from_jsonl(demos, epochs=40, learning_rate=1e-2, batch_size=4)
 
@@ -188,7 +188,7 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind):
     assert "forward" not in vars(base)
     assert (base.generation_config.to_dict(), base.config.to_dict(), base.model_tags) == (generation, config, tags)
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    assert set(Path(tempfile.gettempdir()).iterdir()) <= folders
+    assert list(tmp_path.iterdir()) == [demos]
     assert agent.policy.weights_version == 1
 
     # The learner goes on with the same weights.
@@ -322,4 +322,4 @@ def test_format_demonstrations_teach_the_format_and_leave_the_choice_open():
     assert 0.35 < np.mean(hits) < 0.65
     # One choice of two words, then a certain end: ln 2 / 2 = 0.35 nats a token.
     assert 0.25 < stats["entropy_after"] < 0.45
-    assert stats["loss_after"] < 0.25
+    assert stats["loss_after"] < 0.45
