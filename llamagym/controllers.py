@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from .losses import masked_var, masked_whiten
+
 # The learning rate moves in these steps, and stays within this factor of its start (Schulman et al. 2017, section 4,
 # steer the KL's coefficient so).
 _RATE_STEP, _RATE_RANGE = 1.5, 10.0
 # The weight of the entropy bonus rises and falls in these steps, up to this factor of its start. It falls slowly: what
+# Share of the largest deviation so far that a batch's advantages are taken to have at least.
+_LEAST_SHARE = 0.25
 # The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
 _ENTROPY_STEP, _ENTROPY_RANGE = 1.5, 100.0
+
+
+class Whitening:
+    """Normalises a batch's advantages to mean 0 and deviation 1, or less where they say next to nothing.
+
+    Once every action earns the same, what is left of the advantages is the critic's error. Scaled to full size it would
+    drive the policy as hard as rewards did before, away from what it has learnt. So a deviation counts as no less than
+    a quarter of the largest so far.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a past."""
+        self._largest = 0.0
+
+    def __call__(self, advantages: Tensor, real: Tensor) -> Tensor:
+        """Normalise advantages (E, T), of which `real` ones, bool (E, T), count."""
+        self._largest = max(self._largest, masked_var(advantages, real).sqrt().item())
+        return masked_whiten(advantages, real, least_std=_LEAST_SHARE * self._largest)
 
 
 class AdaptiveKLController:

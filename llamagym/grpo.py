@@ -27,7 +27,7 @@ from .conversation import Episode
 from .errors import EpisodeError
 from .learner import Learner, Sampled, Stats, Targets
 from .learner_config import LearnerConfig
-from .losses import GroupBaseline, discounted_returns, group_advantages, masked_whiten
+from .losses import GroupBaseline, discounted_returns, group_advantages
 from .policy import Policy
 
 
@@ -132,7 +132,7 @@ class GRPO(Learner[Targets]):
             flat = sum(bool((credits[members] == credits[members[0]]).all()) for members in compared)
             stats = {"groups": float(len(compared)), "flat_groups": flat / len(compared)}
         if config.whiten_advantages:
-            advantages = masked_whiten(advantages, sampled.real)
+            advantages = self._whiten(advantages, sampled.real)
         return Targets(advantages[sampled.real]), stats
 
 

@@ -25,7 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from .controllers import AdaptiveKLController, EntropyController, RateController
+from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
 from .conversation import Episode, Segment, Turn
 from .evaluation import Evaluation
 from .learner_config import LearnerConfig
@@ -111,6 +111,7 @@ class Learner(ABC, Generic[TargetsT]):
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
         self._epochs = epochs
         self._steps = 0
+        self._whiten = Whitening()
         trained = [weight for group in groups for weight in group["params"]]
         self._trust_region = TrustRegion(trained, config.target_kl)
         self._rate = RateController(config.target_kl)

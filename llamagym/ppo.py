@@ -18,7 +18,7 @@ from .conversation import Episode
 from .evaluation import Evaluation
 from .learner import Learner, Sampled, Stats, Targets
 from .learner_config import LearnerConfig
-from .losses import clipped_value_loss, explained_variance, gae, masked_whiten
+from .losses import clipped_value_loss, explained_variance, gae
 from .policy import Policy
 
 
@@ -93,7 +93,7 @@ class PPO(Learner[ValueTargets]):
         final = torch.tensor([episode.final_value for episode in episodes])
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
-            advantages = masked_whiten(advantages, real)
+            advantages = self._whiten(advantages, real)
         targets = ValueTargets(advantages[real], values[real], returns[real])
         return targets, {"explained_variance": explained_variance(targets.old_values, targets.returns)}
 

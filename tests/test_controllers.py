@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from llamagym import ConfigError
-from llamagym.controllers import EntropyController
+from llamagym.controllers import EntropyController, Whitening
 from llamagym.learner_config import LearnerConfig
 from tests.agents import ChoiceAgent, make_agent
 
@@ -67,3 +68,12 @@ def test_the_entropy_coefficient_moves_within_its_bounds():
     assert controller.value == pytest.approx(1.0)
     with pytest.raises(ConfigError, match="Pass a small positive entropy_coef"):
         LearnerConfig(entropy_floor=0.5, entropy_coef=0.0)
+
+
+def test_advantages_that_say_next_to_nothing_are_not_blown_up():
+    whiten, real = Whitening(), torch.ones(1, 4, dtype=torch.bool)
+    varied = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    # The unbiased deviation of these is (4 / 3) ** 0.5; a hundredth of it counts as a quarter.
+    assert whiten(varied, real).tolist() == [pytest.approx([0.75**0.5, -(0.75**0.5)] * 2)]
+    assert whiten(0.01 * varied, real).tolist() == [pytest.approx([0.04 * 0.75**0.5, -0.04 * 0.75**0.5] * 2, rel=1e-3)]
+    assert whiten(0.5 * varied, real).std().item() == pytest.approx(1.0, rel=1e-3)
