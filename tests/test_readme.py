@@ -87,7 +87,7 @@ def test_every_option_of_sampling_stands_there_with_its_default():
 def test_the_example_s_flags_stand_there_and_no_others():
     source = (ROOT / "examples" / "blackjack.py").read_text(encoding="utf-8")
     flags = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', source))
-    listed = re.findall(r"The script's options: `([^`]+)`", README)
+    listed = re.findall(r"The Blackjack script's options: `([^`]+)`", README)
     assert flags
     assert set(listed[0].split()) == flags
 
