@@ -20,7 +20,7 @@ from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
 class BabyAIAgent(Agent):
     """Reads the mission and what it sees; says where to go."""
 
-    actions = MOVES
+    actions: tuple[str, ...] = MOVES
 
     def get_system_prompt(self) -> str:
         """The task, in a line."""
@@ -39,9 +39,15 @@ class BabyAIAgent(Agent):
         return self.actions.index(response)
 
 
+class AllActionsAgent(BabyAIAgent):
+    """Picks up, drops and opens as well."""
+
+    actions = ACTIONS
+
+
 def make_scored(level: str, all_actions: bool) -> gym.Env[Any, Any]:
     """The level with a reward of 1 for success, however late, so that the mean return is the success rate."""
-    return TransformReward(make_babyai(level, all_actions), lambda reward: float(reward > 0))
+    return TransformReward(make_babyai(level, all_actions), lambda reward: float(float(reward) > 0))
 
 
 def main() -> None:
@@ -64,8 +70,8 @@ def main() -> None:
     train_in = functools.partial(make_babyai, args.level, args.all_actions)
     score_in = functools.partial(make_scored, args.level, args.all_actions)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
-    agent = script.load(args, BabyAIAgent, gamma=0.99, value_learning_rate=3e-4)
-    agent.actions = ACTIONS if args.all_actions else MOVES
+    kind = AllActionsAgent if args.all_actions else BabyAIAgent
+    agent = script.load(args, kind, gamma=0.99, value_learning_rate=3e-4)
     script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
 
 

@@ -107,3 +107,25 @@ def test_mistakes_are_told(tmp_path):
 def test_a_step_needs_a_reset(coins):
     with pytest.raises(gymnasium.error.ResetNeeded):
         TextWorldEnv(coins).step("look")
+
+
+def test_the_reward_is_what_the_score_rose_by(tmp_path):
+    textworld = pytest.importorskip("textworld", reason="the extra textworld is not installed")
+    maker = textworld.GameMaker()
+    room = maker.new_room()
+    maker.set_player(room)
+    for name in ("lamp", "book"):
+        thing = maker.new("o", name=name)
+        room.add(thing)
+        taken = textworld.generator.game.Event(conditions={maker.new_fact("in", thing, maker.inventory)})
+        maker.quests.append(textworld.generator.game.Quest(win_events=[taken]))
+    game = maker.compile(str(tmp_path / "two.z8"))
+    env = TextWorldEnv([game])
+    env.reset(seed=0)
+    steps = [env.step(command) for command in ("take lamp", "look", "take book")]
+    assert [(reward, terminated, info["score"]) for _, reward, terminated, _, info in steps] == [
+        (1.0, False, 1),
+        (0.0, False, 1),
+        (1.0, True, 2),
+    ]
+    env.close()

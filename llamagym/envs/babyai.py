@@ -37,7 +37,7 @@ def make_babyai(level: str = "BabyAI-GoToRedBallNoDists-v0", all_actions: bool =
     return BabyAIText(gymnasium.make(level), all_actions)
 
 
-class BabyAIText(gymnasium.Wrapper[Any, Any, Any, Any]):
+class BabyAIText(gymnasium.Wrapper[str, Any, Any, Any]):
     """Puts a level's observations into words.
 
     The reward is minigrid's, 1 - 0.9 * steps / limit on success and 0 otherwise; `info["success"]` tells it apart from
@@ -66,7 +66,7 @@ class BabyAIText(gymnasium.Wrapper[Any, Any, Any, Any]):
         return _in_words(observation), float(reward), terminated, truncated, info
 
 
-def _in_words(observation: dict[str, Any]) -> str:
+def _in_words(observation: Any) -> str:
     return f"Mission: {observation['mission']}. {describe(observation['image'])}."
 
 
