@@ -285,8 +285,7 @@ class Agent(TextInterface):
     ) -> Stats:
         """End episodes, and learn if that fills a batch.
 
-        A batch is the oldest whole episodes (GRPO: whole groups) that hold `batch_size` turns; what is beyond it stays
-        for the next.
+        A batch is all finished episodes (GRPO: complete groups), once they hold `batch_size` turns.
 
         Args:
             env_ids: Environments whose episodes ended.

@@ -127,17 +127,16 @@ class Learner(ABC, Generic[TargetsT]):
         return 1
 
     def take(self, finished: list[Episode]) -> list[Episode]:
-        """Take a batch out of the finished episodes: the oldest that hold `batch_size` turns, or none."""
-        batch: list[Episode] = []
-        size = 0
-        for unit in self._units(finished):
-            batch += unit
-            size += _count_turns(unit)
-            if size >= self.config.batch_size:
-                taken = set(map(id, batch))
-                finished[:] = [episode for episode in finished if id(episode) not in taken]
-                return batch
-        return []
+        """Take a batch out of the finished episodes: all, once they hold `batch_size` turns, else none.
+
+        What is left would be learnt from later, when it is further from the policy, and might pile up.
+        """
+        batch = [episode for unit in self._units(finished) for episode in unit]
+        if _count_turns(batch) < self.config.batch_size:
+            return []
+        taken = set(map(id, batch))
+        finished[:] = [episode for episode in finished if id(episode) not in taken]
+        return batch
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
         """In words, how far the batch is from full."""
@@ -220,7 +219,7 @@ class Learner(ABC, Generic[TargetsT]):
 
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
         sums: dict[str, list[float]] = defaultdict(list)
-        ratio_error, largest_kl = math.nan, 0.0
+        ratio_error, largest_kl, steps = math.nan, 0.0, 0
         region = self._trust_region
         region.enter()
         size = self.config.mini_batch_size
@@ -229,12 +228,16 @@ class Learner(ABC, Generic[TargetsT]):
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
             largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
-            if region.is_left(largest_kl):
+            too_far = region.is_left(largest_kl)
+            # Too far before any step: older weights sampled the batch. Nothing is learnt from it, but it is reported.
+            if not (too_far and steps):
+                for name, value in stats.items():
+                    sums[name].append(value)
+            if too_far:
                 break
             region.enter()
-            stats["grad_norm"] = self._step()
-            for name, value in stats.items():
-                sums[name].append(value)
+            sums["grad_norm"].append(self._step())
+            steps += 1
         else:
             # No later minibatch shows where the last step led.
             if region.has_bounds:
@@ -243,15 +246,14 @@ class Learner(ABC, Generic[TargetsT]):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
             self.optimizer.zero_grad()
-        if self._steps >= self.config.warmup_steps:
+        if steps and self._steps >= self.config.warmup_steps:
             self._rate.update(largest_kl)
         means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._entropy.value}
-        if sums:
-            self._entropy.update(means["entropy"])
+        self._entropy.update(means["entropy"])
         return means | {
             "ratio_error": ratio_error,
             "learning_rate": self.config.learning_rate * self._rate.scale,
-            "optimizer_steps": float(len(sums["approx_kl"])),
+            "optimizer_steps": float(steps),
             "stopped_early": float(stopped),
         }
 

@@ -178,8 +178,7 @@ class Probe:
     def error(self, algorithm: str, options: dict[str, Any], family: str = "llama", seed: int = 0) -> float:
         """Train as anybody would; how far from the optimum it ends."""
         turns = COPIES * self.turns
-        # Without target_kl, which raises the learning rate where there is nothing left to learn.
-        config = {"batch_size": turns, "mini_batch_size": turns, "learning_rate": 0.01}
+        config = {"batch_size": turns, "mini_batch_size": turns, "learning_rate": 0.01, "target_kl": 0.05}
         options = {f"{algorithm}_config_dict": config | self.config, **options}
         model, tokenizer = tiny_model(family, seed), tiny_tokenizer(family)
         agent = self.agent(model, tokenizer, context=self.context, seed=seed, **options)

@@ -45,7 +45,7 @@ def test_act_and_update_run_for_every_family(family, kind):
     assert changed == {n for n, w in agent.policy.model.named_parameters() if w.requires_grad}
 
 
-def test_statistics_are_empty_until_a_batch_is_full_and_the_excess_stays():
+def test_statistics_are_empty_until_a_batch_is_full_and_nothing_piles_up():
     agent = make_agent(ppo={"batch_size": 4})
     assert play_episode(agent, 3) == {}
     assert agent.buffered_turns == 3
@@ -53,9 +53,9 @@ def test_statistics_are_empty_until_a_batch_is_full_and_the_excess_stays():
     agent.act_batch(["a", "b", "c"])
     agent.assign_rewards([1.0, 2.0, 3.0])
     stats = agent.terminate_episodes([0, 1, 2])
-    assert stats["episodes"] == 2.0
-    assert stats["return_mean"] == 2.0
-    assert agent.buffered_turns == 2
+    assert stats["episodes"] == 4.0
+    assert stats["turns"] == 6.0
+    assert agent.buffered_turns == 0
 
 
 def test_messages_and_rewards_of_the_episode_under_way():
