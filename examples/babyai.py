@@ -47,14 +47,14 @@ class AllActionsAgent(BabyAIAgent):
 
 def make_scored(level: str, all_actions: bool) -> gym.Env[Any, Any]:
     """The level with a reward of 1 for success, however late, so that the mean return is the success rate."""
-    return TransformReward(make_babyai(level, all_actions), lambda reward: float(float(reward) > 0))
+    return TransformReward(make_babyai(level, all_actions), lambda reward: 1.0 if float(reward) > 0 else 0.0)
 
 
 def main() -> None:
     """Load, learn, and report."""
     options = script.parser(
         __doc__,
-        episodes=50_000,
+        episodes=12_000,
         num_envs=64,
         batch_size=4096,
         mini_batch_size=1024,
@@ -70,7 +70,8 @@ def main() -> None:
     train_in = functools.partial(make_babyai, args.level, args.all_actions)
     score_in = functools.partial(make_scored, args.level, args.all_actions)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
-    agent = script.load(args, AllActionsAgent if args.all_actions else BabyAIAgent, gamma=0.99)
+    kind = AllActionsAgent if args.all_actions else BabyAIAgent
+    agent = script.load(args, kind, gamma=0.99, value_learning_rate=3e-4)
     script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
 
 

@@ -2,6 +2,7 @@
 
 python examples/blackjack.py                     the embedded 135M model, minutes on a laptop
 python examples/blackjack.py --free-text         no list of admissible words: the reply is free text
+python examples/blackjack.py --sft-warm-start    learns from demonstrations first; with --free-text only the format
 python examples/blackjack.py --model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --load-in-8bit --device cuda
 """
 
@@ -23,6 +24,8 @@ from tqdm import tqdm
 
 from llamagym import Agent, LlamaGymError, load_model_and_tokenizer, parse_choice
 from llamagym.tracking import default_tracker
+
+SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
 
 
 class BlackjackAgent(Agent):
@@ -59,6 +62,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--load-in-8bit", action="store_true")
     parser.add_argument("--load-in-4bit", action="store_true")
+    parser.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     parser.add_argument("--episodes", type=int, default=250_000, help="hands to play")
     parser.add_argument("--num-envs", type=int, default=128, help="tables played at once")
     parser.add_argument("--batch-size", type=int, default=8192, help="turns per update")
@@ -66,8 +70,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--target-kl", type=float, default=0.03, help="KL by which an update should move the policy")
     parser.add_argument("--entropy-coef", type=float, default=0.05)
+    parser.add_argument("--no-calibration", action="store_true", help="leave the model's prior for one word as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
+    parser.add_argument("--sft-warm-start", action="store_true", help="learn from demonstrations first")
     parser.add_argument("--max-new-tokens", type=int, default=4, help="longest free-text reply")
     parser.add_argument("--run-dir", type=Path, help="default: runs/blackjack-<time>")
     parser.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
@@ -104,22 +110,22 @@ def main() -> None:
     model, tokenizer, device = load_model_and_tokenizer(
         args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
     )
+    named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
+    learning = {name: getattr(args, name) for name in named}
     agent = BlackjackAgent(
         model,
         tokenizer,
         device,
         generate_config_dict={"max_new_tokens": args.max_new_tokens},
-        ppo_config_dict={
-            "batch_size": args.batch_size,
-            "mini_batch_size": args.mini_batch_size,
-            "learning_rate": args.learning_rate,
-            "entropy_coef": args.entropy_coef,
-            "target_kl": args.target_kl,
-        },
+        algorithm=args.algorithm,
+        calibrate_choices=not args.no_calibration,
         context="turn",
         seed=args.seed,
+        **{f"{args.algorithm}_config_dict": learning},
     )
     agent.free_text = args.free_text
+    if args.sft_warm_start:
+        print(agent.sft_from_jsonl(SFT_DATA / f"{'format' if args.free_text else 'demo'}_blackjack.jsonl"))
     before = expected_return(hit_probabilities(agent))
 
     # Both options must be passed: the registered default is sab=True, another game.
@@ -136,6 +142,8 @@ def main() -> None:
     finished = turns = updates = 0
     started = time.perf_counter()
     observations, _ = envs.reset(seed=args.seed)
+    # Hands that are dealt alike are what GRPO compares.
+    dealt = list(zip(*(part.tolist() for part in observations), strict=True))
     with tqdm(total=args.episodes, unit="hand") as bar:
         while finished < args.episodes:
             hands = list(zip(*(part.tolist() for part in observations), strict=True))
@@ -144,7 +152,9 @@ def main() -> None:
             observations, rewards, terminated, truncated, _ = envs.step(np.array(actions))
             agent.assign_rewards(rewards.tolist())
             ended = np.flatnonzero(terminated | truncated)
-            stats = agent.terminate_episodes(ended.tolist())
+            stats = agent.terminate_episodes(ended.tolist(), groups=[dealt[table] for table in ended])
+            for table in ended:
+                dealt[table] = tuple(part[table].item() for part in observations)
 
             turns += len(hands)
             finished += len(ended)
@@ -153,7 +163,7 @@ def main() -> None:
             bar.set_postfix_str(f"mean return of {len(recent)}: {np.mean(recent or [0.0]):+.3f}", refresh=False)
             if stats:
                 updates += 1
-                exact = {} if args.free_text else {"expected_return": expected_return(hit_probabilities(agent))}
+                exact = {"expected_return": expected_return(hit_probabilities(agent, greedy=args.free_text))}
                 tracker.log({**stats, **exact, "minutes": (time.perf_counter() - started) / 60}, finished)
                 if updates % 5 == 1:
                     said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])

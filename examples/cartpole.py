@@ -84,7 +84,7 @@ def main() -> None:
         eval_episodes=64,
     ).parse_args()
     # A reward of 1 a step: returns reach 50, and so must the critic's steps and clipping range.
-    agent = script.load(args, CartPoleAgent, gamma=0.98, cliprange_value=10.0, value_learning_rate=0.1)
+    agent = script.load(args, CartPoleAgent, gamma=0.98, cliprange_value=10.0, value_learning_rate=3e-3)
     score = script.play_held_out(agent, make, args)
     script.learn(args, agent, make, score, {"random": script.random_return(make), "optimum": 500.0})
 

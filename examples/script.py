@@ -39,6 +39,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     options.add_argument("--load-in-8bit", action="store_true")
     options.add_argument("--load-in-4bit", action="store_true")
+    options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="to play")
     options.add_argument("--minutes", type=float, help="stop at the first update after so many")
     options.add_argument("--num-envs", type=int, help="environments acted in at once")
@@ -47,6 +48,8 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--learning-rate", type=float)
     options.add_argument("--target-kl", type=float, help="KL by which an update should move the policy")
     options.add_argument("--entropy-coef", type=float)
+    options.add_argument("--entropy-decay", type=float, default=1.0, help="of that, from one update to the next")
+    options.add_argument("--entropy-floor", type=float, help="entropy that the bonus is raised to keep")
     options.add_argument("--eval-every", type=int, help="updates from one evaluation to the next")
     if "eval_episodes" in defaults:
         options.add_argument("--eval-episodes", type=int, help="held-out episodes of an evaluation")
@@ -60,14 +63,33 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     return options
 
 
-def load(args: argparse.Namespace, kind: type[Agent], **ppo: Any) -> Agent:
-    """An agent that sees the current observation only, with the options of the command line and those of `ppo`."""
+def load(args: argparse.Namespace, kind: type[Agent], gamma: float, **critic: Any) -> Agent:
+    """An agent that sees the current observation only, with the options of the command line.
+
+    Args:
+        args: The command line.
+        kind: The agent's class.
+        gamma: Discount per turn.
+        critic: Options that only PPO has.
+    """
     model, tokenizer, device = load_model_and_tokenizer(
         args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
     )
-    named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
-    options = {name: getattr(args, name) for name in named}
-    return kind(model, tokenizer, device, ppo_config_dict={**options, **ppo}, context="turn", seed=args.seed)
+    named = (
+        "batch_size",
+        "mini_batch_size",
+        "learning_rate",
+        "entropy_coef",
+        "entropy_decay",
+        "entropy_floor",
+        "target_kl",
+    )
+    options = {name: getattr(args, name) for name in named} | {"gamma": gamma}
+    if args.algorithm == "grpo":
+        configs: dict[str, Any] = {"grpo_config_dict": options}
+    else:
+        configs = {"ppo_config_dict": {**options, **critic}}
+    return kind(model, tokenizer, device, algorithm=args.algorithm, context="turn", seed=args.seed, **configs)
 
 
 def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Callable[[bool], Score]:

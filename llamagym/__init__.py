@@ -11,6 +11,7 @@ from .errors import (
     ModelLoadError,
 )
 from .generation import GenerationConfig
+from .grpo import GRPO, GRPOConfig, ReinforceConfig
 from .loading import load_model_and_tokenizer
 from .parsing import find_json, parse_choice
 from .ppo import PPO, PPOConfig
@@ -19,6 +20,7 @@ from .training import EvaluationResult, TrainingResult, evaluate, train
 from .value_head import AutoModelForCausalLMWithValueHead
 
 __all__ = [
+    "GRPO",
     "PPO",
     "ActionParseError",
     "Agent",
@@ -28,11 +30,13 @@ __all__ = [
     "ContextLengthError",
     "EpisodeError",
     "EvaluationResult",
+    "GRPOConfig",
     "GenerationConfig",
     "LlamaGymError",
     "ModelLoadError",
     "PPOConfig",
     "PPOTrainer",
+    "ReinforceConfig",
     "TrainingResult",
     "evaluate",
     "find_json",

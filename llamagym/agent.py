@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .alarms import Alarms
+from .algorithms import Algorithm, make_learner
 from .chat_template import ChatTemplate, Message, end_ids
-from .conversation import Context, Conversation, Episode
-from .errors import ActionParseError, ConfigError, EpisodeError, did_you_mean
+from .choices import ChoiceNormalization, choice_length
+from .conversation import Context, Conversation, Episode, commonest_reply, environment_ids
+from .demonstrations import read_demonstrations
+from .errors import ConfigError, EpisodeError, did_you_mean
 from .generation import GenerationConfig
+from .interface import TextInterface
+from .learner import Stats
 from .policy import Policy
-from .ppo import PPO, PPOConfig, Stats
+from .replay import Replay, ReplayConfig
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)
 
 
-class Agent(ABC):
+class Agent(TextInterface):
     """A language model that acts in an environment and learns from its rewards.
 
     Subclass it with `get_system_prompt`, `format_observation` and `extract_action`, then write the usual loop:
@@ -40,7 +46,10 @@ class Agent(ABC):
     Attributes:
         policy: The model as a stochastic policy.
         learner: What turns episodes into updates.
+        demonstrations: The file that `sft_warm_start=True` learns from; a subclass sets it.
     """
+
+    demonstrations: ClassVar[str | Path | None] = None
 
     def __init__(
         self,
@@ -50,11 +59,18 @@ class Agent(ABC):
         generate_config_dict: dict[str, Any] | None = None,
         ppo_config_dict: dict[str, Any] | None = None,
         *,
+        algorithm: Algorithm = "ppo",
+        grpo_config_dict: dict[str, Any] | None = None,
+        reinforce_config_dict: dict[str, Any] | None = None,
+        use_target_kl: bool = False,
         context: Context = "episode",
         response_prefix: str = "",
         invalid_action_penalty: float = -1.0,
         calibrate_choices: bool = True,
+        choice_normalization: ChoiceNormalization = "none",
         aim_lora: bool = True,
+        sft_warm_start: bool = False,
+        replay_config_dict: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
         """Prepare to act and to learn.
@@ -65,16 +81,25 @@ class Agent(ABC):
             device: Where to move the model; None leaves it.
             generate_config_dict: Options of `GenerationConfig`, with or without a `generate/` prefix.
             ppo_config_dict: Options of `PPOConfig`.
+            algorithm: What turns episodes into updates.
+            grpo_config_dict: Options of `GRPOConfig`, with algorithm="grpo".
+            reinforce_config_dict: Options of `ReinforceConfig`, with algorithm="reinforce".
+            use_target_kl: Steer updates to a KL of `target_kl`, or of 0.03 where no such option is given.
             context: "episode" shows the model the whole conversation, as far as it holds it (the oldest turns are
                 dropped first), "turn" only the current observation.
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
+            choice_normalization: Whether a choice's log-likelihood counts whole ("none"), per "token" or per "word",
+                so that a long choice is not unlikely for its length alone.
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora_init`).
+            sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
+            replay_config_dict: Options of `ReplayConfig`: after each update, go on learning from the best recent
+                episodes; None does not.
             seed: Of sampling and of the order of minibatches.
 
         Raises:
-            ConfigError: An option is unknown or out of range.
+            ConfigError: An option is unknown or out of range, or `demonstrations` cannot be learnt from.
             ChatTemplateError: The tokenizer's template cannot carry the conversation.
         """
         if context not in ("episode", "turn"):
@@ -89,15 +114,18 @@ class Agent(ABC):
                 "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
             )
         generation = GenerationConfig.from_dict(generate_config_dict or {})
-        options = dict(ppo_config_dict or {})
-        config = PPOConfig.from_dict(options if seed is None else {"seed": seed, **options})
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             model.to(device)
         end = end_ids(model.pretrained_model, tokenizer)
-        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed)
-        self.learner = PPO(self.policy, config)
+        length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
+        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
+        options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
+        self.learner = make_learner(self.policy, algorithm, options, use_target_kl, seed)
+        replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
+        self._replay = None if replay is None else Replay(self.policy, replay)
+        self._alarms = Alarms(model.pretrained_model.dtype)
         self._context: Context = context
         self._prefix = response_prefix
         self._penalty = invalid_action_penalty
@@ -105,30 +133,25 @@ class Agent(ABC):
         self._buffer: list[Episode] = []
         self._learning, self._greedy = True, False
         self._acting_s, self._acted_tokens = 0.0, 0
+        if sft_warm_start:
+            self.sft_from_jsonl()
 
-    @abstractmethod
-    def get_system_prompt(self) -> str:
-        """What every conversation opens with; empty for no system prompt."""
+    def sft_from_jsonl(self, path: str | Path | None = None, **options: Any) -> Stats:
+        """Learn from demonstrated replies, before learning from rewards; see `demonstrations` and `sft`.
 
-    @abstractmethod
-    def format_observation(self, observation: Any) -> str:
-        """An observation in words."""
-
-    @abstractmethod
-    def extract_action(self, response: str) -> Any:
-        """The action that a reply names.
+        Args:
+            path: A JSONL file of conversations in chat format; None takes the class's `demonstrations`.
+            **options: Options of `WarmStartConfig`, such as `epochs` and `learning_rate`.
 
         Raises:
-            ActionParseError: It names none; any ValueError, or returning None, says the same.
+            ConfigError: An option, the file or a line of it is missing or invalid.
         """
+        from .sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
 
-    def get_action_choices(self, observation: Any) -> list[str] | None:
-        """The replies allowed for this observation, or None for free text."""
-        return None
-
-    def fallback_action(self, observation: Any) -> Any:
-        """What to do when a reply names no action."""
-        raise NotImplementedError
+        config = WarmStartConfig.from_dict(options)
+        end = self._template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
+        episodes = read_demonstrations(path or self.demonstrations, self._new_conversation, self._prefix, end)
+        return fine_tune(self.policy, self.tokenizer, episodes, config)
 
     def train(self) -> None:
         """Sample, record and learn: the mode an agent starts in."""
@@ -159,10 +182,7 @@ class Agent(ABC):
 
     def why_no_update(self) -> str:
         """In words, how far the batch is from full."""
-        return (
-            f"No update yet: finished episodes hold {self.buffered_turns} turns, and a batch needs "
-            f"{self.learner.config.batch_size}. Play more episodes or lower batch_size."
-        )
+        return self.learner.why_no_update(self._buffer)
 
     @property
     def current_episode_messages(self) -> list[Message]:
@@ -188,9 +208,15 @@ class Agent(ABC):
         """Add a reward to the last action of one environment."""
         self.assign_rewards([reward], [0])
 
-    def terminate_episode(self, train: bool = True, truncated: bool = False, final_observation: Any = None) -> Stats:
+    def terminate_episode(
+        self,
+        train: bool = True,
+        truncated: bool = False,
+        final_observation: Any = None,
+        group: Hashable | None = None,
+    ) -> Stats:
         """End the episode of one environment; see `terminate_episodes`."""
-        return self.terminate_episodes([0], [truncated], [final_observation], train=train)
+        return self.terminate_episodes([0], [truncated], [final_observation], train, [group])
 
     def act_batch(self, observations: Sequence[Any], env_ids: Sequence[Hashable] | None = None) -> list[Any]:
         """Choose an action for each of several environments.
@@ -205,7 +231,7 @@ class Agent(ABC):
         Raises:
             NotImplementedError: A reply named no action and `fallback_action` is not defined.
         """
-        ids = _environments(observations, env_ids, "observations")
+        ids = environment_ids(observations, env_ids, "observations")
         started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
         conversations = [self.conversation(env_id) for env_id in ids]
         choices = [self.get_action_choices(observation) for observation in observations]
@@ -240,7 +266,7 @@ class Agent(ABC):
 
     def assign_rewards(self, rewards: Sequence[float], env_ids: Sequence[Hashable] | None = None) -> None:
         """Add each environment's reward to its last action; several rewards for one action add up."""
-        ids = _environments(rewards, env_ids, "rewards")
+        ids = environment_ids(rewards, env_ids, "rewards")
         for reward, env_id in zip(rewards, ids, strict=True):
             if not self.conversation(env_id).turns:
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
@@ -255,35 +281,43 @@ class Agent(ABC):
         truncated: Sequence[bool] | None = None,
         final_observations: Sequence[Any] | None = None,
         train: bool = True,
+        groups: Sequence[Hashable | None] | None = None,
     ) -> Stats:
         """End episodes, and learn if that fills a batch.
 
-        A batch is the oldest whole episodes that hold `batch_size` turns; episodes beyond it stay for the next.
+        A batch is the oldest whole episodes (GRPO: whole groups) that hold `batch_size` turns; what is beyond it stays
+        for the next.
 
         Args:
             env_ids: Environments whose episodes ended.
             truncated: Which of them were cut off rather than finished; by default none.
-            final_observations: The observation after the last step, needed for those that were cut off.
+            final_observations: The observation after the last step; a learner with a critic (PPO) needs it of those
+                that were cut off.
             train: Whether these episodes are learnt from; if not, they are dropped.
+            groups: For GRPO, what tells which episodes began alike, such as the seed of their reset; by default all
+                did. A start that is played again needs a group of its own.
 
         Returns:
             Statistics of the update, or an empty dictionary if none ran.
         """
         cut = list(truncated) if truncated is not None else [False] * len(env_ids)
         finals = list(final_observations) if final_observations is not None else [None] * len(env_ids)
+        group_of = list(groups) if groups is not None else [None] * len(env_ids)
+        bootstraps = self._learning and train and self.learner.has_critic
         for env_id, was_cut, final in zip(env_ids, cut, finals, strict=True):
             if env_id not in self._conversations or not self._conversations[env_id].turns:
                 raise EpisodeError(f"Environment {env_id!r} has no episode to end. Call act() at least once first.")
-            if was_cut and final is None and self._learning and train:
+            if was_cut and final is None and bootstraps:
                 raise EpisodeError(
                     f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so "
                     "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
                 )
         if self._learning and train:
-            values = self._final_values([i for i, was_cut in enumerate(cut) if was_cut], env_ids, finals)
-            for index, (env_id, was_cut) in enumerate(zip(env_ids, cut, strict=True)):
+            to_value = [i for i, was_cut in enumerate(cut) if was_cut and bootstraps]
+            values = self._final_values(to_value, env_ids, finals)
+            for index, (env_id, was_cut, group) in enumerate(zip(env_ids, cut, group_of, strict=True)):
                 turns = tuple(self._conversations[env_id].turns)
-                self._buffer.append(Episode(turns, not was_cut, bool(was_cut), values.get(index, 0.0)))
+                self._buffer.append(Episode(turns, not was_cut, bool(was_cut), values.get(index, 0.0), group))
         self.discard_episodes(env_ids)
         return self._learn() if self._learning and train else {}
 
@@ -324,22 +358,6 @@ class Agent(ABC):
             self.policy.generation.max_new_tokens,
         )
 
-    def _extract(self, text: str) -> Any:
-        try:
-            return self.extract_action(text)
-        except (ActionParseError, ValueError) as problem:
-            logger.debug("invalid reply: %s", problem)
-            return None
-
-    def _fallback(self, observation: Any, text: str) -> Any:
-        try:
-            return self.fallback_action(observation)
-        except NotImplementedError:
-            raise NotImplementedError(
-                f"Reply {text!r} names no action, and {type(self).__name__} does not say what to do then. Define "
-                "fallback_action(observation), or restrict replies with get_action_choices(observation)."
-            ) from None
-
     def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
         """The critic's estimate of each final observation, by index into `env_ids`."""
         if not cut:
@@ -353,23 +371,14 @@ class Agent(ABC):
 
     def _learn(self) -> Stats:
         """Update once if the buffer holds a batch."""
-        size, count = 0, 0
-        while size < self.learner.config.batch_size and count < len(self._buffer):
-            size += len(self._buffer[count].turns)
-            count += 1
-        if size < self.learner.config.batch_size:
+        batch = self.learner.take(self._buffer)
+        if not batch:
             return {}
-        stats = self.learner.update(self._buffer[:count])
-        del self._buffer[:count]
+        stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
+        if self._replay is not None:
+            stats |= self._replay.update(batch)
         stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
         self._acting_s, self._acted_tokens = 0.0, 0
+        for alarm in self._alarms.check(stats):
+            logger.warning(alarm)
         return stats
-
-
-def _environments(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:
-    ids: list[Hashable] = list(range(len(items))) if env_ids is None else list(env_ids)
-    if len(ids) != len(items) or len(set(ids)) != len(ids):
-        raise EpisodeError(
-            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
-        )
-    return ids

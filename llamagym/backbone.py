@@ -10,6 +10,7 @@ change, and in training gradients flow through the history, whose shared prefix 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -18,20 +19,24 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, TokenTree
 from .errors import ModelLoadError
-from .history import Recall, Recent, Unread, cache_of, entries_of
+from .history import Recall, Recent, Unread, Written, cache_of, entries_of
 from .parts import first_trained_layer, split
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)
 
-# Kept at most, of what was read: 20 tokens take 900 kB in a 135M model; of what decisions need of it: 250 kB where 8
-# layers are adapted.
-_HISTORY_BYTES, _RECALL_BYTES = 512 * 2**20, 512 * 2**20
+# Kept at most, of what was read: 20 tokens take 900 kB in a 135M model.
+_HISTORY_BYTES = 512 * 2**20
+# Of what decisions need of it, 250 kB where 8 layers are adapted: as much, or this share of the device's memory. Where
+# the observations that come again and again do not fit, each is read anew every time.
+_RECALL_BYTES, _RECALL_SHARE = 512 * 2**20, 1 / 16
+# Kept at most, of what was written: a token takes 50 kB in a 135M model.
+_WRITTEN_BYTES = 256 * 2**20
 # Tokens of history in one pass.
 _HISTORY_TOKENS = 2048
 
@@ -42,6 +47,7 @@ class Backbone:
     Attributes:
         history_is_frozen: Whether histories do not depend on what is trained.
         tokens_forwarded: Tokens (padding included) that were read or decided so far.
+        written: By context and beginning of a reply, what was written since the weights changed.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
@@ -64,7 +70,12 @@ class Backbone:
         self._histories: Recent[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = Recent(
             lambda entries: entries.nbytes, _HISTORY_BYTES
         )
-        self._recalls: Recent[TokenTree, Recall] = Recent(lambda recall: recall.nbytes, _RECALL_BYTES)
+        self._recalls: Recent[TokenTree, Recall] = Recent(
+            lambda recall: recall.nbytes, max(_RECALL_BYTES, int(_RECALL_SHARE * _memory_bytes(self.device)))
+        )
+        self.written: Recent[tuple[TokenTree, tuple[int, ...]], Written] = Recent(
+            lambda written: written.nbytes, _WRITTEN_BYTES
+        )
         self._check_parts()
         if self.history_is_frozen:
             self._split()
@@ -93,42 +104,41 @@ class Backbone:
         if self.history_is_frozen:
             recalls = self._recall(trees)
             hidden = pad_sequence([recall.hidden for recall in recalls], batch_first=True)
-            prefix = self._prefix(trees[0].prefix)
+            prefix = self.read_prefix(trees[0].prefix)
             shared = None if prefix is None else prefix[2 * self._first_top_layer :]
-            cache = cache_of(shared, [recall.entries for recall in recalls], size, self._first_top_layer)
+            rows = [recall.entries for recall in recalls]
+            cache = cache_of(shared, rows, size, batch.ids.shape[1], self._first_top_layer)
             return self._decide(self._top, batch, hidden, cache, adapted)
         if adapted and not torch.is_grad_enabled():
-            return self.start_writing(trees, batch)[0]
-        return self._decide(self._body, batch, batch.ids, self._read_anew(batch), adapted)
-
-    def start_writing(self, trees: Sequence[TokenTree], batch: Batch) -> tuple[Tensor, DynamicCache]:
-        """The last hidden states (B, D, H) of decisions, and a cache for `extend`.
-
-        The cache holds P + S + D entries a row, padding included.
-        """
-        cache = cache_of(self._prefix(trees[0].prefix), self._read(trees), batch.history.shape[1])
-        return self._decide(self._body, batch, batch.ids, cache), cache
+            cache = cache_of(self.read_prefix(trees[0].prefix), self.read(trees), size, batch.ids.shape[1])
+        else:
+            cache = self._read_anew(batch)
+        return self._decide(self._body, batch, batch.ids, cache, adapted)
 
     def forget(self) -> None:
-        """Drop what was read: the weights that read it have changed."""
+        """Drop what depends on weights that have changed."""
+        self.written.clear()
+        if not self.history_is_frozen:
+            self.forget_histories()
+
+    def forget_histories(self) -> None:
+        """Drop what was read."""
         self._histories.clear()
         self._recalls.clear()
 
-    def extend(
-        self, ids: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """Hidden states of one more decision token a row, float (B, H); its entries are appended to the cache.
+    def write(self, ids: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: Cache) -> Tensor:
+        """Hidden states (B, T, H) of a reply's tokens, whose entries are added to the cache.
 
         Args:
-            ids: Token ids, int64 (B,).
-            positions: Their positions, int64 (B,).
-            visible: Which cache entries, the new one included, each row sees, bool (B, S).
+            ids: Token ids, int64 (B, T).
+            positions: Their positions, int64 (B, T).
+            visible: Which entries, the new ones included, each token sees, bool (B, T, S).
             key_positions: Positions of the entries, int64 (B, S).
-            cache: Grows by one entry a row.
+            cache: Holds the S - T entries before.
         """
-        self.tokens_forwarded += len(ids)
+        self.tokens_forwarded += ids.numel()
         with acting_on_every_token(self._lm):
-            return self._run(self._body, ids[:, None], positions[:, None], visible[:, None], key_positions, cache)[:, 0]
+            return self._run(self._body, ids, positions, visible, key_positions, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits in float32, (M, V), of hidden states (M, H)."""
@@ -145,9 +155,7 @@ class Backbone:
         logits = logits.float()
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
-    def _decide(
-        self, part: nn.Module, batch: Batch, inputs: Tensor, cache: DynamicCache, adapted: bool = True
-    ) -> Tensor:
+    def _decide(self, part: nn.Module, batch: Batch, inputs: Tensor, cache: Cache, adapted: bool = True) -> Tensor:
         """Run `part` on decision nodes, given as ids (B, D) or hidden states (B, D, H)."""
         self.tokens_forwarded += batch.ids.numel()
         with acting_on_every_token(self._lm) if adapted else nullcontext():
@@ -170,12 +178,12 @@ class Backbone:
             self._run(self._body, batch.history, keys[:, length:], visible, keys, cache)
         return cache
 
-    def _prefix(self, ids: tuple[int, ...]) -> Tensor | None:
+    def read_prefix(self, ids: tuple[int, ...]) -> Tensor | None:
         """Entries (2L, heads, P, head size) of a shared prefix; None if it is empty."""
-        return self._read([TokenTree((), ids, ())])[0] if ids else None
+        return self.read([TokenTree((), ids, ())])[0] if ids else None
 
     @torch.no_grad()
-    def _read(self, trees: Sequence[TokenTree]) -> list[Tensor]:
+    def read(self, trees: Sequence[TokenTree]) -> list[Tensor]:
         """Entries (2L, heads, S, head size) of each tree's history, of which only what is new is read."""
         found: dict[TokenTree, Tensor] = {}
         fresh: list[Unread] = []
@@ -200,15 +208,17 @@ class Backbone:
 
     def _read_on(self, fresh: list[Unread]) -> dict[TokenTree, Tensor]:
         """Read histories from where earlier turns stopped."""
-        prefix = self._prefix(fresh[0].tree.prefix)
+        prefix = self.read_prefix(fresh[0].tree.prefix)
         like = next((entries for entries in (prefix, *(unread.known for unread in fresh)) if entries is not None), None)
         shared, seen = len(fresh[0].tree.prefix), max(unread.mark for unread in fresh)
         count, size = len(fresh), max(len(unread.ids) for unread in fresh)
         if like is None:
-            cache = DynamicCache()
+            cache: Cache = DynamicCache()
         else:
             nothing = like[:, :, :0]
-            cache = cache_of(prefix, [nothing if unread.known is None else unread.known for unread in fresh], seen)
+            cache = cache_of(
+                prefix, [nothing if unread.known is None else unread.known for unread in fresh], seen, size
+            )
         marks = torch.tensor([unread.mark for unread in fresh])[:, None]
         ids = pad_sequence([torch.tensor(unread.ids, dtype=torch.long) for unread in fresh], batch_first=True)
         positions = shared + marks + torch.arange(size)
@@ -237,10 +247,10 @@ class Backbone:
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in found]
         if fresh:
             batch = Batch.from_trees(fresh)
-            entries = self._read(fresh)
+            entries = self.read(fresh)
             hidden: Tensor = self._body.get_input_embeddings()(batch.ids.to(self.device))
             if self._trunk is not None:
-                cache = cache_of(self._prefix(fresh[0].prefix), entries, batch.history.shape[1])
+                cache = cache_of(self.read_prefix(fresh[0].prefix), entries, batch.history.shape[1], batch.ids.shape[1])
                 hidden = self._run(self._trunk, batch.ids, batch.positions, batch.visible, batch.key_positions, cache)
             for row, tree in enumerate(fresh):
                 top = entries[row][2 * self._first_top_layer :].clone()
@@ -255,7 +265,7 @@ class Backbone:
         positions: Tensor,
         visible: Tensor,
         key_positions: Tensor,
-        cache: DynamicCache,
+        cache: Cache,
     ) -> Tensor:
         """Last hidden states of `part`, given token ids (B, T) or hidden states (B, T, H)."""
         device = self.device
@@ -313,6 +323,15 @@ class Backbone:
                 self._trunk, self._top, self._first_top_layer = trunk, top, first
         if self._trunk is None:
             logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Memory of a device; 0 where that is unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
 
 
 def _causal(before: int, size: int) -> Tensor:

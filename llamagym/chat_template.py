@@ -8,6 +8,7 @@ append-only conversation: earlier turns stay as the model saw them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
@@ -70,6 +71,17 @@ class ChatTemplate:
         if sampled_end is not None:
             text = text.removeprefix(str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
         return list(self._encode(text))
+
+    def closing_id(self, end_ids: Collection[int]) -> int:
+        """The id that ends a written reply: the template's, or else the tokenizer's end token.
+
+        Args:
+            end_ids: Every id that ends a reply.
+        """
+        reply = {"role": "assistant", "content": _REPLY}
+        _, found, after = self._render([*self._opening(_SYSTEM, _USER), reply]).rpartition(_REPLY)
+        closing = self._encode(after)[:1] if found else ()
+        return closing[0] if closing and closing[0] in end_ids else int(self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens."""

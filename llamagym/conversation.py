@@ -6,9 +6,10 @@ and sampled; nothing is decoded and encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .chat_template import ChatTemplate, Message
 from .errors import ConfigError, EpisodeError
@@ -100,12 +101,15 @@ class Episode:
         terminated: Whether the environment reached a final state.
         truncated: Whether it was cut off; `final_value` then stands for what was missed.
         final_value: The critic's estimate of the state after the last turn; 0 after termination.
+        group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
+            episode starts in the same state, or in one drawn from the same distribution.
     """
 
     turns: tuple[Turn, ...]
     terminated: bool
     truncated: bool
     final_value: float = 0.0
+    group: Hashable | None = None
 
     @property
     def total_reward(self) -> float:
@@ -115,6 +119,12 @@ class Episode:
     def segments(self) -> list[Segment]:
         """The episode cut wherever a turn starts a new context."""
         return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
+
+
+def commonest_reply(episodes: Sequence[Episode]) -> float:
+    """Share of the turns whose reply is the commonest one; 1 where all replies are identical."""
+    replies = Counter(turn.reply.ids for episode in episodes for turn in episode.turns)
+    return max(replies.values()) / replies.total()
 
 
 def _split_contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -228,3 +238,13 @@ class Conversation:
         if self.pending is not None:
             self.pending = None
             self.messages.pop()
+
+
+def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:
+    """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
+    ids: list[Hashable] = list(range(len(items))) if env_ids is None else list(env_ids)
+    if len(ids) != len(items) or len(set(ids)) != len(ids):
+        raise EpisodeError(
+            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
+        )
+    return ids

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError
+from .options import Options
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
+class GenerationConfig(Options):
     """How replies are sampled.
 
     Attributes:
@@ -39,15 +42,10 @@ class GenerationConfig:
             raise ConfigError(f"top_k={self.top_k} is negative. 0 switches it off.")
 
     @classmethod
-    def from_dict(cls, options: dict[str, object]) -> GenerationConfig:
+    def from_dict(cls, options: Mapping[str, Any]) -> GenerationConfig:
         """Read options, with or without a `generate/` prefix.
 
         >>> GenerationConfig.from_dict({"generate/max_new_tokens": 8}).max_new_tokens
         8
         """
-        known = {field.name for field in fields(cls)}
-        plain = {key.removeprefix("generate/"): value for key, value in options.items()}
-        for key in plain:
-            if key not in known:
-                raise ConfigError(f"Unknown generation option {key!r}. {did_you_mean(key, known)}")
-        return cls(**plain)  # type: ignore[arg-type]
+        return super().from_dict({key.removeprefix("generate/"): value for key, value in options.items()})

@@ -6,13 +6,14 @@ Shapes: L layers, S tokens of history after the prefix, B rows.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from .batching import TokenTree
 
@@ -36,6 +37,24 @@ class Recall:
     def nbytes(self) -> int:
         """Size in memory."""
         return self.entries.nbytes + self.hidden.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What is known of the last token of a reply's beginning.
+
+    Attributes:
+        state: Its last hidden state, (H,).
+        entries: Its keys and values, (2L, heads, 1, head size); for a reply not begun, those of what opens it.
+    """
+
+    state: Tensor
+    entries: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return self.state.nbytes + self.entries.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +114,90 @@ class Recent(Generic[K, V]):
         self.nbytes = 0
 
 
-def entries_of(cache: DynamicCache, start: int) -> Tensor:
+class Room:
+    """Keys and values of several rows, with columns free for more.
+
+    Attributes:
+        entries: Keys and values, one layer after the other, (2L, B, heads, columns, head size).
+    """
+
+    def __init__(self, like: Tensor, rows: int, columns: int) -> None:
+        """Make room for entries such as `like`, (2L, heads, S, head size)."""
+        layers, heads, _, width = like.shape
+        self.entries = like.new_zeros(layers, rows, heads, columns, width)
+
+    def fill(self, row: int | slice, start: int, entries: Tensor) -> None:
+        """Put entries (2L, heads, S, head size) into columns from `start` on, of one row or (2L, B, ...) of several."""
+        self.entries[:, row, :, start : start + entries.shape[-2]] = entries
+
+    def rearrange(self, sources: Sequence[int]) -> None:
+        """Let row i be what row `sources[i]` was; only rows that change are copied."""
+        moves = [(row, source) for row, source in enumerate(sources) if row != source]
+        if moves:
+            rows, origins = map(list, zip(*moves, strict=True))
+            self.entries[:, rows] = self.entries[:, origins]
+
+    def cache(self, rows: slice, columns: int, first_layer: int = 0) -> Cache:
+        """A cache that shows the first `columns` of some rows; what it is given is written behind them.
+
+        Args:
+            rows: Which.
+            columns: How many are filled.
+            first_layer: The model's layer that the entries begin with.
+        """
+        below: list[DynamicLayer] = [DynamicLayer() for _ in range(first_layer)]
+        pairs = self.entries[:, rows].unflatten(0, (-1, 2))
+        return Cache(layers=[*below, *(_RoomyLayer(keys, values, columns) for keys, values in pairs)])
+
+
+class _RoomyLayer(DynamicLayer):
+    """Keys and values that grow in place, unless gradients must flow through them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, columns: int) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self._room = keys, values
+        self._show(columns)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append entries (B, heads, T, head size); returns all."""
+        if torch.is_grad_enabled():
+            result: tuple[Tensor, Tensor] = super().update(key_states, value_states)
+            return result
+        start = self.get_seq_length()
+        shown = self._show(start + key_states.shape[2])
+        for kept, new in zip(shown, (key_states, value_states), strict=True):
+            kept[:, :, start:] = new
+        return shown
+
+    def _show(self, columns: int) -> tuple[Tensor, Tensor]:
+        keys, values = (part[:, :, :columns] for part in self._room)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def entries_of(cache: Cache, start: int) -> Tensor:
     """Keys and values from column `start` on, layer after layer, (B, 2L, heads, S, head size)."""
     layers: list[Any] = cache.layers
     return torch.stack([part[:, :, start:] for layer in layers for part in (layer.keys, layer.values)], dim=1)
 
 
-def cache_of(prefix: Tensor | None, histories: list[Tensor], size: int, first_layer: int = 0) -> DynamicCache:
+def cache_of(
+    prefix: Tensor | None, histories: Sequence[Tensor], size: int, new_columns: int, first_layer: int = 0
+) -> Cache:
     """A cache that holds the prefix and then each row's history, padded to `size` columns.
 
     Args:
         prefix: Entries (2L, heads, P, head size) that all rows share.
         histories: Entries (2L, heads, S, head size) of each row.
         size: At least the largest S.
+        new_columns: How many more entries a row will be given.
         first_layer: The model's layer that the entries begin with.
     """
-    cache, count = DynamicCache(), len(histories)
-    layers, heads, _, width = histories[0].shape
     shared = 0 if prefix is None else prefix.shape[2]
-    rows = histories[0].new_zeros(layers, count, heads, shared + size, width)
+    room = Room(histories[0], len(histories), shared + size + new_columns)
     if prefix is not None:
-        rows[:, :, :, :shared] = prefix[:, None]
+        room.fill(slice(None), 0, prefix[:, None])
     for row, history in enumerate(histories):
-        rows[:, row, :, shared : shared + history.shape[2]] = history
-    for layer in range(layers // 2):
-        cache.update(rows[2 * layer], rows[2 * layer + 1], first_layer + layer)
-    return cache
+        room.fill(row, shared, history)
+    return room.cache(slice(None), shared + size, first_layer)

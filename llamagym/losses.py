@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
+GroupBaseline = Literal["leave_one_out", "std"]
 
 
 def _check_shapes(**tensors: Tensor) -> None:
@@ -46,14 +47,20 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     return centered.square().sum() / (mask.sum() - 1).clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, least_std: float = 0.0) -> Tensor:
     """Scale to unit variance over the mask and, with `shift_mean`, to zero mean.
+
+    Args:
+        values: Float (B, T).
+        mask: True at entries that count, bool (B, T).
+        shift_mean: Whether the mean is removed.
+        least_std: A smaller deviation is taken for this one, so that next to nothing is not blown up.
 
     >>> masked_whiten(torch.tensor([1.0, 3.0]), torch.tensor([True, True])).mul(2**0.5).round().tolist()
     [-1.0, 1.0]
     """
     mean, var = masked_mean(values, mask), masked_var(values, mask)
-    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
+    whitened = (values - mean) * torch.rsqrt((var + 1e-8).clamp_min(least_std**2))
     return whitened if shift_mean else whitened + mean
 
 
@@ -93,6 +100,49 @@ def gae(
         next_advantage = torch.where(real, advantage, next_advantage)
         next_value = torch.where(real, values[:, step], next_value)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
+    """What each step is followed by: G_t = r_t + gamma G_{t+1}, float (B, T) as the rewards.
+
+    >>> discounted_returns(torch.tensor([[1.0, 0.0, 4.0]]), gamma=0.5).tolist()
+    [[2.0, 2.0, 4.0]]
+    """
+    returns = rewards.clone()
+    for step in reversed(range(rewards.shape[1] - 1)):
+        returns[:, step] += gamma * returns[:, step + 1]
+    return returns
+
+
+def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
+    """How much better each member of a group did than the group, step by step.
+
+    "leave_one_out" subtracts the mean of the others (RLOO, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE;
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). "std" subtracts the mean of all and divides by their
+    deviation (DeepSeekMath, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2); of several steps the
+    deviation is that of the step where members differ most, so that a step's weight is not lost. A group of one has
+    nothing to be compared with: 0.
+
+    Args:
+        returns: What each member's step earned, float (G, T).
+        baseline: Which one.
+
+    Returns:
+        Advantages, float (G, T).
+
+    >>> group_advantages(torch.tensor([[1.0], [0.0], [2.0], [1.0]]), "leave_one_out").mul(3).round()[:, 0].tolist()
+    [0.0, -4.0, 4.0, 0.0]
+    >>> group_advantages(torch.tensor([[1.0], [3.0]]), "std").mul(2**0.5).round()[:, 0].tolist()
+    [-1.0, 1.0]
+    """
+    members = len(returns)
+    if members == 1:
+        return torch.zeros_like(returns)
+    centered = returns - returns.mean(0)
+    if baseline == "leave_one_out":
+        return centered * members / (members - 1)
+    # Rounding alone makes members of a group that did equally well differ; the constant keeps that next to nothing.
+    return centered / (returns.std(0).max() + 1e-4)
 
 
 class PolicyLoss(NamedTuple):

@@ -4,9 +4,10 @@ Both directions share one path (`reading.read`), so the distribution that is sam
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
 - choices: one of the given strings, from softmax((score - prior) / temperature), where a score is the exact
-  log-probability of the string's tokens. The prior is each string's mean score under the reference model, measured on
-  the first observations that offer it and then frozen, so that a model which always says the same word still
-  explores. It is part of the policy, in sampling and in training alike.
+  log-probability of the string's tokens, divided by its length if that is wanted (see `choices`). The prior is each
+  string's mean score under the reference model, measured on the first observations that offer it and then frozen, so
+  that a model which always says the same word still explores. It is part of the policy, in sampling and in training
+  alike.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch import Tensor, nn
 from .adapter import aim_, fresh_down_projections, latest_inputs
 from .backbone import Backbone
 from .batching import TokenTree
+from .choices import ChoiceLength
 from .conversation import Reply, Segment
 from .errors import ContextLengthError
+from .evaluation import Evaluation, evaluate_turns
 from .generation import GenerationConfig
-from .losses import entropy_from_logits
 from .reading import Reading, read
 from .sampling import draw, write_text
 from .value_head import AutoModelForCausalLMWithValueHead
@@ -37,23 +39,8 @@ from .value_head import AutoModelForCausalLMWithValueHead
 _FIT_CONTEXTS = 512
 # Nodes in one forward pass without gradients; their keys and values live until its end.
 _FORWARD_NODES = 1024
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the current weights say of recorded turns.
-
-    Attributes:
-        logprobs: Log-probability of each decision, float32 (N, L).
-        entropy: Entropy of the distribution each decision was drawn from, in nats, float32 (N, L).
-        mask: True at decisions that were made, bool (N, L).
-        values: The critic's estimates, float32 (N,).
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    mask: Tensor
-    values: Tensor
+# The same while replies are written, each with room for its longest.
+_WRITING_NODES = 2048
 
 
 class Policy:
@@ -61,7 +48,7 @@ class Policy:
 
     Attributes:
         generation: How replies are sampled.
-        choice_prior: Mean score of each choice's tokens under the reference, frozen once measured.
+        choice_prior: Mean score of each choice under the reference, frozen once measured.
         weights_version: Number of updates so far; whoever changes the weights raises it.
     """
 
@@ -73,6 +60,7 @@ class Policy:
         calibrate_choices: bool = True,
         aim_lora: bool = True,
         seed: int | None = None,
+        choice_length: ChoiceLength | None = None,
     ) -> None:
         """Wrap a model.
 
@@ -84,6 +72,7 @@ class Policy:
             calibrate_choices: Whether choices are measured against their prior.
             aim_lora: Whether a fresh adapter is pointed at what differs between observations.
             seed: Of the sampling; None draws one.
+            choice_length: What a choice's log-likelihood is divided by; None leaves it.
         """
         self.model = model.eval()
         self.generation = generation
@@ -92,6 +81,7 @@ class Policy:
         self._eos_ids = frozenset(eos_ids)
         self._calibrate = calibrate_choices
         self._aim_lora = aim_lora
+        self._choice_length = choice_length
         self._backbone = Backbone(model)
         self._frozen: Backbone | None = None
         self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
@@ -116,9 +106,10 @@ class Policy:
         return self._backbone.tokens_forwarded + frozen
 
     @property
-    def values_are_untrained(self) -> bool:
-        """Whether the value head is still zero, as a new one is."""
-        return not self.model.v_head.summary.weight.any().item()
+    def inputs_are_fit(self) -> bool:
+        """Whether `fit_inputs` has run, now or before the model was saved, or the value head was trained without it."""
+        head = self.model.v_head
+        return bool(head.summary.weight.any() or head.feature_mean.any())
 
     def seed(self, seed: int | None) -> None:
         """Restart the sampling's random numbers."""
@@ -151,7 +142,8 @@ class Policy:
         self._forget_outdated()
         replies: dict[int, Reply] = {}
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
-        for rows in self._chunks([trees[row] for row in texts]):
+        longest = self.generation.max_new_tokens
+        for rows in self._chunks([trees[row] for row in texts], _WRITING_NODES, longest):
             chunk = [trees[texts[row]] for row in rows]
             features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
@@ -176,38 +168,7 @@ class Policy:
             segments: Without pending prompts.
             reference: Ask the reference policy instead; without gradients.
         """
-        trees = [TokenTree.from_segment(segment) for segment in segments]
-        first_decision: dict[TokenTree, int] = {}
-        count = 0
-        for tree in trees:
-            if tree not in first_decision:
-                first_decision[tree] = count
-                count += len(tree.decisions)
-        reading = self._read(list(first_decision), reference)
-        plan, turns = reading.plan, [turn for segment in segments for turn in segment.turns]
-        width = max(len(turn.reply.logprobs) for turn in turns)
-        logprobs = torch.zeros(count, width, device=self.device)
-        entropy = torch.zeros_like(logprobs)
-        if len(plan.text_slots):
-            step, decision, offset = plan.text_slots.unbind(1)
-            logprobs = logprobs.index_put((decision, offset), reading.step_logprobs[step])
-            entropy = entropy.index_put((decision, offset), reading.node_entropy[plan.steps[step, 0]])
-        of_turn = torch.tensor(
-            [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))], device=self.device
-        )
-        logprobs, entropy = logprobs[of_turn], entropy[of_turn]
-        choosing = [row for row, turn in enumerate(turns) if turn.reply.choice_index is not None]
-        if choosing:
-            table_row = torch.zeros(count, dtype=torch.long, device=self.device)
-            table_row[plan.choice_turns] = torch.arange(len(plan.choices), device=self.device)
-            offers = reading.choice_logprobs[table_row[of_turn[choosing]]]
-            taken = torch.tensor([[turns[row].reply.choice_index] for row in choosing], device=self.device)
-            slot = (torch.tensor(choosing, device=self.device), torch.tensor(0, device=self.device))
-            logprobs = logprobs.index_put(slot, offers.gather(1, taken)[:, 0])
-            entropy = entropy.index_put(slot, entropy_from_logits(offers))
-        lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
-        mask = (torch.arange(width) < lengths[:, None]).to(self.device)
-        return Evaluation(logprobs, entropy, mask, reading.values[of_turn])
+        return evaluate_turns(segments, lambda trees: self._read(trees, reference))
 
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
@@ -224,13 +185,20 @@ class Policy:
         return [results[row] for row in range(len(contexts))]
 
     @torch.no_grad()
-    def fit_inputs(self, segments: Sequence[Segment]) -> None:
+    def fit_inputs(self, segments: Sequence[Segment], critic: bool = True) -> None:
         """Fit what is untrained to these segments, equal ones once; replies and values stay what they are.
 
         A fresh adapter is pointed at what differs between observations (see `adapter`), and the value head's features
         are standardised.
+
+        Args:
+            segments: Where replies are decided.
+            critic: Whether the value head's features are standardised too.
         """
         trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_FIT_CONTEXTS]
+        if sum(len(tree.decisions) for tree in trees) < 2:
+            # In a single context nothing differs; a later batch may hold more.
+            return
         layers = fresh_down_projections(self.model.pretrained_model) if self._aim_lora else []
         features: list[Tensor] = []
         inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
@@ -245,16 +213,22 @@ class Policy:
                     inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
         for layer in layers:
             aim_(layer, torch.cat(inputs[layer]), torch.tensor(groups))
-        self.model.v_head.standardize_(torch.cat(features))
+        if critic:
+            self.model.v_head.standardize_(torch.cat(features))
 
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
         """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
         for rows in self._chunks([TokenTree.from_segment(segment) for segment in segments], nodes):
             yield [segments[row] for row in rows]
 
-    def _chunks(self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES) -> Iterator[list[int]]:
-        """Rows in chunks of one prefix that cost at most `nodes`; equal trees lie together and count once."""
-        sizes = [self._backbone.size(tree) for tree in trees]
+    def _chunks(
+        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0
+    ) -> Iterator[list[int]]:
+        """Rows in chunks of one prefix that cost at most `nodes`, of which each adds `new_nodes`.
+
+        Equal trees lie together and count once.
+        """
+        sizes = [self._backbone.size(tree) + new_nodes for tree in trees]
 
         def order(row: int) -> tuple[object, ...]:
             return trees[row].prefix, sizes[row], trees[row].history
@@ -290,8 +264,7 @@ class Policy:
         """Drop what was computed with weights that have changed since."""
         if self._seen_version != self.weights_version:
             self._weighed.clear()
-            if not self._backbone.history_is_frozen:
-                self._backbone.forget()
+            self._backbone.forget()
             self._seen_version = self.weights_version
 
     def _check_room(self, trees: Sequence[TokenTree]) -> None:
@@ -311,6 +284,7 @@ class Policy:
         return pretrained.disable_adapter() if is_plain else nullcontext()
 
     def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
+        self._forget_outdated()
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
         with self._as_reference() if reference else nullcontext():
             return read(
@@ -319,6 +293,7 @@ class Policy:
                 trees,
                 self.choice_prior,
                 self.generation.temperature,
+                self._choice_length,
                 adapted=not reference,
                 normalized=normalized,
             )

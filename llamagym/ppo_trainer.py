@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from .controllers import AdaptiveKLController
 from .errors import ConfigError, did_you_mean
 from .losses import (
     KLEstimator,
@@ -39,7 +40,7 @@ from .losses import (
     masked_mean,
     masked_whiten,
 )
-from .ppo import AdaptiveKLController, PPOConfig
+from .ppo import PPOConfig
 from .value_head import AutoModelForCausalLMWithValueHead
 
 logger = logging.getLogger(__name__)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .backbone import Backbone
 from .batching import Batch, ReadPlan, TokenTree
-from .choices import choice_logprobs, choice_scores
+from .choices import ChoiceLength, choice_logprobs, choice_scores
 from .losses import entropy_from_logits
 
-# Nodes whose logits exist at the same time: 128 of a 50,000-word vocabulary are 25 MB.
+# Nodes whose logits are computed at once: 128 of a 50,000-word vocabulary are 25 MB.
 _LOGITS_CHUNK = 128
 
 
@@ -32,7 +32,8 @@ class Reading:
         values: The critic's estimates there, (N,).
         step_logprobs: Log-probability of each step's token, (S,); see `read` for choices.
         node_entropy: Entropy of the next token at nodes of free text, in nats, (M,); 0 elsewhere.
-        choice_scores: Log-likelihood of each choice, up to what all choices of a turn share, (turns with choices, C).
+        choice_scores: Log-likelihood of each choice, (turns with choices, C): by its length if `read` was given one,
+            else up to what all choices of a turn share.
         choice_logprobs: The policy's log-probability of each choice, of the same shape.
     """
 
@@ -51,6 +52,7 @@ def read(
     trees: Sequence[TokenTree],
     prior: Mapping[tuple[int, ...], float],
     temperature: float,
+    length: ChoiceLength | None = None,
     adapted: bool = True,
     normalized: bool = False,
 ) -> Reading:
@@ -62,9 +64,11 @@ def read(
         trees: What to read.
         prior: Mean score of each choice, see `choice_logprobs`.
         temperature: Of free text's tokens and of choices.
+        length: What choices' log-likelihoods are divided by, see `choice_length`.
         adapted: Whether an activated LoRA acts.
         normalized: Whether the choices' first tokens are normalised over the vocabulary. What they lack otherwise is
-            the same for all choices of a turn and costs most of a pass: only their own logits are computed.
+            the same for all choices of a turn and costs most of a pass: only their own logits are computed. Divided
+            by different lengths it is no longer the same, so a `length` implies it.
     """
     plan = ReadPlan.from_trees(trees).to(backbone.device)
     flat = backbone.hidden_states(trees, Batch.from_trees(trees), adapted).flatten(0, 1)
@@ -74,7 +78,7 @@ def read(
     hidden = flat[plan.nodes]
     picked = hidden.new_zeros(plan.targets.shape, dtype=torch.float32)
     entropy = picked.new_zeros(len(plan.nodes))
-    full = plan.is_text | ~plan.is_fork | normalized
+    full = plan.is_text | ~plan.is_fork | normalized | (length is not None)
     if not full.all():
         picked = picked.index_put((~full,), backbone.logits_of(hidden[~full], plan.targets[~full]))
     if full.any():
@@ -83,18 +87,38 @@ def read(
         picked = picked.index_put((full,), read_full)
         entropy = entropy.index_put((full,), entropy_full)
     step_logprobs = picked[plan.steps[:, 0], plan.steps[:, 1]]
-    scores = choice_scores(plan, step_logprobs)
+    scores = choice_scores(plan, step_logprobs, length)
     offers = choice_logprobs(plan, scores, prior, temperature)
     return Reading(plan, features, values, step_logprobs, entropy, scores, offers)
 
 
 def _read_nodes(backbone: Backbone, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets (M, K) and entropies (M,), without ever holding all logits (M, V)."""
-
-    def read_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = (backbone.logits(hidden) / temperatures).log_softmax(-1)
-        return logprobs.gather(1, targets), entropy_from_logits(logprobs)
-
+    """Log-probs of the targets (M, K) and entropies (M,) of the next token."""
     parts = (tensor.split(_LOGITS_CHUNK) for tensor in (hidden, targets, temperatures))
-    read_chunks = [checkpoint(read_chunk, *chunk, use_reentrant=False) for chunk in zip(*parts, strict=True)]
-    return torch.cat([picked for picked, _ in read_chunks]), torch.cat([entropy for _, entropy in read_chunks])
+    chunks = [
+        _PickedAndEntropy.apply(backbone.logits(hidden) / temperatures, targets)
+        for hidden, targets, temperatures in zip(*parts, strict=True)
+    ]
+    return torch.cat([picked for picked, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+
+class _PickedAndEntropy(torch.autograd.Function):
+    """Log-probs of the targets (M, K) and entropy (M,) of softmax(logits), logits (M, V).
+
+    With p = softmax(z) and H its entropy, d log p_k / dz = 1_k - p and dH / dz = -p (log p + H). Autograd would keep
+    three tensors of the logits' size; this keeps log p alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = logits.log_softmax(-1)
+        entropy = entropy_from_logits(logprobs)
+        ctx.save_for_backward(logprobs, targets, entropy)
+        return logprobs.gather(1, targets), entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_picked: Tensor, of_entropy: Tensor) -> tuple[Tensor, None]:
+        logprobs, targets, entropy = ctx.saved_tensors
+        finite = logprobs.clamp_min(torch.finfo(logprobs.dtype).min)
+        slope = of_picked.sum(1, keepdim=True) + of_entropy[:, None] * (finite + entropy[:, None])
+        return slope.mul_(logprobs.exp()).neg_().scatter_add_(1, targets, of_picked), None

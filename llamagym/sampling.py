@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from .backbone import Backbone
-from .batching import Batch, TokenTree
+from .batching import TokenTree
 from .conversation import FinishReason
 from .generation import GenerationConfig
+from .writing import Beginning, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,15 @@ class Text:
 
 
 def draw(logits: Tensor, greedy: bool, rng: torch.Generator) -> Tensor:
-    """An index into the last dimension of logits (V,) or (B, V), on the generator's device."""
+    """An index into the last dimension of logits (V,) or (B, V), int64 () or (B,), on the generator's device."""
     if greedy:
         return logits.argmax(-1).to(rng.device)
-    return torch.multinomial(logits.softmax(-1).to(rng.device), 1, generator=rng).squeeze(-1)
+    cumulative = logits.softmax(-1).cumsum(-1)
+    total = cumulative[..., -1:]
+    uniform = torch.rand(total.shape, generator=rng, device=rng.device).to(total)
+    # Below the total even when rounded: what has no probability is behind it.
+    point = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).to(rng.device)
 
 
 @torch.no_grad()
@@ -40,7 +46,7 @@ def write_text(
     eos_ids: AbstractSet[int],
     rng: torch.Generator,
 ) -> tuple[Tensor, list[Text]]:
-    """Sample a reply to each context, keeping the key-value entries from token to token.
+    """Sample a reply to each context.
 
     Log-probabilities are those under softmax(logits / temperature), before top-k and top-p.
 
@@ -54,37 +60,31 @@ def write_text(
     Returns:
         The hidden state of each context's last token, float (B, H), and the texts.
     """
-    batch = Batch.from_trees(trees)
-    states, cache = backbone.start_writing(trees, batch)
-    rows = active = torch.arange(len(trees))
-    ends = torch.tensor([tree.decisions[0].prompt_end for tree in trees])
-    positions = batch.positions[rows, ends]
-    first = hidden = states[rows.to(states.device), ends.to(states.device)]
-    visible, key_positions = batch.visible[rows, ends], batch.key_positions
-    ids: list[list[int]] = [[] for _ in trees]
-    logprobs: list[list[float]] = [[] for _ in trees]
+    writer = Writer(backbone, trees, config.max_new_tokens)
+    said: list[tuple[int, ...]] = [()] * len(trees)
+    logprobs: list[tuple[float, ...]] = [()] * len(trees)
     reasons: list[FinishReason] = ["length"] * len(trees)
-    for length in range(1, config.max_new_tokens + 1):
-        logits = backbone.logits(hidden) / config.temperature
-        tokens = draw(_cut(logits, config), not config.do_sample, rng)
-        taken = logits.log_softmax(-1).gather(1, tokens[:, None].to(logits.device))[:, 0]
-        for row, token, logprob in zip(active.tolist(), tokens.tolist(), taken.tolist(), strict=True):
-            ids[row].append(token)
-            logprobs[row].append(logprob)
+    active = list(range(len(trees)))
+    first: Tensor | None = None
+    for _ in range(config.max_new_tokens):
+        row_of: dict[Beginning, int] = {}
+        rows = torch.tensor([row_of.setdefault((trees[i], said[i]), len(row_of)) for i in active])
+        hidden = writer.states(list(row_of))
+        rows = rows.to(hidden.device)
+        if first is None:
+            first = hidden[rows]
+        scores = (backbone.logits(hidden) / config.temperature).log_softmax(-1)
+        tokens = draw(_cut(scores, config)[rows], not config.do_sample, rng)
+        taken = scores[rows, tokens.to(scores.device)]
+        for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):
+            said[i], logprobs[i] = (*said[i], token), (*logprobs[i], logprob)
             if token in eos_ids:
-                reasons[row] = "eos"
-        keep = torch.tensor([reasons[row] != "eos" for row in active.tolist()]).nonzero()[:, 0]
-        if length == config.max_new_tokens or not len(keep):
+                reasons[i] = "eos"
+        active = [i for i in active if reasons[i] != "eos"]
+        if not active:
             break
-        if len(keep) < len(active):
-            active, positions = active[keep], positions[keep]
-            visible, key_positions = visible[keep], key_positions[keep]
-            cache.batch_select_indices(keep.to(states.device))
-        positions = positions + 1
-        visible = torch.cat([visible, torch.ones(len(active), 1, dtype=torch.bool)], dim=1)
-        key_positions = torch.cat([key_positions, positions[:, None]], dim=1)
-        hidden = backbone.extend(tokens[keep], positions, visible, key_positions, cache)
-    return first, [Text(tuple(i), tuple(p), reason) for i, p, reason in zip(ids, logprobs, reasons, strict=True)]
+    assert first is not None, "max_new_tokens is positive"
+    return first, [Text(*text) for text in zip(said, logprobs, reasons, strict=True)]
 
 
 def _cut(logits: Tensor, config: GenerationConfig) -> Tensor:

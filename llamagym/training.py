@@ -1,7 +1,9 @@
 """The visible loop: an agent, many copies of an environment, a bar.
 
-The copies restart themselves in the step that ends their episode (gymnasium's SAME_STEP autoreset): the observation
-that step returns is already the next episode's first, and the last one is found in `info["final_obs"]`.
+Every episode starts from a reset seed of its own, derived from the run's and counted in one order, so that a run can be
+repeated and another seed plays other episodes. For learners that compare episodes of one start, `group_size` copies in
+a row share these seeds: each copy takes the next one of its row when its episode ends, whether the others have ended or
+not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tqdm import tqdm
 
 from .agent import Agent
 from .errors import ConfigError
-from .ppo import Stats
+from .learner import Stats
 from .tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ def train(
     seed: int | None = None,
     on_update: Callable[[Stats], bool | None] | None = None,
     tracker: Tracker | None = None,
+    group_size: int | None = None,
 ) -> TrainingResult:
     """Let the agent act and learn for a number of episodes.
 
@@ -88,13 +91,24 @@ def train(
             have a spec to be copied from.
         episodes: Stop when this many have ended; others under way are dropped.
         num_envs: Copies that are acted in at once.
-        seed: Copy i starts from seed + i.
+        seed: Of the episodes' reset seeds; None draws one.
         on_update: Called with the statistics of each update; returning True ends the training.
         tracker: Receives them first.
+        group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
+            for a learner that compares none.
 
     Returns:
         Returns and statistics.
+
+    Raises:
+        ConfigError: `num_envs` is no multiple of `group_size`, or `env` cannot be copied.
     """
+    size = agent.learner.group_size if group_size is None else group_size
+    if size < 1 or num_envs % size:
+        raise ConfigError(
+            f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
+            f"{max(size, 1)}, or another group_size."
+        )
     agent.train()
     envs, ids = _make_envs(env, num_envs), list(range(num_envs))
     returns: list[float] = []
@@ -102,7 +116,7 @@ def train(
     turns, stop = 0, False
     recent: deque[float] = deque(maxlen=_WINDOW)
     with tqdm(total=episodes, unit="episode") as bar:
-        for ended, stats in _steps(agent, envs, ids, seed):
+        for ended, stats in _steps(agent, envs, ids, seed, size):
             turns += num_envs
             new = [value for _, value in ended][: episodes - len(returns)]
             returns += new
@@ -136,7 +150,7 @@ def evaluate(
         agent: Who acts; switched to `eval(greedy)`, and back afterwards.
         env: As for `train`.
         episodes: How many to play.
-        seed: Copy i starts from seed + i.
+        seed: Of the episodes' reset seeds, apart from those of `train` with any other seed; None draws one.
         num_envs: Copies that are acted in at once.
         greedy: Take the most likely choice or token instead of sampling.
     """
@@ -163,25 +177,42 @@ def evaluate(
 
 
 def _steps(
-    agent: Agent, envs: SyncVectorEnv, ids: Sequence[Hashable], seed: int | None
+    agent: Agent, envs: SyncVectorEnv, ids: Sequence[Hashable], seed: int | None, group_size: int = 1
 ) -> Iterator[tuple[list[tuple[int, float]], Stats]]:
     """Step all copies forever; yields (copy, return) of the episodes that ended, and the statistics of an update."""
-    observations, _ = envs.reset(seed=seed)
+    rows = envs.num_envs // group_size
+    entropy = np.random.SeedSequence(seed).entropy
+    # The number of the group that each copy is in; a row's next group is `rows` further on.
+    group = np.arange(envs.num_envs) // group_size
+    seeds = [_reset_seed(entropy, number) for number in group.tolist()]
+    observations, _ = envs.reset(seed=list(seeds))
     totals = np.zeros(envs.num_envs)
+    space = envs.single_action_space
     while True:
         actions = agent.act_batch(list(iterate(envs.observation_space, observations)), ids)
-        space = envs.single_action_space
         batch = concatenate(space, actions, create_empty_array(space, envs.num_envs))  # type: ignore[arg-type]
-        observations, rewards, terminated, truncated, infos = envs.step(batch)
+        observations, rewards, terminated, truncated, _ = envs.step(batch)
         agent.assign_rewards(rewards.tolist(), ids)
         totals += rewards
-        done = np.flatnonzero(terminated | truncated).tolist()
+        over = terminated | truncated
+        done = np.flatnonzero(over).tolist()
         stats: Stats = {}
-        if len(done):
+        if done:
             cut = [bool(truncated[i] and not terminated[i]) for i in done]
-            stats = agent.terminate_episodes([ids[i] for i in done], cut, [infos["final_obs"][i] for i in done])
+            final = list(iterate(envs.observation_space, observations))
+            groups = [seeds[i] if group_size > 1 else None for i in done]
+            stats = agent.terminate_episodes([ids[i] for i in done], cut, [final[i] for i in done], groups=groups)
+            group[done] += rows
+            for i in done:
+                seeds[i] = _reset_seed(entropy, int(group[i]))
+            observations, _ = envs.reset(seed=list(seeds), options={"reset_mask": over})
         yield [(i, float(totals[i])) for i in done], stats
         totals[done] = 0.0
+
+
+def _reset_seed(entropy: Any, number: int) -> int:
+    """The seed of the episodes with this number; those of different runs have nothing to do with each other."""
+    return int(np.random.SeedSequence(entropy, spawn_key=(number,)).generate_state(1)[0])
 
 
 def _make_envs(env: EnvSource, num_envs: int) -> SyncVectorEnv:
@@ -201,4 +232,4 @@ def _make_envs(env: EnvSource, num_envs: int) -> SyncVectorEnv:
             makers = [lambda: gymnasium.make(copy.deepcopy(spec))] * num_envs
     else:
         makers = [env] * num_envs
-    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)

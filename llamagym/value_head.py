@@ -74,21 +74,22 @@ class ValueHead(nn.Module):
         """Take mean and deviation of a sample as the constants of standardisation. Call it before training.
 
         Deviations far below the average one (their root mean square) are raised to a hundredth of it, so that a
-        feature that hardly varies in the sample cannot dominate later.
+        feature that hardly varies in the sample cannot dominate later. Where there is no deviation at all, as in a
+        sample of one, features are centred only, and the bias learns what there is to learn.
 
         Args:
-            features: Hidden states where values are read, (M, H) with M >= 2, all finite.
+            features: Hidden states where values are read, (M, H) with M >= 1, all finite.
 
         Raises:
             ValueError: `features` has another shape, or holds NaN or infinity.
         """
         size = self.feature_mean.numel()
-        if features.ndim != 2 or features.shape[0] < 2 or features.shape[1] != size:
-            raise ValueError(f"features have shape {tuple(features.shape)}; expected (M, {size}) with M >= 2.")
+        if features.ndim != 2 or not features.shape[0] or features.shape[1] != size:
+            raise ValueError(f"features have shape {tuple(features.shape)}; expected (M, {size}) with M >= 1.")
         features = features.to(self.feature_mean)
         if not features.isfinite().all():
             raise ValueError("features hold NaN or infinity; the model's hidden states have overflowed.")
-        deviation = features.std(dim=0)
+        deviation = features.std(dim=0) if len(features) > 1 else torch.zeros_like(features[0])
         floor = deviation.square().mean().sqrt() / _MAX_GAIN
         self.feature_mean.copy_(features.mean(dim=0))
         self.feature_std.copy_(deviation.clamp_min(floor) if floor > 0 else torch.ones_like(deviation))

@@ -18,10 +18,24 @@ import torch
 
 from llamagym import model_registry
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
+from runs import RESULTS, Run, half_width, runs_by_name
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
+# The results' folder as the README links to it.
+LEARNING = "scripts/benchmarks/learning/results"
 # What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
 _GOAL = -0.12
+# What was to be reached, set before the runs; by the name of the result files.
+_TARGETS = {
+    "blackjack": "greedy -0.060, worst -0.075",
+    "blackjack-free-text": "greedy -0.080",
+    "frozenlake": "0.65",
+    "cartpole": "450, worst 300",
+    "text-world": "0.9",
+    "babyai": "0.9",
+}
 
 
 def models() -> str:
@@ -47,45 +61,60 @@ def models() -> str:
 
 
 def results() -> str:
-    """Blackjack's runs, a seed a line, and their mean with its 95 % interval."""
-    paths = sorted((BENCHMARKS / "learning" / "results").glob("blackjack-seed*.json"))
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    """What was learnt: an experiment a line, its plot, and what all ran on."""
     lines = [
-        f"| seed | before | after, sampled | after, greedy | minutes to {_GOAL} | minutes | hands | peak GiB |",
+        "| runs, by seed | before | sampled (worst) | greedy (worst) | target | baselines | minutes | GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for path, run in zip(paths, runs, strict=True):
-        reached = next((point["minutes"] for point in run["curve"] if point["expected_return"] >= _GOAL), None)
+    plots = []
+    for name, runs in runs_by_name().items():
+        seeds = " ".join(f"[{run['seed']}]({LEARNING}/{run['file']})" for run in runs)
+        title = name.replace("-", " ").capitalize()
         cells = [
-            f"[{run['seed']}](scripts/benchmarks/learning/results/{path.name})",
-            *(f"{run['expected_return_' + when]:.3f}" for when in ("before", "after", "greedy")),
-            "never" if reached is None else f"{reached:.1f}",
-            f"{run['minutes']:.1f}",
-            f"{run['episodes']:,}",
-            f"{run['peak_memory_gib']:.1f}",
+            f"{title} {seeds}",
+            number(statistics.mean(run["expected_return_before"] for run in runs)),
+            *(over_seeds([run[f"expected_return_{how}"] for run in runs]) for how in ("after", "greedy")),
+            _TARGETS.get(name, ""),
+            ", ".join(
+                f"{baseline.replace('_', ' ')} {number(value)}" for baseline, value in runs[0]["baselines"].items()
+            ),
+            f"{statistics.mean(run['minutes'] for run in runs):.1f}",
+            f"{max(run['peak_memory_gib'] for run in runs):.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    if len(runs) < 2:
-        return "\n".join(lines)
-    sampled, greedy = (interval([run[f"expected_return_{how}"] for run in runs]) for how in ("after", "greedy"))
-    baselines = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in runs[0]["baselines"].items())
-    hardware = runs[0]["hardware"]
-    seeds = " ".join(str(run["seed"]) for run in runs)
+        if (RESULTS / f"{name}.png").exists():
+            plots += ["", f"![Learning curves: {title}]({LEARNING}/{name}.png)"]
+    hardware = runs_by_name()["blackjack"][0]["hardware"]
     lines += [
         "",
-        f"Exact expected return in Blackjack. Mean and 95 % interval over {len(runs)} seeds: sampled {sampled},",
-        f"greedy {greedy}. Baselines: {baselines}.",
-        f"On {hardware['cores']} cores of an {hardware['processor']}.",
-        f"Command: `python scripts/benchmarks/learning/run.py blackjack --seeds {seeds}`.",
+        "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval,",
+        "and the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
+        f"On {hardware['cores']} cores of an {hardware['processor']}. Each file holds its command;",
+        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's.",
+        *time_to_goal(runs_by_name()["blackjack"]),
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *plots])
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half-width of the 95 % interval by Student's t."""
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}[len(values)]
-    half = t * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.mean(values):.3f} ± {half:.3f}"
+def time_to_goal(runs: list[Run]) -> list[str]:
+    """A sentence on how long Blackjack takes to its first goal."""
+    minutes = []
+    for run in runs:
+        reached = (point["minutes"] for point in run["curve"] if point.get("expected_return", _GOAL - 1) >= _GOAL)
+        minutes.append(next((f"{at:.1f}" for at in reached), "never"))
+    return [f"Blackjack passed {_GOAL}, sampled, after minutes: {', '.join(minutes)}."]
+
+
+def number(value: float) -> str:
+    """Three decimals where returns are small, one where they are large."""
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def over_seeds(values: list[float]) -> str:
+    """Mean, half-width of its 95 % interval and the worst; a single value stands alone."""
+    if len(values) == 1:
+        return number(values[0])
+    return f"{number(statistics.mean(values))} ± {number(half_width(values))} ({number(min(values))})"
 
 
 def benchmarks() -> str:
@@ -96,6 +125,7 @@ def benchmarks() -> str:
         "transformers_batch_64": "times transformers' `generate`, batch of 64",
         "plain_step": "times a plain PPO step with full logits, batch of 16",
         "llamagym_0.1.1": "times LlamaGym 0.1.1",
+        "agilerl_2.58": "times AgileRL 2.58's LLM PPO",
     }
     for file, what in (("acting", "acting, 64 environments"), ("learning", "learning")):
         path = BENCHMARKS / "results" / f"{file}.json"
@@ -109,6 +139,8 @@ def benchmarks() -> str:
                 ratios = (result[f"{kind}_over_{rival}"] for kind in ("free_text", "choices"))
                 rate = result[rival]["median"]
                 lines.append(f"| {label} ({rate:.2f}) | " + " | ".join(f"{ratio:.1f}" for ratio in ratios) + " |")
+    if (BENCHMARKS / "results" / "memory.png").exists():
+        lines += ["", "![Resident memory of a Blackjack run](scripts/benchmarks/results/memory.png)"]
     return "\n".join(lines)
 
 

@@ -46,8 +46,10 @@ def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: 
             if "lora_B" in name or "v_head" in name:
                 weight.normal_(std=0.2, generator=rng)
     settings = {"max_new_tokens": 6, **options.pop("generate", {})}
-    ppo = {"batch_size": 4, "mini_batch_size": 4, **options.pop("ppo", {})}
-    return kind(model, tiny_tokenizer(family), None, settings, ppo, **{"seed": 0, **options})
+    algorithm = options.get("algorithm", "ppo")
+    sizes = {"batch_size": 4} if algorithm == "reinforce" else {"batch_size": 4, "mini_batch_size": 4}
+    options[f"{algorithm}_config_dict"] = {**sizes, **options.pop(algorithm, {})}
+    return kind(model, tiny_tokenizer(family), None, settings, **{"seed": 0, **options})
 
 
 class CountdownEnv(gym.Env):

@@ -8,7 +8,16 @@ import math
 import pytest
 import torch
 
-from llamagym import Agent, AutoModelForCausalLMWithValueHead, ConfigError, ContextLengthError, EpisodeError
+from llamagym import (
+    Agent,
+    AutoModelForCausalLMWithValueHead,
+    ConfigError,
+    ContextLengthError,
+    EpisodeError,
+    GRPOConfig,
+    ReinforceConfig,
+)
+from llamagym.algorithms import make_learner
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
@@ -261,6 +270,23 @@ def test_a_failing_observation_can_be_tried_again():
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         make_agent(**options)
+
+
+def test_an_algorithm_takes_its_own_options_and_no_others():
+    assert make_agent(algorithm="grpo", grpo={"gamma": 0.9}).learner.config == GRPOConfig(
+        batch_size=4, mini_batch_size=4, gamma=0.9
+    )
+    assert make_agent(algorithm="reinforce", seed=3).learner.config == ReinforceConfig(batch_size=4, seed=3)
+    with pytest.raises(ConfigError, match=r"Did you mean 'grpo'"):
+        make_learner(make_agent().policy, "grop", {})
+    with pytest.raises(ConfigError, match=r"ppo_config_dict=.* has no effect on algorithm='grpo'"):
+        make_agent(algorithm="grpo", ppo_config_dict={"batch_size": 4})
+
+
+def test_use_target_kl_sets_a_target_where_none_is_named():
+    assert make_agent().learner.config.target_kl is None
+    assert make_agent(use_target_kl=True).learner.config.target_kl == 0.03
+    assert make_agent(use_target_kl=True, ppo={"target_kl": 0.01}).learner.config.target_kl == 0.01
 
 
 def test_a_model_without_value_head_is_refused():

@@ -13,12 +13,14 @@ LIBRARY = Path(llamagym.__file__).parent
 # A file imports only from files before it. Names without a file yet hold their place.
 ORDER = [
     "errors",
+    "options",
     "parsing",
     "losses",
     "generation",
     "chat_template",
     "conversation",
     "batching",
+    "demonstrations",
     "choices",
     "model_registry",
     "hub",
@@ -28,15 +30,26 @@ ORDER = [
     "history",
     "parts",
     "backbone",
+    "writing",
     "sampling",
     "reading",
+    "evaluation",
     "policy",
+    "controllers",
+    "learner_config",
+    "minibatches",
+    "trust_region",
+    "learner",
     "ppo",
     "ppo_trainer",
     "grpo",
+    "algorithms",
     "sft",
+    "replay",
     "tracking",
     "checkpoint",
+    "alarms",
+    "interface",
     "agent",
     "training",
     "__init__",
@@ -45,8 +58,8 @@ ORDER = [
 LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "tensorboard"}
 FILES = sorted(LIBRARY.rglob("*.py"))
 LINES = 350
-# Larger than that today; they may shrink, no other file may join them.
-LARGE = {"agent.py": 400, "ppo.py": 400}
+# Larger than that today; it may shrink, no other file may join it.
+LARGE = {"agent.py": 400}
 
 
 def place(path: Path) -> str:

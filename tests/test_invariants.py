@@ -37,7 +37,7 @@ def plain_logprobs(agent, ids, opening, temperature=1.0):
 
 def forget(agent):
     """Drop what was read before."""
-    agent.policy._backbone.forget()
+    agent.policy._backbone.forget_histories()
 
 
 def context_ids(segment):

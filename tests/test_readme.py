@@ -71,8 +71,9 @@ def test_every_option_of_ppo_stands_there_with_its_default():
 def test_every_option_of_the_agent_stands_there_with_its_default():
     parameters = inspect.signature(Agent.__init__).parameters
     given = {"self", "model", "tokenizer"}
-    # An empty dictionary cannot be a default argument; None stands for it.
-    defaults = {name: {} if name.endswith("_dict") else parameters[name].default for name in parameters.keys() - given}
+    defaults = {name: parameters[name].default for name in parameters.keys() - given}
+    # An empty dictionary cannot be a default argument; None stands for it, but for replay, where it means none.
+    defaults |= {name: {} for name in defaults if name.endswith("_dict") and name != "replay_config_dict"}
     assert table("option of `Agent(...)`") == defaults
 
 

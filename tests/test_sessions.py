@@ -83,10 +83,10 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
             agent.discard_episodes([1])
     segments = [agent.conversation(env).current_segment() for env in range(3)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
-    grown = policy._backbone._read(trees)
-    policy._backbone.forget()
+    grown = policy._backbone.read(trees)
+    policy._backbone.forget_histories()
     assert max(tree.context_length for tree in trees) > 64
-    for one, other in zip(grown, policy._backbone._read(trees), strict=True):
+    for one, other in zip(grown, policy._backbone.read(trees), strict=True):
         assert torch.allclose(one, other, atol=TOLERANCE)
     recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
     now = policy.evaluate(segments)
@@ -108,10 +108,10 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
     trees = [TokenTree.from_segment(segment) for segment in segments]
     assert len({tree.history[: tree.marks[-1]] for tree in trees}) == 1
     backbone = agent.policy._backbone
-    together = backbone._read(trees)
+    together = backbone.read(trees)
     for tree, entries in zip(trees, together, strict=True):
-        backbone.forget()
-        assert torch.allclose(backbone._read([tree])[0], entries, atol=TOLERANCE)
+        backbone.forget_histories()
+        assert torch.allclose(backbone.read([tree])[0], entries, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("activated", [True, False])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+from typing import ClassVar
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from llamagym import ConfigError, evaluate, train
@@ -54,6 +56,73 @@ def test_updates_reach_the_callback_and_the_tracker(tmp_path):
     assert [line["step"] for line in lines] == [2, 4]
     assert lines[0]["entropy"] == seen[0]["entropy"]
     assert result.message == ""
+
+
+class SeededEnv(CountdownEnv):
+    """Shows a number drawn at reset; lasts one step or, where the first action asks for it, two."""
+
+    resets: ClassVar[list[tuple[int, int]]] = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.shown, self.age = np.int64(self.np_random.integers(100)), 0
+        self.resets.append((id(self), seed))
+        return self.shown, {}
+
+    def step(self, action):
+        self.age += 1
+        return self.shown, float(action), self.age == 2 or action == 0, False, {}
+
+
+@pytest.fixture
+def resets():
+    SeededEnv.resets.clear()
+    return SeededEnv.resets
+
+
+def test_episodes_of_a_group_begin_alike_and_groups_do_not(resets):
+    agent = make_agent(IndexAgent, context="turn", algorithm="grpo", grpo={"batch_size": 10_000, "group_size": 3})
+    train(agent, SeededEnv, episodes=60, num_envs=6, seed=0)
+    groups = {}
+    for episode in agent._buffer:
+        groups.setdefault(episode.group, []).append(episode)
+    complete = [episodes for episodes in groups.values() if len(episodes) == 3]
+    assert len(complete) >= 15
+    assert all(len({episode.turns[0].prompt.ids for episode in episodes}) == 1 for episodes in complete)
+    assert any(len({len(episode.turns) for episode in episodes}) > 1 for episodes in complete)
+    assert len({episodes[0].turns[0].prompt.ids for episodes in complete}) > 10
+    # Copies of a row go through the same seeds in the same order, each at its own pace; the other row through others.
+    copies = {}
+    for copy, seed in resets:
+        copies.setdefault(copy, []).append(seed)
+    first, second = [list(copies.values())[start : start + 3] for start in (0, 3)]
+    for row in (first, second):
+        longest = max(row, key=len)
+        assert all(seeds == longest[: len(seeds)] for seeds in row)
+    assert not {seed for seeds in first for seed in seeds} & {seed for seeds in second for seed in seeds}
+
+
+def test_every_episode_has_a_seed_of_its_own_and_another_run_plays_others(resets):
+    played = []
+    for seed in (0, 0, 1):
+        agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 10_000})
+        train(agent, SeededEnv, episodes=20, num_envs=2, seed=seed)
+        assert {episode.group for episode in agent._buffer} == {None}
+        played.append([number for _, number in resets])
+        resets.clear()
+    evaluate(agent, SeededEnv, episodes=20, num_envs=2, seed=2)
+    played.append([number for _, number in resets])
+    assert played[0] == played[1]
+    assert all(len(set(numbers)) == len(numbers) for numbers in played)
+    assert not set(played[0]) & set(played[2])
+    assert not set(played[2]) & set(played[3])
+
+
+def test_copies_that_do_not_divide_into_groups_are_refused():
+    agent = make_agent(IndexAgent, algorithm="grpo", grpo={"group_size": 4})
+    with pytest.raises(ConfigError, match="num_envs=6 does not divide into groups of 4"):
+        train(agent, SeededEnv, episodes=1, num_envs=6)
+    train(agent, SeededEnv, episodes=1, num_envs=6, group_size=2)
 
 
 def test_an_environment_given_by_id_is_copied():

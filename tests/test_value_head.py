@@ -89,8 +89,11 @@ def test_standardize_survives_a_sample_without_spread_and_refuses_bad_ones() -> 
     head = ValueHead(2)
     head.standardize_(torch.full((4, 2), 3.0))
     assert head.feature_std.tolist() == [1.0, 1.0]
+    head.standardize_(torch.tensor([[5.0, 7.0]]))
+    assert head.feature_mean.tolist() == [5.0, 7.0]
+    assert head.feature_std.tolist() == [1.0, 1.0]
     for bad, message in [
-        (torch.zeros(1, 2), "M >= 2"),
+        (torch.zeros(0, 2), "M >= 1"),
         (torch.zeros(4, 3), r"\(M, 2\)"),
         (torch.tensor([[0.0, 1.0], [float("nan"), 0.0]]), "NaN"),
     ]:

@@ -1,16 +1,16 @@
-"""Claim (a): turns a second while acting, against a plain transformers loop and against LlamaGym 0.1.1.
+"""Claim (a): turns a second while acting, against a plain transformers loop, LlamaGym 0.1.1 and AgileRL 2.58.
 
-python scripts/benchmarks/acting.py [--llamagym-python PATH]
+python scripts/benchmarks/acting.py [--llamagym-python PATH] [--agilerl-python PATH]
 
-PATH is the interpreter of an environment made as rivals/llamagym_011.py says. An update of the weights is feigned
+PATH is the interpreter of an environment made as the script in rivals/ says. An update of the weights is feigned
 every 512 turns: what depends on them is computed anew. Replies are up to 8 sampled tokens, or one of two choices.
 """
 
 from __future__ import annotations
 
 import torch
-from common import add_ratios, median_rate, rival_python, run_rival, save
-from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
+from common import add_bare, add_ratios, median_rate, parse_rivals, run_rivals, save
+from workload import MAX_NEW_TOKENS, bare_rates, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
 
@@ -54,25 +54,23 @@ def plain_turns(batch: int) -> dict:
 
 def main() -> None:
     """Measure everything in one run."""
-    python = rival_python(__doc__)
+    pythons = parse_rivals(__doc__)
     torch.manual_seed(0)
     agent = make_agent(free_text=True)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
-    forward = median_rate(ENVS * length, bare_forward(plain_model(agent), ENVS, length))
+    bare = bare_rates(plain_model(agent), ENVS, length)
     free_text, text_tokens = llamagym_turns(free_text=True)
     choices, choice_tokens = llamagym_turns(free_text=False)
     result = {
         "unit": "turns per second, median of 5",
-        "bare_forward_tokens_per_second": forward,
         "llamagym_free_text": {**free_text, "tokens_per_turn": text_tokens},
         "llamagym_choices": {**choices, "tokens_per_turn": choice_tokens},
         "transformers_batch_1": plain_turns(1),
         "transformers_batch_64": plain_turns(ENVS),
+        **run_rivals(pythons, embedded_model_folder(), "act"),
     }
-    result["free_text_tokens_per_second_over_bare_forward"] = text_tokens * free_text["median"] / forward["median"]
-    if python:
-        result["llamagym_0.1.1"] = run_rival(python, "llamagym_011.py", embedded_model_folder(), "act")
-    add_ratios(result, ("transformers_batch_1", "transformers_batch_64", "llamagym_0.1.1"))
+    add_bare(result, bare, text_tokens * free_text["median"])
+    add_ratios(result, ("transformers_batch_1", "transformers_batch_64", *pythons))
     save("acting", result)
 
 

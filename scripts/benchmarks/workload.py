@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from common import ROOT
+from common import ROOT, median_rate
 from gymnasium.vector import AutoresetMode
 from transformers import AutoModelForCausalLM
 
@@ -79,12 +79,30 @@ def prompts(agent: BlackjackAgent, count: int) -> list[str]:
     return texts
 
 
-def bare_forward(model: Any, batch: int, length: int) -> Callable[[], object]:
-    """One forward pass of the body on random tokens, without logits: what the hardware gives."""
+@torch.no_grad()
+def bare_rates(model: Any, batch: int, length: int) -> dict[str, dict[str, Any]]:
+    """What the hardware gives, in tokens a second on random ids: the same model, and nothing around it.
+
+    Args:
+        model: From `plain_model`.
+        batch: Rows.
+        length: Tokens a row, the `MAX_NEW_TOKENS` of the reply included.
+
+    Returns:
+        `body`: whole rows in one pass, without logits. `causal_lm`: the same with logits at every token. `decode`: the
+        reply's tokens one at a time, with logits, on a cache that holds the rest; what free text must do at best.
+    """
     ids = torch.randint(1000, 40_000, (batch, length), generator=torch.Generator().manual_seed(0))
+    prompt_length = length - MAX_NEW_TOKENS
+    cache = model(ids[:, :prompt_length], use_cache=True).past_key_values
 
-    @torch.no_grad()
-    def run() -> object:
-        return model.model(input_ids=ids)
+    def decode() -> None:
+        for position in range(prompt_length, length):
+            model(ids[:, position : position + 1], past_key_values=cache)
+        cache.crop(-MAX_NEW_TOKENS)
 
-    return run
+    return {
+        "body": median_rate(ids.numel(), lambda: model.model(ids, use_cache=False)),
+        "causal_lm": median_rate(ids.numel(), lambda: model(ids, use_cache=False)),
+        "decode": median_rate(batch * MAX_NEW_TOKENS, decode),
+    }

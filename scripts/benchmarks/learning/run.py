@@ -36,11 +36,12 @@ def main() -> None:
     parser.add_argument("example", help="name of a script in examples/")
     parser.add_argument("--name", help="of the result files; default: the example's")
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    parser.add_argument("options", nargs="*", help="after --: options of the example")
-    args = parser.parse_args()
+    # argparse itself would refuse them: `--seeds` takes all values there are.
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
     RESULTS.mkdir(exist_ok=True)
     for seed in args.seeds:
-        command = ["python", f"examples/{args.example}.py", "--seed", str(seed), *args.options]
+        command = ["python", f"examples/{args.example}.py", "--seed", str(seed), *options]
         with tempfile.TemporaryDirectory() as folder:
             where = setting()
             subprocess.run([sys.executable, *command[1:], "--run-dir", folder], cwd=ROOT, check=True)

@@ -16,20 +16,25 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 import time
+from itertools import cycle
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from prompt import STATES, SYSTEM, observed
 from transformers import AutoTokenizer
 from trl import AutoModelForCausalLMWithValueHead
 
 from llamagym import Agent
 
-BATCH, REPEATS = 4, 5
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import median_of, versions
+
+# A batch of 4 samples takes it a minute or more to learn from; five are waited for only if that is quick.
+BATCH, BUDGET_S = 4, 150.0
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '\n' }}"
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]\n' }}{% endif %}{% endfor %}"
@@ -41,11 +46,11 @@ class BlackjackAgent(Agent):
 
     def get_system_prompt(self):
         """The rules, in a line."""
-        return "You play blackjack. You see your sum and the dealer's card. Answer with one word: stick or hit."
+        return SYSTEM
 
     def format_observation(self, observation):
         """Sum and dealer's card."""
-        return f"{observation[0]} against {observation[1]}"
+        return observed(observation)
 
     def extract_action(self, response):
         """1 hits, 0 sticks."""
@@ -95,20 +100,22 @@ def main() -> None:
     agent = BlackjackAgent(
         model, tokenizer, "cpu", generate, {"batch_size": BATCH, "mini_batch_size": BATCH, "ppo_epochs": 1}
     )
-    rates = []
     learning = sys.argv[2] == "learn"
-    for repeat in range(REPEATS + 1):
+    states = cycle(STATES)
+
+    def rate() -> float:
         acting, started = 0.0, time.perf_counter()
-        for episode in range(BATCH):
+        for reward in (-1.0, 1.0) * (BATCH // 2):
             before = time.perf_counter()
-            agent.act((12 + (repeat + episode) % 9, 1 + episode % 10, 0))
+            agent.act(next(states))
             acting += time.perf_counter() - before
-            agent.assign_reward(1.0 if episode % 2 else -1.0)
+            agent.assign_reward(reward)
             agent.terminate_episode(train=learning)
         seconds = time.perf_counter() - started
-        if repeat:
-            rates.append(BATCH / (seconds - acting if learning else acting))
-    print(json.dumps({"median": statistics.median(rates), "all": rates}))
+        return BATCH / (seconds - acting if learning else acting)
+
+    result = median_of(rate, BUDGET_S)
+    print(json.dumps({**result, "packages": versions("llamagym", "torch", "transformers", "trl", "peft")}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,210 @@
+"""Alarms: says in plain words when learning goes wrong, each time with the next move.
+
+A rule looks at the statistics of the latest updates and returns a sentence, or None if all is well. Rules skip
+statistics that an algorithm does not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+Stats = Mapping[str, float]
+History = Sequence[Stats]
+
+# Updates that are remembered, and how many at each end are compared: means of five are steady enough to tell a trend.
+_UPDATES, _WINDOW = 20, 5
+# Shares are judged from this many turns, and spreads from this many episodes, on: fewer agree by chance.
+_MIN_TURNS, _MIN_EPISODES = 32, 8
+# Beyond this share of one reply a batch of some hundred turns holds next to no other to learn from.
+_SAME_REPLY = 0.99
+# In nats. Of two choices the other one is then taken 3 times in 1000: what is not tried is not learnt.
+_CERTAIN = 0.02
+# Returns whose deviation is below this are equal up to rounding.
+_EQUAL = 1e-8
+# From one reply in ten on, a good part of the gradient is about the format instead of the game.
+_INVALID_HIGH = 0.1
+# A rise that stays below this is not worth a word.
+_INVALID_NOTICED = 0.02
+# In nats per decision. approx_kl is half the mean squared log-ratio: 0.02 where it has the size of the usual clipping
+# range, 0.2. Updates that learn well stay near that (0.026 at most in the committed Blackjack runs).
+_KL_JUMP = 0.05
+# The critic starts at 0 and learns within a few updates if there is anything to learn.
+_CRITIC_UPDATES, _EXPLAINS_NOTHING = 10, 0.01
+# Rounding stays below it; a wrong mask, position or temperature does not. In half precision tiny models of four layers
+# were seen to differ by up to 0.03.
+_RATIO_ERROR, _RATIO_ERROR_HALF = 1e-3, 0.1
+
+
+class Alarms:
+    """Watches the statistics of successive updates.
+
+    >>> alarms = Alarms()
+    >>> [alarm.split(":")[0] for alarm in alarms.check({"approx_kl": 0.3})]
+    ['approx_kl jumped to 0.300']
+    >>> alarms.check({"approx_kl": 0.3}), alarms.check({"approx_kl": 0.01})
+    ([], [])
+    >>> len(alarms.check({"approx_kl": 0.3}))
+    1
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        """Start without a history.
+
+        Args:
+            dtype: Of the model's weights: how far rounding alone makes ratios differ from 1.
+        """
+        tolerance = _RATIO_ERROR if dtype == torch.float32 else _RATIO_ERROR_HALF
+        self._history: deque[Stats] = deque(maxlen=_UPDATES)
+        self._ringing: set[str] = set()
+        self._rules: dict[str, Callable[[History], str | None]] = {
+            "same_reply": _same_reply,
+            "certain": _certain,
+            "equal_returns": _equal_returns,
+            "invalid_high": _invalid_high,
+            "invalid_climbs": _invalid_climbs,
+            "kl_jump": _kl_jump,
+            "useless_critic": _useless_critic,
+            "ratio_error": lambda history: _ratio_error(history, tolerance),
+        }
+
+    def check(self, stats: Stats) -> list[str]:
+        """Take in an update's statistics.
+
+        Args:
+            stats: As `update` returns them.
+
+        Returns:
+            One sentence for each alarm that starts with this update. One that goes on is not repeated; one that ceased
+            may start again.
+        """
+        self._history.append(dict(stats))
+        found = {name: text for name, rule in self._rules.items() if (text := rule(list(self._history)))}
+        new = [text for name, text in found.items() if name not in self._ringing]
+        self._ringing = set(found)
+        return new
+
+
+def _same_reply(history: History) -> str | None:
+    share = _last(history, "commonest_reply")
+    if share is None or share < _SAME_REPLY or not _enough(history, "turns", _MIN_TURNS):
+        return None
+    return (
+        f"{share:.1%} of all replies are one and the same: unless it is right everywhere, the policy has collapsed and "
+        "cannot find anything better. Start again with calibrate_choices=True, a higher entropy_coef, or a target_kl."
+    )
+
+
+def _certain(history: History) -> str | None:
+    entropy = _last(history, "entropy")
+    returns = _values(history, "return_mean")
+    if entropy is None or entropy > _CERTAIN or len(returns) < 2 * _WINDOW or _trend(returns) > 0:
+        return None
+    return (
+        f"entropy is {entropy:.3f} nats and return_mean stays at {_mean(returns[-_WINDOW:]):.3g}: nothing new is tried "
+        "any more. If this is not as good as it gets, start again with a higher entropy_coef or a lower learning_rate."
+    )
+
+
+def _equal_returns(history: History) -> str | None:
+    spread = _last(history, "return_std")
+    if spread is None or spread > _EQUAL or not _enough(history, "episodes", _MIN_EPISODES):
+        return None
+    return (
+        f"all {history[-1]['episodes']:.0f} episodes returned the same: nothing tells a good action from a bad one. If "
+        "it is not the best possible return, collect more episodes a batch, start with an easier task, or warm-start "
+        "from demonstrations."
+    )
+
+
+def _invalid_high(history: History) -> str | None:
+    rates = _values(history, "invalid_rate")
+    if not rates or rates[-1] < _INVALID_HIGH or _trend(rates) < 0 or not _enough(history, "turns", _MIN_TURNS):
+        return None
+    return (
+        f"{rates[-1]:.0%} of the replies name no action: the format is learnt instead of the game. Offer "
+        "get_action_choices(), open the reply with response_prefix, or accept more wordings in extract_action()."
+    )
+
+
+def _invalid_climbs(history: History) -> str | None:
+    rates = _values(history, "invalid_rate")
+    if _trend(rates) <= 0 or _mean(rates[-_WINDOW:]) < _INVALID_NOTICED:
+        return None
+    return (
+        f"invalid_rate climbed to {_mean(rates[-_WINDOW:]):.1%}: the policy is losing the format. Lower learning_rate "
+        "or entropy_coef, hold it with init_kl_coef, or make invalid_action_penalty larger."
+    )
+
+
+def _kl_jump(history: History) -> str | None:
+    kl = _last(history, "approx_kl")
+    if kl is None or kl <= _KL_JUMP:
+        return None
+    return (
+        f"approx_kl jumped to {kl:.3f}: the update moved the policy further than its samples can tell. Lower "
+        "learning_rate or ppo_epochs, or set target_kl (0.03, say)."
+    )
+
+
+def _useless_critic(history: History) -> str | None:
+    explained = _values(history, "explained_variance")[-_CRITIC_UPDATES:]
+    if len(explained) < _CRITIC_UPDATES or max(explained) >= _EXPLAINS_NOTHING:
+        return None
+    move = "Lower" if _mean(explained) < -_EXPLAINS_NOTHING else "Raise"
+    return (
+        f"explained_variance has not passed {max(explained):.2f} in {_CRITIC_UPDATES} updates: the value head predicts "
+        f"nothing, and advantages are as noisy as returns. {move} value_learning_rate, widen cliprange_value to the "
+        "size of the returns, and show in the observation what the return depends on."
+    )
+
+
+def _ratio_error(history: History, tolerance: float) -> str | None:
+    error = _last(history, "ratio_error")
+    if error is None or error <= tolerance:
+        return None
+    return (
+        f"ratio_error is {error:.2g}, where rounding explains {tolerance:.0g}: the policy that sampled is not the one "
+        "that is trained. Change weights, temperature or choices only between an update and the next episode; if you "
+        "changed none, report this as a bug."
+    )
+
+
+def _values(history: History, name: str) -> list[float]:
+    """A statistic over time, oldest first; empty if the latest update does not have it."""
+    if _last(history, name) is None:
+        return []
+    return [stats[name] for stats in history if name in stats and not math.isnan(stats[name])]
+
+
+def _last(history: History, name: str) -> float | None:
+    value = history[-1].get(name, math.nan)
+    return None if math.isnan(value) else value
+
+
+def _enough(history: History, name: str, count: int) -> bool:
+    return (_last(history, name) or 0) >= count
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _trend(values: Sequence[float]) -> int:
+    """1 if the last window's mean is above that of the window before it, -1 if below, 0 if noise or too few values.
+
+    Means count as different when they lie two standard errors of their difference apart.
+
+    >>> _trend([0.0] * 5 + [1.0] * 5), _trend([1.0, 0.0] * 5), _trend([1.0])
+    (1, 0, 0)
+    """
+    if len(values) < 2 * _WINDOW:
+        return 0
+    before, after = values[-2 * _WINDOW : -_WINDOW], values[-_WINDOW:]
+    change = _mean(after) - _mean(before)
+    squares = sum((value - _mean(part)) ** 2 for part in (before, after) for value in part)
+    error = math.sqrt(squares / (_WINDOW - 1) / _WINDOW)
+    return 0 if abs(change) <= 2 * error else (1 if change > 0 else -1)

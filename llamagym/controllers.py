@@ -1,0 +1,85 @@
+"""What is steered from one update to the next: the KL's coefficient, the learning rate, the entropy's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .losses import masked_var, masked_whiten
+
+# The learning rate moves in these steps, and stays within this factor of its start (Schulman et al. 2017, section 4,
+# steer the KL's coefficient so).
+_RATE_STEP, _RATE_RANGE = 1.5, 10.0
+# The weight of the entropy bonus rises and falls in these steps, up to this factor of its start. It falls slowly: what
+# Share of the largest deviation so far that a batch's advantages are taken to have at least.
+_LEAST_SHARE = 0.25
+# The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
+_ENTROPY_STEP, _ENTROPY_RANGE = 1.5, 100.0
+
+
+class Whitening:
+    """Normalises a batch's advantages to mean 0 and deviation 1, or less where they say next to nothing.
+
+    Once every action earns the same, what is left of the advantages is the critic's error. Scaled to full size it would
+    drive the policy as hard as rewards did before, away from what it has learnt. So a deviation counts as no less than
+    a quarter of the largest so far.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a past."""
+        self._largest = 0.0
+
+    def __call__(self, advantages: Tensor, real: Tensor) -> Tensor:
+        """Normalise advantages (E, T), of which `real` ones, bool (E, T), count."""
+        self._largest = max(self._largest, masked_var(advantages, real).sqrt().item())
+        return masked_whiten(advantages, real, least_std=_LEAST_SHARE * self._largest)
+
+
+class AdaptiveKLController:
+    """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
+        """Start at `init_kl_coef`."""
+        self.value, self._target, self._horizon = init_kl_coef, target, horizon
+
+    def update(self, kl: float, steps: int) -> None:
+        """Move the coefficient after `steps` samples with this mean KL, in nats."""
+        error = min(max(kl / self._target - 1, -0.2), 0.2)
+        self.value *= 1 + error * steps / self._horizon
+
+
+class RateController:
+    """Scales the learning rate so that an update moves the policy by about `target_kl`; None leaves it at 1."""
+
+    def __init__(self, target_kl: float | None) -> None:
+        """Start at scale 1."""
+        self.scale, self._target = 1.0, target_kl
+
+    def update(self, kl: float) -> None:
+        """Lower the scale after an update beyond the target KL, raise it after one below half of it; in nats."""
+        if self._target is None:
+            return
+        if kl > self._target:
+            self.scale = max(self.scale / _RATE_STEP, 1 / _RATE_RANGE)
+        elif kl < self._target / 2:
+            self.scale = min(self.scale * _RATE_STEP, _RATE_RANGE)
+
+
+class EntropyController:
+    """Lets the weight of the entropy bonus decay, and raises it while the policy's entropy is below a floor."""
+
+    def __init__(self, entropy_coef: float, decay: float, floor: float | None) -> None:
+        """Start at `entropy_coef`, times `decay` after each update; a `floor` of None never raises it."""
+        self.value, self._least, self._decay, self._floor = entropy_coef, entropy_coef, decay, floor
+
+    def update(self, entropy: float) -> None:
+        """Move the weight after an update whose mean entropy, in nats, is given.
+
+        The step is in proportion to the distance: a weight that rises until entropy is back comes too late and stays
+        too long.
+        """
+        self._least *= self._decay
+        if self._floor is None:
+            self.value = self._least
+            return
+        error = max(1 - entropy / self._floor, -1.0)
+        self.value = min(max(self.value * _ENTROPY_STEP**error, self._least), self._least * _ENTROPY_RANGE)

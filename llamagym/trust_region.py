@@ -1,0 +1,46 @@
+"""Keeps an update near the policy that sampled its batch: a step that leads too far is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# A step is too large once the KL exceeds the target by this factor.
+_KL_TOLERANCE = 1.5
+
+
+class TrustRegion:
+    """Policies within 1.5 times a KL of the one that sampled.
+
+    A step's KL shows only after it, at the next minibatch; where most replies are certain, one step can change them
+    all. So the weights before it are kept until then.
+
+    Attributes:
+        has_bounds: Whether there is a target at all; without one nothing is kept and nothing is too far.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], target_kl: float | None) -> None:
+        """Watch over `weights`; `target_kl` is in nats per decision."""
+        self.has_bounds = target_kl is not None
+        self._weights, self._target, self._kept = list(weights), target_kl, list[Tensor]()
+
+    def is_left(self, kl: float) -> bool:
+        """Whether a policy at this KL, in nats per decision, is too far away.
+
+        >>> TrustRegion([], 0.02).is_left(0.04), TrustRegion([], 0.02).is_left(0.03), TrustRegion([], None).is_left(9.0)
+        (True, False, False)
+        """
+        return self._target is not None and kl > _KL_TOLERANCE * self._target
+
+    def enter(self) -> None:
+        """Keep the weights as they are now."""
+        if self.has_bounds:
+            self._kept = [weight.detach().clone() for weight in self._weights]
+
+    @torch.no_grad()
+    def return_to(self) -> None:
+        """Take the weights that were kept last."""
+        for weight, kept in zip(self._weights, self._kept, strict=True):
+            weight.copy_(kept)

@@ -1,0 +1,152 @@
+"""Writes replies token by token: what begins alike is written once, and keys and values grow in place.
+
+Whatever was written since the weights changed is known: a reply that begins as one did is run through the model only
+from where it departs from it.
+
+Shapes: B beginnings, P tokens of the shared prefix, S of history after it, O of what opens a reply (both padded),
+t tokens said, T tokens run in one pass, H width. A row's columns of keys and values are these four in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .backbone import Backbone
+from .batching import TokenTree
+from .history import Room, Written
+
+Beginning = tuple[TokenTree, tuple[int, ...]]
+
+
+class Writer:
+    """The model's states at the ends of replies in the making."""
+
+    def __init__(self, backbone: Backbone, trees: Sequence[TokenTree], max_new_tokens: int) -> None:
+        """Prepare replies of up to `max_new_tokens` tokens to `trees`, which share one prefix."""
+        self._backbone = backbone
+        self._count, self._max_new_tokens = len(trees), max_new_tokens
+        self._context = len(trees[0].prefix) + max(len(tree.history) for tree in trees)
+        self._opening = max(tree.node_count for tree in trees)
+        self._room: Room | None = None
+        self._rows: dict[Beginning, int] = {}
+
+    @torch.no_grad()
+    def states(self, beginnings: Sequence[Beginning]) -> Tensor:
+        """The last hidden state of each beginning, float (B, H).
+
+        Args:
+            beginnings: Distinct, all of one length: first 0, then one more at each call, each going on from one of the
+                call before.
+        """
+        found: dict[Beginning, Tensor] = {}
+        growing: list[Beginning] = []
+        resumed: list[Beginning] = []
+        fresh: list[Beginning] = []
+        for beginning in beginnings:
+            if _parent(beginning) in self._rows:
+                growing.append(beginning)
+            elif (known := self._backbone.written.get(beginning)) is not None:
+                found[beginning] = known.state
+            else:
+                (resumed if self._known_parts(beginning) else fresh).append(beginning)
+        growing = self._take_rows(growing)
+        self._open_rows([*resumed, *fresh], len(growing))
+        self._fill_parts(resumed, len(growing))
+        going_on = [*growing, *resumed]
+        last = self._context + self._opening + len(beginnings[0][1]) - 1
+        found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context)
+        self._rows = {beginning: row for row, beginning in enumerate([*going_on, *fresh])}
+        return torch.stack([found[beginning] for beginning in beginnings])
+
+    def _known_parts(self, beginning: Beginning) -> list[Tensor]:
+        """The entries of the opening and of each token but the last; empty if not all are known."""
+        tree, said = beginning
+        parts = [self._backbone.written.get((tree, said[:length])) for length in range(len(said))]
+        return [] if None in parts else [part.entries for part in parts if part is not None]
+
+    def _fill_parts(self, resumed: list[Beginning], first: int) -> None:
+        """Fill the opening and all tokens but the last of rows from `first` on."""
+        for row, beginning in enumerate(resumed, first):
+            assert self._room is not None
+            opening, *others = self._known_parts(beginning)
+            self._room.fill(row, self._context, opening)
+            if others:
+                self._room.fill(row, self._context + self._opening, torch.cat(others, dim=2))
+
+    def _take_rows(self, growing: list[Beginning]) -> list[Beginning]:
+        """Put the entries that these go on from into the first rows, and return them in the order of their rows.
+
+        Most stay in the row where they are; one of them replaces a reply that has ended, or is a second one's copy.
+        """
+        order: dict[int, Beginning] = {}
+        moving = []
+        for beginning in growing:
+            row = self._rows[_parent(beginning)]
+            if row < len(growing) and row not in order:
+                order[row] = beginning
+            else:
+                moving.append(beginning)
+        for row in range(len(growing)):
+            if row not in order:
+                order[row] = moving.pop()
+        ordered = [order[row] for row in range(len(growing))]
+        if self._room is not None:
+            self._room.rearrange([self._rows[_parent(beginning)] for beginning in ordered])
+        return ordered
+
+    def _open_rows(self, fresh: list[Beginning], first: int) -> None:
+        """Fill rows from `first` on with the contexts of these."""
+        if not fresh:
+            return
+        trees = [tree for tree, _ in fresh]
+        prefix, histories = self._backbone.read_prefix(trees[0].prefix), self._backbone.read(trees)
+        if self._room is None:
+            self._room = Room(histories[0], self._count, self._context + self._opening + self._max_new_tokens)
+        for row, history in enumerate(histories, first):
+            if prefix is not None:
+                self._room.fill(row, 0, prefix)
+            self._room.fill(row, len(trees[0].prefix), history)
+
+    def _run(self, beginnings: list[Beginning], first_row: int, first_column: int) -> dict[Beginning, Tensor]:
+        """Run the tokens from a column on, in rows from `first_row` on; returns the states at their ends."""
+        if not beginnings:
+            return {}
+        assert self._room is not None
+        said = len(beginnings[0][1])
+        end = self._context + self._opening + said
+        contexts = torch.tensor([tree.context_length for tree, _ in beginnings])[:, None]
+        openings = torch.tensor([tree.node_count for tree, _ in beginnings])[:, None]
+        columns = torch.arange(end)
+        opened = columns - self._context
+        is_said = opened >= self._opening
+        is_real = torch.where(opened < 0, columns < contexts, is_said | (opened < openings))
+        behind = contexts + torch.where(is_said, openings + opened - self._opening, opened)
+        key_positions = torch.where(opened < 0, columns, behind)
+        ids = torch.zeros(len(beginnings), self._opening + said, dtype=torch.long)
+        for row, (tree, tokens) in enumerate(beginnings):
+            opening = tree.decisions[0].ids
+            ids[row, : len(opening)] = torch.tensor(opening)
+            ids[row, self._opening :] = torch.tensor(tokens, dtype=torch.long)
+        visible = is_real[:, None] & (columns <= columns[first_column:, None])
+        hidden = self._backbone.write(
+            ids[:, first_column - self._context :],
+            key_positions[:, first_column:],
+            visible,
+            key_positions,
+            self._room.cache(slice(first_row, first_row + len(beginnings)), first_column),
+        )
+        states = hidden[:, -1] if said else hidden[torch.arange(len(beginnings)), openings[:, 0].to(hidden.device) - 1]
+        for row, (beginning, state) in enumerate(zip(beginnings, states, strict=True)):
+            new = slice(end - 1, end) if said else slice(self._context, self._context + beginning[0].node_count)
+            entries = self._room.entries[:, first_row + row, :, new]
+            self._backbone.written.put(beginning, Written(state.clone(), entries.clone()))
+        return dict(zip(beginnings, states, strict=True))
+
+
+def _parent(beginning: Beginning) -> Beginning:
+    """The beginning that is one token shorter."""
+    tree, said = beginning
+    return tree, said[:-1]

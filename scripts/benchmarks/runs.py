@@ -1,0 +1,33 @@
+"""The learning results: runs by name, and what their seeds say together."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "learning" / "results"
+# Student's t for a confidence of 95 %, by the number of values, from 2 on; more than 10 are treated as 10.
+_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+Run = dict[str, Any]
+
+
+def runs_by_name() -> dict[str, list[Run]]:
+    """The runs of each experiment in order of their seeds; `file` says where each lies (NAME-seedN.json)."""
+    found: dict[str, list[Run]] = {}
+    for path in sorted(RESULTS.glob("*-seed*.json")):
+        run = {"file": path.name, **json.loads(path.read_text(encoding="utf-8"))}
+        found.setdefault(path.stem.rpartition("-seed")[0], []).append(run)
+    return {name: sorted(runs, key=lambda run: int(run["seed"])) for name, runs in found.items()}
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half the 95 % interval of the mean of two or more values, by Student's t.
+
+    >>> round(half_width([1.0, 2.0, 3.0]), 2)
+    2.48
+    """
+    return _STUDENT_T[min(len(values), 10) - 2] * statistics.stdev(values) / len(values) ** 0.5

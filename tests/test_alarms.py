@@ -1,0 +1,152 @@
+"""Alarms: each rings on a history made for it, once, and none on the numbers of runs that learnt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from llamagym import train
+from llamagym.alarms import Alarms
+from tests.agents import ChoiceAgent, make_agent
+
+RESULTS = Path(__file__).parents[1] / "scripts/benchmarks/learning/results"
+# One update of a run that goes well.
+WELL = {
+    "return_mean": -0.2,
+    "return_std": 0.9,
+    "entropy": 0.4,
+    "approx_kl": 0.01,
+    "explained_variance": 0.2,
+    "invalid_rate": 0.01,
+    "commonest_reply": 0.6,
+    "ratio_error": 2e-5,
+    "turns": 2048.0,
+    "episodes": 1500.0,
+}
+
+
+def rung(history, **options):
+    """All alarms of a history, with the update at which each rang."""
+    alarms = Alarms(**options)
+    return [(update, text) for update, stats in enumerate(history) for text in alarms.check(stats)]
+
+
+def repeated(updates=20, **changes):
+    """A history that goes well but for `changes`: numbers, or functions of the update."""
+    return [
+        WELL | {name: value(update) if callable(value) else value for name, value in changes.items()}
+        for update in range(updates)
+    ]
+
+
+def without(history, *names):
+    return [{name: value for name, value in stats.items() if name not in names} for stats in history]
+
+
+# What goes wrong: the history, at which update it is noticed, how the alarm begins, the next move.
+WRONG = {
+    "same reply": (repeated(commonest_reply=1.0), 0, "100.0% of all replies", "entropy_coef"),
+    "certain": (repeated(entropy=0.009), 9, "entropy is 0.009 nats", "entropy_coef"),
+    "equal returns": (repeated(return_std=0.0, return_mean=0.0), 0, "all 1500 episodes returned the same", "easier"),
+    "invalid": (repeated(invalid_rate=0.3), 0, "30% of the replies name no action", "response_prefix"),
+    "invalid climbs": (
+        repeated(invalid_rate=lambda update: 0.004 * update),
+        9,
+        "invalid_rate climbed to 2.8%",
+        "init_kl_coef",
+    ),
+    "kl": (
+        repeated(approx_kl=lambda update: 0.24 if update == 7 else 0.01),
+        7,
+        "approx_kl jumped to 0.24",
+        "target_kl",
+    ),
+    "critic": (repeated(explained_variance=0.001), 9, "explained_variance", "Raise value_learning_rate"),
+    "critic misleads": (repeated(explained_variance=-0.5), 9, "explained_variance", "Lower value_learning_rate"),
+    "ratio": (repeated(ratio_error=0.02), 0, "ratio_error is 0.02", "report this"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_each_fault_rings_once_and_says_what_to_do(fault):
+    history, update, opening, move = WRONG[fault]
+    alarms = rung(history)
+    assert [when for when, _ in alarms] == [update]
+    assert alarms[0][1].startswith(opening)
+    assert move in alarms[0][1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_runs_that_learnt_ring_nothing(seed):
+    curve = json.loads((RESULTS / f"blackjack-seed{seed}.json").read_text())["curve"]
+    assert len(curve) > 30
+    # The curve has six of the statistics; the rest is that of a run that goes well, so that every rule is asked.
+    assert rung([WELL | point for point in curve]) == []
+    assert rung(curve) == []
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        repeated(),
+        # A policy may become certain while the return rises, and small batches agree by chance.
+        repeated(entropy=0.001, return_mean=lambda update: 0.1 * update),
+        repeated(commonest_reply=1.0, turns=8.0),
+        repeated(return_std=0.0, episodes=4.0),
+        # A format that is being learnt: only its start is a fault.
+        repeated(invalid_rate=lambda update: max(0.09 - 0.01 * update, 0.0)),
+        # The critic has nothing to say about constant returns, and the ratio none without fresh turns.
+        repeated(explained_variance=math.nan, ratio_error=math.nan),
+        # An algorithm without a critic.
+        without(repeated(), "explained_variance", "commonest_reply"),
+    ],
+    ids=str,
+)
+def test_what_is_no_fault_rings_nothing(history):
+    assert rung(history) == []
+
+
+def test_an_alarm_rings_again_only_after_it_ceased():
+    history = repeated(approx_kl=lambda update: 0.2 if update in (2, 3, 4, 8, 9) else 0.01)
+    assert [update for update, _ in rung(history)] == [2, 8]
+
+
+def test_half_precision_may_round_further():
+    assert rung(repeated(ratio_error=0.02), dtype=torch.bfloat16) == []
+    assert len(rung(repeated(ratio_error=0.2), dtype=torch.bfloat16)) == 1
+
+
+class Constant(gym.Env):
+    """Every action earns 1; one step an episode."""
+
+    observation_space = gym.spaces.Discrete(1)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.int64(0), {}
+
+    def step(self, action):
+        return np.int64(0), 1.0, True, False, {}
+
+
+class YesAgent(ChoiceAgent):
+    choices = ("yes",)
+
+
+def test_the_agent_says_it_aloud_once(caplog):
+    agent = make_agent(YesAgent, context="turn", ppo={"batch_size": 32, "mini_batch_size": 32})
+    with caplog.at_level(logging.WARNING, logger="llamagym.agent"):
+        result = train(agent, Constant, episodes=96, num_envs=32, seed=0)
+    assert [update["commonest_reply"] for update in result.updates] == [1.0] * 3
+    said = [record.getMessage() for record in caplog.records if record.name == "llamagym.agent"]
+    assert len(said) == 2
+    assert said[0].startswith("100.0% of all replies are one and the same")
+    assert said[1].startswith("all 32 episodes returned the same")

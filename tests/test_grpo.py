@@ -1,0 +1,211 @@
+"""Learning without a critic: advantages by hand, groups in the buffer, and that it learns."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from llamagym import ConfigError, EpisodeError, GRPOConfig, ReinforceConfig
+from llamagym.losses import discounted_returns, group_advantages
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+
+BIG = {"batch_size": 1000, "group_size": 2}
+
+
+def play(agent, rewards, group=None, **end):
+    """One episode with these rewards, observations told apart by the group; returns what its end gives."""
+    for turn, reward in enumerate(rewards):
+        agent.act(f"{group} {turn}")
+        agent.assign_reward(reward)
+    return agent.terminate_episode(group=group, **end)
+
+
+def advantages_of(agent):
+    """The advantages of the buffer's episodes, as lists."""
+    episodes = list(agent._buffer)
+    segments = [segment for episode in episodes for segment in episode.segments()]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    targets, _ = agent.learner._credit(episodes, agent.learner._collect(episodes, segments, turns))
+    flat = iter(targets.advantages.tolist())
+    return [[next(flat) for _ in episode.turns] for episode in episodes]
+
+
+def slow_advantages(episodes, gamma, credit, baseline):
+    """Advantages by loops over (group, rewards) pairs, from the definitions."""
+
+    def earned(rewards, turn):
+        first = 0 if credit == "episode" else turn
+        return sum(gamma ** (k - first) * rewards[k] for k in range(first, len(rewards)))
+
+    longest = max(len(rewards) for _, rewards in episodes)
+    result = []
+    for index, (group, rewards) in enumerate(episodes):
+        members = [other for other, (name, _) in enumerate(episodes) if name == group]
+        others = [episodes[other][1] for other in members if other != index]
+        everyone = [episodes[other][1] for other in members]
+        row = []
+        for turn in range(len(rewards)):
+            own = earned(rewards, turn)
+            if not others:
+                row.append(0.0)
+            elif baseline == "leave_one_out":
+                row.append(own - float(np.mean([earned(other, turn) for other in others])))
+            else:
+                spread = max(np.std([earned(one, t) for one in everyone], ddof=1) for t in range(longest))
+                row.append((own - float(np.mean([earned(one, turn) for one in everyone]))) / (float(spread) + 1e-4))
+        result.append(row)
+    return result
+
+
+def test_group_advantages_by_hand():
+    returns = torch.tensor([[3.0, 2.0], [1.0, 0.0]])
+    assert group_advantages(returns, "leave_one_out").tolist() == [[2.0, 2.0], [-2.0, -2.0]]
+    # The deviation of both steps is sqrt(2), their distance from the mean 1.
+    assert group_advantages(returns, "std").flatten().tolist() == pytest.approx(
+        [0.5**0.5] * 2 + [-(0.5**0.5)] * 2, 1e-3
+    )
+    assert discounted_returns(returns, 0.5).tolist() == [[4.0, 2.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+def test_a_group_of_one_and_a_group_of_equals_have_nothing_to_learn(baseline):
+    assert group_advantages(torch.tensor([[5.0, 1.0]]), baseline).tolist() == [[0.0, 0.0]]
+    assert group_advantages(torch.full((7, 1), 0.1), baseline).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("context", ["episode", "turn"])
+@pytest.mark.parametrize("credit", ["return_to_go", "episode"])
+@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+def test_advantages_are_those_of_a_slow_loop(context, credit, baseline):
+    options = {**BIG, "gamma": 0.9, "credit": credit, "baseline": baseline}
+    agent = make_agent(ChoiceAgent, context=context, algorithm="grpo", grpo=options)
+    # Groups of 3, 2 and 1, interleaved, of different lengths.
+    episodes = [("a", [1.0, 0.5]), ("b", [2.0]), ("a", [0.0, 0.0, 3.0]), ("c", [4.0, 1.0]), ("a", [-1.0])]
+    episodes.append(("b", [0.5, -2.0, 0.25, 1.0]))
+    for group, rewards in episodes:
+        play(agent, rewards, group)
+    for row, expected in zip(advantages_of(agent), slow_advantages(episodes, 0.9, credit, baseline), strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+
+
+def test_episodes_without_a_group_form_one():
+    agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={**BIG, "baseline": "leave_one_out"})
+    for reward in (1.0, 2.0, 6.0):
+        play(agent, [reward])
+    assert advantages_of(agent) == [[-3.0], [-1.5], [4.5]]
+
+
+def test_nothing_to_compare_is_an_error():
+    agent = make_agent(ChoiceAgent, algorithm="grpo", grpo=BIG)
+    for group in range(3):
+        play(agent, [1.0], group)
+    with pytest.raises(EpisodeError, match="None of 3 episodes shares its group"):
+        agent.learner.update(list(agent._buffer))
+
+
+def test_a_truncated_episode_needs_no_final_observation_and_is_not_valued():
+    agent = make_agent(ChoiceAgent, algorithm="grpo", grpo=BIG)
+    play(agent, [1.0], truncated=True)
+    assert (agent._buffer[0].truncated, agent._buffer[0].final_value) == (True, 0.0)
+
+
+def test_batches_are_whole_groups_and_the_incomplete_wait():
+    agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"batch_size": 4, "group_size": 2})
+    assert play(agent, [1.0, 0.0, 1.0], "slow") == {}
+    assert play(agent, [1.0], "a") == {}
+    assert play(agent, [1.0], "b") == {}
+    assert play(agent, [0.0], "a") == {}
+    message = agent.why_no_update()
+    assert "2 turns, and a batch needs 4" in message
+    assert "2 more wait until their group has 2" in message
+    stats = play(agent, [1.0], "b")
+    assert (stats["episodes"], stats["turns"], stats["groups"]) == (4.0, 4.0, 2.0)
+    # Both of b earned 1: nothing to learn there.
+    assert stats["flat_groups"] == 0.5
+    assert [episode.group for episode in agent._buffer] == ["slow"]
+    assert play(agent, [0.0], "slow")["episodes"] == 2.0
+
+
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_an_update_leaves_the_value_head_alone_and_fits_inputs_once(kind, monkeypatch):
+    agent = make_agent(kind, algorithm="grpo", grpo={"batch_size": 4, "group_size": 2})
+    head = agent.policy.model.v_head
+    with torch.no_grad():
+        head.summary.weight.zero_()
+        head.summary.bias.zero_()
+    fits = []
+    fit = agent.policy.fit_inputs
+    monkeypatch.setattr(agent.policy, "fit_inputs", lambda segments: (fits.append(len(segments)), fit(segments)))
+    before = {name: weight.detach().clone() for name, weight in agent.policy.model.named_parameters()}
+    for _ in range(2):
+        play(agent, [1.0, 1.0], "a")
+        stats = play(agent, [0.0, 1.0], "a")
+    assert fits == [2]
+    assert stats["ratio_error"] < 1e-3
+    changed = {n for n, w in agent.policy.model.named_parameters() if not torch.equal(w, before[n])}
+    assert changed == {n for n, w in agent.policy.model.named_parameters() if w.requires_grad and "v_head" not in n}
+
+
+def test_a_batch_of_one_observation_is_learnt_from_though_there_is_nothing_to_fit():
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo={"batch_size": 2, "group_size": 2})
+    torch.nn.init.zeros_(agent.policy.model.v_head.summary.weight)
+    play(agent, [1.0])
+    assert play(agent, [0.0])["turns"] == 2.0
+    assert not agent.policy.inputs_are_fit
+
+
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(kind):
+    options = {"batch_size": 1000, "gamma": 0.5, "entropy_coef": 0.0, "max_grad_norm": math.inf}
+    agent = make_agent(kind, context="turn", algorithm="reinforce", reinforce=options)
+    for rewards in ([1.0, 0.0], [2.0], [0.0, -4.0, 1.0]):
+        play(agent, rewards)
+    episodes, learner = list(agent._buffer), agent.learner
+    weights = [weight for weight in agent.policy.model.pretrained_model.parameters() if weight.requires_grad]
+    gradients = []
+    learner.optimizer.step = lambda: gradients.extend(weight.grad.clone() for weight in weights)
+    stats = learner.update(episodes)
+    assert (stats["optimizer_steps"], stats["clip_fraction"]) == (1.0, 0.0)
+    # By hand: returns to go with gamma 0.5, normalised, times the log-probability of all of a turn's decisions.
+    returns = np.array([1.0, 0.0, 2.0, -1.75, -3.5, 1.0])
+    normalised = (returns - returns.mean()) / returns.std(ddof=1)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    segments = [segment for episode in episodes for segment in episode.segments()]
+    logprobs = agent.policy.evaluate(segments)
+    per_turn = logprobs.logprobs.masked_fill(~logprobs.mask, 0.0).sum(1)
+    loss = -(torch.tensor(normalised, dtype=torch.float) * per_turn).sum() / sum(len(t.reply.logprobs) for t in turns)
+    expected = torch.autograd.grad(loss, weights)
+    assert max(gradient.abs().max() for gradient in expected) > 1e-3
+    for gradient, by_hand in zip(gradients, expected, strict=True):
+        assert torch.allclose(gradient, by_hand, atol=1e-5, rtol=1e-3)
+
+
+def test_one_pass_of_grpo_over_returns_is_reinforce():
+    weights = []
+    free = {"epochs": 1, "baseline": "none", "whiten_advantages": True, "mini_batch_size": 100, "cliprange": 100.0}
+    for algorithm, options in (("reinforce", {}), ("grpo", free)):
+        agent = make_agent(ChoiceAgent, algorithm=algorithm, **{algorithm: {"batch_size": 4, **options}})
+        for rewards in ([1.0, 0.0], [2.0], [3.0]):
+            stats = play(agent, rewards)
+        assert stats["turns"] == 4.0
+        weights.append(torch.cat([w.detach().flatten() for w in agent.policy.model.parameters()]))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (GRPOConfig, {"group_sise": 4}, "Did you mean 'group_size'"),
+        (GRPOConfig, {"group_size": 1}, "group_size=1 is too small. Pass at least 2"),
+        (GRPOConfig, {"baseline": "leave_one"}, "Did you mean 'leave_one_out'"),
+        (GRPOConfig, {"credit": "episodes"}, "Did you mean 'episode'"),
+        (GRPOConfig, {"epochs": 0}, "epochs=0 is too small"),
+        (ReinforceConfig, {"epochs": 2}, "Unknown option 'epochs' of ReinforceConfig"),
+    ],
+)
+def test_bad_options_are_refused(config, options, message):
+    with pytest.raises(ConfigError, match=message):
+        config.from_dict(options)

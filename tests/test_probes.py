@@ -1,0 +1,36 @@
+"""Every learner solves every probe, and no probe can be solved without what it is about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.probes import PROBES
+
+# Each learner, with the agent's options that select it.
+ALGORITHMS: dict[str, dict] = {"ppo": {}, "grpo": {"algorithm": "grpo"}}
+CASES = [
+    pytest.param(PROBES[name], algorithm, id=f"{name}-{algorithm}")
+    for algorithm in ALGORITHMS
+    for name in PROBES
+    if algorithm == "ppo" or not PROBES[name].of_value
+]
+
+
+@pytest.mark.parametrize(("probe", "algorithm"), CASES)
+def test_the_probe_is_solved(probe, algorithm):
+    assert probe.error(algorithm, ALGORITHMS[algorithm]) < probe.tolerance
+
+
+@pytest.mark.parametrize(("probe", "algorithm"), CASES)
+def test_its_negative_control_is_not(probe, algorithm):
+    control = replace(probe, **probe.control)
+    assert control.error(algorithm, ALGORITHMS[algorithm]) > 2 * probe.tolerance
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name, probe in PROBES.items() if not probe.of_value])
+def test_learning_rate_zero_solves_nothing(name, algorithm):
+    resting = replace(PROBES[name], config={"learning_rate": 0.0})
+    assert resting.error(algorithm, ALGORITHMS[algorithm]) > 2 * resting.tolerance

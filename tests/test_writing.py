@@ -1,0 +1,85 @@
+"""Replies that begin alike are written once, those that part ways go on right; tokens are drawn as they should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llamagym.sampling import draw
+from tests.agents import WordAgent, make_agent
+from tests.tiny import FAMILIES
+
+TOLERANCE = 2e-4
+
+
+def speaker(family="llama", temperature=1.0, **options):
+    return make_agent(WordAgent, family, context="turn", generate={"temperature": temperature}, **options)
+
+
+def say(agent, texts):
+    """Let environments answer; returns their replies and the tokens forwarded for them."""
+    before = agent.policy.tokens_forwarded
+    agent.act_batch(texts)
+    agent.assign_rewards([0.0] * len(texts))
+    return [
+        agent.conversation(env).turns[-1].reply for env in range(len(texts))
+    ], agent.policy.tokens_forwarded - before
+
+
+@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replies_that_part_ways_are_recorded_as_they_are_evaluated(family, activated):
+    """Many replies to few contexts, call after call: known beginnings, copies, and rows that end."""
+    agent = speaker(family, 0.5, activated=activated, response_prefix="I ")
+    distinct, forwarded = [], []
+    for _ in range(4):
+        replies, tokens = say(agent, ["x", "xyz", "x" * 9] * 8)
+        distinct.append(
+            len({(row % 3, reply.ids[:t]) for row, reply in enumerate(replies) for t in range(len(reply.ids))})
+        )
+        forwarded.append(tokens)
+    # One token for each distinct beginning, and those that open replies at first only.
+    assert all(tokens <= count for tokens, count in zip(forwarded[1:], distinct[1:], strict=True))
+    segments = [agent.conversation(env).current_segment() for env in range(24)]
+    recorded = [agent.conversation(env).turns[-1].reply.logprobs for env in range(24)]
+    assert len({agent.conversation(env).turns[-1].reply.ids for env in range(24)}) > 3
+    now = agent.policy.evaluate(segments)
+    assert now.logprobs[now.mask].tolist() == pytest.approx([p for row in recorded for p in row], abs=TOLERANCE)
+
+
+def test_a_reply_given_before_costs_nothing_until_the_weights_change():
+    agent = speaker()
+    agent.eval(greedy=True)
+    (first,), tokens = say(agent, ["x"])
+    assert tokens >= len(first.ids)
+    (again, twin), tokens = say(agent, ["x", "x"])
+    assert tokens == 0
+    assert again.ids == twin.ids == first.ids
+    assert again.logprobs == twin.logprobs == first.logprobs
+    agent.policy.weights_version += 1
+    _, tokens = say(agent, ["x"])
+    assert tokens == len(first.ids)
+
+
+def test_what_was_forgotten_in_between_is_written_again():
+    agent, forgetful = speaker(), speaker()
+    forgetful.policy._backbone.written._max_bytes = 10_000
+    for _ in range(3):
+        (expected, _), (received, _) = (say(one, ["x", "yy"] * 4) for one in (agent, forgetful))
+        assert [reply.ids for reply in expected] == [reply.ids for reply in received]
+        for one, other in zip(expected, received, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+
+
+def test_draws_follow_the_distribution():
+    rng = torch.Generator().manual_seed(0)
+    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    drawn = draw(probabilities.log().expand(50_000, 6), False, rng).bincount(minlength=6) / 50_000
+    assert drawn[probabilities == 0].tolist() == [0, 0, 0]
+    # Five standard errors.
+    assert drawn.tolist() == pytest.approx(probabilities.tolist(), abs=0.011)
+
+
+def test_a_greedy_draw_takes_the_most_likely():
+    rng = torch.Generator().manual_seed(0)
+    assert draw(torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), True, rng).tolist() == [1, 0]
