@@ -47,7 +47,7 @@ class AllActionsAgent(BabyAIAgent):
 
 def make_scored(level: str, all_actions: bool) -> gym.Env[Any, Any]:
     """The level with a reward of 1 for success, however late, so that the mean return is the success rate."""
-    return TransformReward(make_babyai(level, all_actions), lambda reward: float(float(reward) > 0))
+    return TransformReward(make_babyai(level, all_actions), lambda reward: 1.0 if float(reward) > 0 else 0.0)
 
 
 def main() -> None:
