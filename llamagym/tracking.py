@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +31,9 @@ class JsonlTracker:
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Append a line."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Append a line; a number that is not finite, which JSON has no word for, is left out."""
+        finite = {name: value for name, value in metrics.items() if isinstance(value, str) or math.isfinite(value)}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -168,6 +168,6 @@ def test_the_callback_can_end_the_training():
 def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     tracker = default_tracker(tmp_path, {})
-    tracker.log({"x": 1.0}, step=1)
+    tracker.log({"x": 1.0, "undefined": float("nan")}, step=1)
     tracker.close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
