@@ -215,7 +215,7 @@ def test_a_fresh_adapter_is_aimed_before_it_learns_and_the_critic_is_fitted_late
         assert min(moved) > 1e-3 if aim else max(moved) < 1e-6
         assert not fresh_down_projections(model)
         # The first update still standardises the features, which are now the trained adapter's.
-        assert agent.policy.values_are_untrained
+        assert not agent.policy.inputs_are_fit
         assert not model.v_head.feature_mean.any()
         for reward in (1.0, 0.0):
             agent.act(reward)
