@@ -28,7 +28,7 @@ def canvas(columns: int) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels side by side, which share their vertical axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.4 * columns, 3.2), dpi=100, layout="constrained")
+    figure = Figure(figsize=(4.4 * columns, 3.2), dpi=90, layout="constrained")
     panels = figure.subplots(1, columns, squeeze=False, sharey=True)[0]
     for panel in panels:
         panel.grid(alpha=0.3)
