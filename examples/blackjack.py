@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import sys
 import time
 from collections import deque
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import script
 from blackjack_exact import STATES, State, baseline_returns, expected_return, strategy_table
 from gymnasium.vector import AutoresetMode
 from tqdm import tqdm
 
-from llamagym import Agent, LlamaGymError, load_model_and_tokenizer, parse_choice
+from llamagym import Agent, load_model_and_tokenizer, parse_choice
 from llamagym.tracking import default_tracker
 
 SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
@@ -95,12 +94,6 @@ def hit_probabilities(agent: BlackjackAgent, greedy: bool = False) -> dict[State
         agent.discard_episodes(ids)
     agent.train()
     return dict(zip(STATES, np.mean(actions, axis=0).tolist(), strict=True))
-
-
-def peak_memory_gib() -> float:
-    """Largest resident memory so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def main() -> None:
@@ -176,6 +169,7 @@ def main() -> None:
     policy = hit_probabilities(agent)
     after, greedy = expected_return(policy), expected_return(hit_probabilities(agent, greedy=True))
     model.save_pretrained(run_dir / "adapter")
+    peak = script.peak_memory_gib()
     summary = {
         "seed": args.seed,
         "model": args.model,
@@ -184,7 +178,7 @@ def main() -> None:
         "updates": updates,
         "minutes": minutes,
         "turns_per_second": turns / minutes / 60,
-        "peak_memory_gib": peak_memory_gib(),
+        "peak_memory_gib": peak,
         "expected_return_before": before,
         "expected_return_after": after,
         "expected_return_greedy": greedy,
@@ -196,11 +190,8 @@ def main() -> None:
     print(strategy_table(policy))
     print(f"Exact expected return: {before:+.4f} before, {after:+.4f} after ({greedy:+.4f} if greedy).")
     print("Baselines: " + ", ".join(f"{name} {value:+.4f}" for name, value in baseline_returns().items()) + ".")
-    print(f"{finished} hands, {turns} turns, {minutes:.1f} min, {peak_memory_gib():.2f} GiB peak. Results: {run_dir}")
+    print(f"{finished} hands, {turns} turns, {minutes:.1f} min, {peak:.2f} GiB peak. Results: {run_dir}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except LlamaGymError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    script.run(main)

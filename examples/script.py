@@ -24,7 +24,7 @@ Score = tuple[float, float]
 """Expected return and its standard error; the latter is 0 where the return is computed, not sampled."""
 
 HELD_OUT_SEED = 1_000_000
-"""Training counts its seeds up from --seed, far below."""
+"""What held-out episodes are drawn from; training draws its own from --seed."""
 
 
 def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -150,7 +150,6 @@ def learn(
     env: EnvSource,
     score: Callable[[bool], Score],
     baselines: dict[str, float],
-    **facts: Any,
 ) -> None:
     """Score, train, score again; writes `metrics.jsonl`, `summary.json` and the adapter to the run's folder.
 
@@ -160,11 +159,10 @@ def learn(
         env: What to train in.
         score: Of the agent as it is now, greedy or sampling.
         baselines: Expected returns to compare with.
-        facts: More for the summary's settings.
     """
     run_dir = args.run_dir or Path("runs") / time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
     before, before_error = score(False)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()} | facts
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     tracker = Scoring(default_tracker(run_dir, settings, args.wandb_project, args.wandb_mode), score, args.eval_every)
 
     def time_is_up(_: object) -> bool:

@@ -92,7 +92,7 @@ class Agent(TextInterface):
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
             choice_normalization: Whether a choice's log-likelihood counts whole ("none"), per "token" or per "word",
                 so that a long choice is not unlikely for its length alone.
-            aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora_init`).
+            aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `adapter`).
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
             replay_config_dict: Options of `ReplayConfig`: after each update, go on learning from the best recent
                 episodes; None does not.

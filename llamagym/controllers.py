@@ -1,4 +1,4 @@
-"""What is steered from one update to the next: the KL's coefficient, the learning rate, the entropy's."""
+"""What is steered from one update to the next: the advantages' scale, the coefficients of KL and entropy, the rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from .losses import masked_var, masked_whiten
 # The learning rate moves in these steps, and stays within this factor of its start (Schulman et al. 2017, section 4,
 # steer the KL's coefficient so).
 _RATE_STEP, _RATE_RANGE = 1.5, 10.0
-# The weight of the entropy bonus rises and falls in these steps, up to this factor of its start. It falls slowly: what
 # Share of the largest deviation so far that a batch's advantages are taken to have at least.
 _LEAST_SHARE = 0.25
 # The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.

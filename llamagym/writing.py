@@ -9,7 +9,7 @@ t tokens said, T tokens run in one pass, H width. A row's columns of keys and va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,18 +43,20 @@ class Writer:
         """
         found: dict[Beginning, Tensor] = {}
         growing: list[Beginning] = []
-        resumed: list[Beginning] = []
+        resumed: dict[Beginning, list[Tensor]] = {}
         fresh: list[Beginning] = []
         for beginning in beginnings:
             if _parent(beginning) in self._rows:
                 growing.append(beginning)
             elif (known := self._backbone.written.get(beginning)) is not None:
                 found[beginning] = known.state
+            elif parts := self._known_parts(beginning):
+                resumed[beginning] = parts
             else:
-                (resumed if self._known_parts(beginning) else fresh).append(beginning)
+                fresh.append(beginning)
         growing = self._take_rows(growing)
         self._open_rows([*resumed, *fresh], len(growing))
-        self._fill_parts(resumed, len(growing))
+        self._fill_parts(resumed.values(), len(growing))
         going_on = [*growing, *resumed]
         last = self._context + self._opening + len(beginnings[0][1]) - 1
         found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context)
@@ -67,11 +69,10 @@ class Writer:
         parts = [self._backbone.written.get((tree, said[:length])) for length in range(len(said))]
         return [] if None in parts else [part.entries for part in parts if part is not None]
 
-    def _fill_parts(self, resumed: list[Beginning], first: int) -> None:
+    def _fill_parts(self, parts_of_rows: Iterable[list[Tensor]], first: int) -> None:
         """Fill the opening and all tokens but the last of rows from `first` on."""
-        for row, beginning in enumerate(resumed, first):
+        for row, (opening, *others) in enumerate(parts_of_rows, first):
             assert self._room is not None
-            opening, *others = self._known_parts(beginning)
             self._room.fill(row, self._context, opening)
             if others:
                 self._room.fill(row, self._context + self._opening, torch.cat(others, dim=2))

@@ -19,7 +19,7 @@ import torch
 from llamagym import model_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
-from runs import RESULTS, Run, half_width, runs_by_name
+from runs import RESULTS, TITLES, Run, half_width, runs_by_name
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
@@ -27,15 +27,6 @@ BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 LEARNING = "scripts/benchmarks/learning/results"
 # What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
 _GOAL = -0.12
-# How experiments are called; others go by the name of their files.
-_TITLES = {
-    "blackjack": "Blackjack",
-    "blackjack-free-text": "Blackjack in free text",
-    "frozenlake": "FrozenLake",
-    "cartpole": "CartPole",
-    "text-world": "TextWorld, unseen games",
-    "babyai": "BabyAI, unseen missions",
-}
 # What was to be reached, set before the runs; by the name of the result files.
 _TARGETS = {
     "blackjack": "greedy -0.060, worst -0.075",
@@ -78,7 +69,7 @@ def results() -> str:
     plots = []
     for name, runs in runs_by_name().items():
         seeds = " ".join(f"[{run['seed']}]({LEARNING}/{run['file']})" for run in runs)
-        title = _TITLES.get(name, name)
+        title = TITLES.get(name, name)
         cells = [
             f"{title} {seeds}",
             number(statistics.mean(run["expected_return_before"] for run in runs)),

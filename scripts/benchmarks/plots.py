@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from runs import RESULTS, Run, half_width, runs_by_name
+from runs import RESULTS, TITLES, Run, half_width, runs_by_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +86,7 @@ def learning(name: str, runs: list[Run]) -> Figure:
     panels[0].set_ylim(min(values) - margin, max(values) + margin)
     panels[0].set_ylabel("expected return, sampled policy")
     panels[1].legend(fontsize=8, loc="lower right")
-    figure.suptitle(name.replace("-", " ").capitalize(), fontsize=11)
+    figure.suptitle(TITLES.get(name, name), fontsize=11)
     return figure
 
 

@@ -12,6 +12,16 @@ RESULTS = Path(__file__).resolve().parent / "learning" / "results"
 # Student's t for a confidence of 95 %, by the number of values, from 2 on; more than 10 are treated as 10.
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
+# How experiments are called; others go by the name of their files.
+TITLES = {
+    "blackjack": "Blackjack",
+    "blackjack-free-text": "Blackjack in free text",
+    "frozenlake": "FrozenLake",
+    "cartpole": "CartPole",
+    "text-world": "TextWorld, unseen games",
+    "babyai": "BabyAI, unseen missions",
+}
+
 Run = dict[str, Any]
 
 
