@@ -73,14 +73,15 @@ def main() -> None:
     """Load, learn, and report."""
     args = script.parser(
         __doc__,
-        episodes=5000,
+        episodes=4000,
         num_envs=64,
-        batch_size=4096,
-        mini_batch_size=1024,
+        batch_size=16384,
+        mini_batch_size=4096,
         learning_rate=1e-3,
         target_kl=0.03,
-        entropy_coef=0.01,
-        eval_every=20,
+        entropy_coef=0.02,
+        entropy_decay=0.97,
+        eval_every=10,
         eval_episodes=64,
     ).parse_args()
     # A reward of 1 a step: returns reach 50, and so must the critic's steps and clipping range.

@@ -35,8 +35,8 @@ _HISTORY_BYTES = 512 * 2**20
 # Of what decisions need of it, 250 kB where 8 layers are adapted: as much, or this share of the device's memory. Where
 # the observations that come again and again do not fit, each is read anew every time.
 _RECALL_BYTES, _RECALL_SHARE = 512 * 2**20, 1 / 16
-# Kept at most, of what was written: a token takes 50 kB in a 135M model.
-_WRITTEN_BYTES = 256 * 2**20
+# Kept at most, of what was written: a token takes 250 kB in a 135M model, most of it what may follow.
+_WRITTEN_BYTES = 512 * 2**20
 # Tokens of history in one pass.
 _HISTORY_TOKENS = 2048
 

@@ -53,13 +53,18 @@ class RateController:
         """Start at scale 1."""
         self.scale, self._target = 1.0, target_kl
 
-    def update(self, kl: float) -> None:
-        """Lower the scale after an update beyond the target KL, raise it after one below half of it; in nats."""
+    def update(self, kl: float, may_rise: bool) -> None:
+        """Lower the scale after an update beyond the target KL, raise it after one below half of it; in nats.
+
+        Args:
+            kl: By which the update moved the policy.
+            may_rise: Whether steps have their full size by now, so that a small KL means too small a rate.
+        """
         if self._target is None:
             return
         if kl > self._target:
             self.scale = max(self.scale / _RATE_STEP, 1 / _RATE_RANGE)
-        elif kl < self._target / 2:
+        elif may_rise and kl < self._target / 2:
             self.scale = min(self.scale * _RATE_STEP, _RATE_RANGE)
 
 

@@ -25,10 +25,11 @@ import torch
 
 from .conversation import Episode
 from .errors import EpisodeError
-from .learner import Learner, Sampled, Stats, Targets
+from .learner import Learner, Stats, Targets
 from .learner_config import LearnerConfig
 from .losses import GroupBaseline, discounted_returns, group_advantages
 from .policy import Policy
+from .sampled import Sampled
 
 
 @dataclass(frozen=True)

@@ -45,16 +45,18 @@ class Written:
 
     Attributes:
         state: Its last hidden state, (H,).
+        logits: Of the token that follows, float32 (V,).
         entries: Its keys and values, (2L, heads, 1, head size); for a reply not begun, those of what opens it.
     """
 
     state: Tensor
+    logits: Tensor
     entries: Tensor
 
     @property
     def nbytes(self) -> int:
         """Size in memory."""
-        return self.state.nbytes + self.entries.nbytes
+        return self.state.nbytes + self.logits.nbytes + self.entries.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,13 @@ class Room:
         """Make room for entries such as `like`, (2L, heads, S, head size)."""
         layers, heads, _, width = like.shape
         self.entries = like.new_zeros(layers, rows, heads, columns, width)
+
+    def reserve(self, rows: int) -> None:
+        """Have at least so many rows; there must be one already."""
+        missing = rows - self.entries.shape[1]
+        if missing > 0:
+            more = torch.zeros_like(self.entries[:, :1]).repeat(1, missing, 1, 1, 1)
+            self.entries = torch.cat([self.entries, more], dim=1)
 
     def fill(self, row: int | slice, start: int, entries: Tensor) -> None:
         """Put entries (2L, heads, S, head size) into columns from `start` on, of one row or (2L, B, ...) of several."""

@@ -2,9 +2,7 @@
 
 A learner turns finished episodes into an update of the policy: `update(episodes) -> stats`. What tells one from
 another is where advantages come from (`_credit`), and what else is in the loss. Every token of a reply shares its
-turn's advantage, and a minibatch's loss is a mean over its decisions, so long replies weigh more than short ones. Turns
-that other weights sampled (episodes under way during an update) keep the log-probabilities of their sampling, so the
-ratio corrects for them.
+turn's advantage, and a minibatch's loss is a mean over its decisions, so long replies weigh more than short ones.
 
 Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
 """
@@ -26,12 +24,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
-from .conversation import Episode, Segment, Turn
+from .conversation import Episode, Segment
 from .evaluation import Evaluation
 from .learner_config import LearnerConfig
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
 from .policy import Policy
+from .sampled import Sampled, collect, evaluate_chunks
 from .trust_region import TrustRegion
 
 logger = logging.getLogger(__name__)
@@ -41,27 +40,6 @@ Stats = dict[str, float]
 _ADAM_BETAS = (0.9, 0.95)
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
 _ADAM_EPS = 1e-5
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What is known of a batch's turns before they are credited.
-
-    Attributes:
-        row: Each turn's row in the tensors below, by the turn's identity; rows follow the episodes' order.
-        old_logprobs: Log-probabilities at sampling, float (N, L).
-        ref_logprobs: The same under the reference, where there is one.
-        ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
-        rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
-        real: True at the turns that were played, bool (E, T). `x[real]` is x (E, T) by rows, (N,).
-    """
-
-    row: dict[int, int]
-    old_logprobs: Tensor
-    ref_logprobs: Tensor
-    ref_kl: Tensor
-    rewards: Tensor
-    real: Tensor
 
 
 @dataclass(frozen=True)
@@ -156,18 +134,18 @@ class Learner(ABC, Generic[TargetsT]):
         Returns:
             Statistics; the README says how to read them.
         """
-        started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
+        config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = [segment for episode in episodes for segment in episode.segments()]
         turns = [turn for segment in segments for turn in segment.turns]
         if not self.policy.inputs_are_fit:
             self.policy.fit_inputs(segments)
-        sampled = self._collect(episodes, segments, turns)
+        sampled = collect(self.policy, episodes, config.microbatch_nodes, bool(config.init_kl_coef))
         targets, stats = self._credit(episodes, sampled)
         stats |= self._optimize(segments, sampled, targets)
         self.policy.weights_version += 1
-        if self.config.init_kl_coef:
+        if config.init_kl_coef:
             stats["kl_coef"], stats["ref_kl"] = self._kl.value, sampled.ref_kl.mean().item()
-            if self.config.adap_kl_ctrl:
+            if config.adap_kl_ctrl:
                 self._kl.update(stats["ref_kl"], len(turns))
         returns = [episode.total_reward for episode in episodes]
         lengths = torch.tensor([len(episode.turns) for episode in episodes], dtype=torch.float)
@@ -188,35 +166,6 @@ class Learner(ABC, Generic[TargetsT]):
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[TargetsT, Stats]:
         """Say what each turn is trained towards, and what there is to report about it."""
 
-    def _collect(self, episodes: Sequence[Episode], segments: list[Segment], turns: list[Turn]) -> Sampled:
-        """What was sampled as tensors, and what the reference says of it."""
-        row = {id(turn): index for index, turn in enumerate(turns)}
-        width = max(len(turn.reply.logprobs) for turn in turns)
-        old = torch.zeros(len(turns), width)
-        mask = torch.zeros(len(turns), width, dtype=torch.bool)
-        for index, turn in enumerate(turns):
-            old[index, : len(turn.reply.logprobs)] = torch.tensor(turn.reply.logprobs)
-            mask[index, : len(turn.reply.logprobs)] = True
-        reference, kl = old, torch.zeros(len(turns))
-        if self.config.init_kl_coef:
-            reference = self._reference_logprobs(segments, row, torch.zeros_like(old))
-            kl = kl_estimate(old, reference, "k1").masked_fill(~mask, 0.0).sum(1)
-        # Episodes and segments list the turns in the same order, so the mask's order is the rows' order.
-        rewards = torch.zeros(len(episodes), max(len(episode.turns) for episode in episodes))
-        real = torch.zeros_like(rewards, dtype=torch.bool)
-        for index, episode in enumerate(episodes):
-            rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
-            real[index, : len(episode.turns)] = True
-        return Sampled(row, old, reference, kl, rewards, real)
-
-    @torch.no_grad()
-    def _reference_logprobs(self, segments: list[Segment], row: dict[int, int], out: Tensor) -> Tensor:
-        for chunk in self.policy.chunks(segments, self.config.microbatch_nodes):
-            logprobs = self.policy.evaluate(chunk, reference=True).logprobs.cpu()
-            rows = [row[id(turn)] for segment in chunk for turn in segment.turns]
-            out[rows, : logprobs.shape[1]] = logprobs
-        return out
-
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
         sums: dict[str, list[float]] = defaultdict(list)
         ratio_error, largest_kl, steps = math.nan, 0.0, 0
@@ -228,13 +177,10 @@ class Learner(ABC, Generic[TargetsT]):
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
             largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
-            too_far = region.is_left(largest_kl)
-            # Too far before any step: older weights sampled the batch. Nothing is learnt from it, but it is reported.
-            if not (too_far and steps):
-                for name, value in stats.items():
-                    sums[name].append(value)
-            if too_far:
+            if region.is_left(largest_kl):
                 break
+            for name, value in stats.items():
+                sums[name].append(value)
             region.enter()
             sums["grad_norm"].append(self._step())
             steps += 1
@@ -246,8 +192,7 @@ class Learner(ABC, Generic[TargetsT]):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
             self.optimizer.zero_grad()
-        if steps and self._steps >= self.config.warmup_steps:
-            self._rate.update(largest_kl)
+        self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps)
         means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._entropy.value}
         self._entropy.update(means["entropy"])
         return means | {
@@ -261,13 +206,10 @@ class Learner(ABC, Generic[TargetsT]):
         """So that all processes decide alike."""
         return float(self.accelerator.reduce(torch.tensor(value, device=self.policy.device), "mean").item())
 
-    @torch.no_grad()
     def _measure_kl(self, minibatch: list[Segment], sampled: Sampled) -> float:
         """How far the policy has moved on a minibatch, in nats per decision (k2)."""
         total = count = 0.0
-        for chunk in self.policy.chunks(minibatch, self.config.microbatch_nodes):
-            now = self.policy.evaluate(chunk)
-            rows = [sampled.row[id(turn)] for segment in chunk for turn in segment.turns]
+        for rows, now in evaluate_chunks(self.policy, minibatch, sampled.row, self.config.microbatch_nodes):
             old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
             total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
             count += now.mask.sum().item()
@@ -310,7 +252,7 @@ class Learner(ABC, Generic[TargetsT]):
         """
         config, device, mask = self.config, now.logprobs.device, now.mask
         old = sampled.old_logprobs[rows, : mask.shape[1]].to(device)
-        advantages = targets.advantages[rows, None].to(device).expand_as(mask)
+        advantages = (targets.advantages[rows, None] * sampled.weights[rows, : mask.shape[1]]).to(device)
         policy = clipped_surrogate(now.logprobs, old, advantages, mask, config.cliprange)
         entropy = masked_mean(now.entropy, mask)
         loss = by_decision * (policy.loss - self._entropy.value * entropy)

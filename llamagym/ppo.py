@@ -16,10 +16,11 @@ from torch import Tensor
 
 from .conversation import Episode
 from .evaluation import Evaluation
-from .learner import Learner, Sampled, Stats, Targets
+from .learner import Learner, Stats, Targets
 from .learner_config import LearnerConfig
 from .losses import clipped_value_loss, explained_variance, gae
 from .policy import Policy
+from .sampled import Sampled
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class PPOConfig(LearnerConfig):
         ppo_epochs: Passes over a batch.
         value_learning_rate: Of the value head.
         lam: GAE's lambda.
-        cliprange_value: How far a value may move from its estimate at sampling, in reward units.
+        cliprange_value: How far a value may move from its estimate before the update, in reward units.
         vf_coef: Weight of the value loss.
         kl_placement: "reward" subtracts k1 from each turn's reward, "loss" adds k3.
     """
@@ -60,11 +61,9 @@ class ValueTargets(Targets):
     """What the turns of a batch are trained towards, by actor and critic.
 
     Attributes:
-        old_values: The critic's estimates at sampling, in reward units, float (N,).
-        returns: What they should have been, float (N,).
+        returns: What the values should have been, float (N,).
     """
 
-    old_values: Tensor
     returns: Tensor
 
 
@@ -87,15 +86,15 @@ class PPO(Learner[ValueTargets]):
         """Rewards with the KL penalty, then advantages and returns."""
         config, real = self.config, sampled.real
         rewards, values = sampled.rewards.clone(), torch.zeros_like(sampled.rewards)
+        values[real] = sampled.old_values
         if config.init_kl_coef and config.kl_placement == "reward":
             rewards[real] -= self._kl.value * sampled.ref_kl
-        values[real] = torch.tensor([turn.reply.value for episode in episodes for turn in episode.turns])
         final = torch.tensor([episode.final_value for episode in episodes])
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
             advantages = self._whiten(advantages, real)
-        targets = ValueTargets(advantages[real], values[real], returns[real])
-        return targets, {"explained_variance": explained_variance(targets.old_values, targets.returns)}
+        targets = ValueTargets(advantages[real], returns[real])
+        return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
 
     def _loss(
         self,
@@ -109,7 +108,7 @@ class PPO(Learner[ValueTargets]):
         """The policy's loss and the critic's."""
         loss, stats = super()._loss(now, rows, sampled, targets, by_decision, by_turn)
         every = torch.ones_like(now.values, dtype=torch.bool)
-        old_values, returns = (each[rows].to(now.values.device) for each in (targets.old_values, targets.returns))
+        old_values, returns = (each[rows].to(now.values.device) for each in (sampled.old_values, targets.returns))
         value = clipped_value_loss(now.values, old_values, returns, every, self.config.cliprange_value)
         stats["value_loss"] = by_turn * value.loss.item()
         stats["value_clip_fraction"] = by_turn * value.clip_fraction.item()

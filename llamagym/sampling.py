@@ -69,11 +69,11 @@ def write_text(
     for _ in range(config.max_new_tokens):
         row_of: dict[Beginning, int] = {}
         rows = torch.tensor([row_of.setdefault((trees[i], said[i]), len(row_of)) for i in active])
-        hidden = writer.states(list(row_of))
-        rows = rows.to(hidden.device)
+        states, logits = writer.read(list(row_of))
+        rows = rows.to(states.device)
         if first is None:
-            first = hidden[rows]
-        scores = (backbone.logits(hidden) / config.temperature).log_softmax(-1)
+            first = states[rows]
+        scores = (logits / config.temperature).log_softmax(-1)
         tokens = draw(_cut(scores, config)[rows], not config.do_sample, rng)
         taken = scores[rows, tokens.to(scores.device)]
         for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):

@@ -4,7 +4,8 @@ Whatever was written since the weights changed is known: a reply that begins as 
 from where it departs from it.
 
 Shapes: B beginnings, P tokens of the shared prefix, S of history after it, O of what opens a reply (both padded),
-t tokens said, T tokens run in one pass, H width. A row's columns of keys and values are these four in this order.
+t tokens said, T tokens run in one pass, H width, V vocabulary. A row's columns of keys and values are P, S, O and t, in
+this order.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ Beginning = tuple[TokenTree, tuple[int, ...]]
 
 
 class Writer:
-    """The model's states at the ends of replies in the making."""
+    """What the model makes of replies in the making."""
 
     def __init__(self, backbone: Backbone, trees: Sequence[TokenTree], max_new_tokens: int) -> None:
         """Prepare replies of up to `max_new_tokens` tokens to `trees`, which share one prefix."""
         self._backbone = backbone
-        self._count, self._max_new_tokens = len(trees), max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._context = len(trees[0].prefix) + max(len(tree.history) for tree in trees)
         self._opening = max(tree.node_count for tree in trees)
         self._room: Room | None = None
         self._rows: dict[Beginning, int] = {}
 
     @torch.no_grad()
-    def states(self, beginnings: Sequence[Beginning]) -> Tensor:
-        """The last hidden state of each beginning, float (B, H).
+    def read(self, beginnings: Sequence[Beginning]) -> tuple[Tensor, Tensor]:
+        """The last hidden state of each beginning, float (B, H), and the logits of what follows, float32 (B, V).
 
         Args:
             beginnings: Distinct, all of one length: first 0, then one more at each call, each going on from one of the
                 call before.
         """
-        found: dict[Beginning, Tensor] = {}
+        found: dict[Beginning, Written] = {}
         growing: list[Beginning] = []
         resumed: dict[Beginning, list[Tensor]] = {}
         fresh: list[Beginning] = []
@@ -49,11 +50,13 @@ class Writer:
             if _parent(beginning) in self._rows:
                 growing.append(beginning)
             elif (known := self._backbone.written.get(beginning)) is not None:
-                found[beginning] = known.state
+                found[beginning] = known
             elif parts := self._known_parts(beginning):
                 resumed[beginning] = parts
             else:
                 fresh.append(beginning)
+        if self._room is not None:
+            self._room.reserve(len(growing) + len(resumed) + len(fresh))
         growing = self._take_rows(growing)
         self._open_rows([*resumed, *fresh], len(growing))
         self._fill_parts(resumed.values(), len(growing))
@@ -61,7 +64,8 @@ class Writer:
         last = self._context + self._opening + len(beginnings[0][1]) - 1
         found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context)
         self._rows = {beginning: row for row, beginning in enumerate([*going_on, *fresh])}
-        return torch.stack([found[beginning] for beginning in beginnings])
+        ends = [found[beginning] for beginning in beginnings]
+        return torch.stack([end.state for end in ends]), torch.stack([end.logits for end in ends])
 
     def _known_parts(self, beginning: Beginning) -> list[Tensor]:
         """The entries of the opening and of each token but the last; empty if not all are known."""
@@ -105,14 +109,14 @@ class Writer:
         trees = [tree for tree, _ in fresh]
         prefix, histories = self._backbone.read_prefix(trees[0].prefix), self._backbone.read(trees)
         if self._room is None:
-            self._room = Room(histories[0], self._count, self._context + self._opening + self._max_new_tokens)
+            self._room = Room(histories[0], len(fresh), self._context + self._opening + self._max_new_tokens)
         for row, history in enumerate(histories, first):
             if prefix is not None:
                 self._room.fill(row, 0, prefix)
             self._room.fill(row, len(trees[0].prefix), history)
 
-    def _run(self, beginnings: list[Beginning], first_row: int, first_column: int) -> dict[Beginning, Tensor]:
-        """Run the tokens from a column on, in rows from `first_row` on; returns the states at their ends."""
+    def _run(self, beginnings: list[Beginning], first_row: int, first_column: int) -> dict[Beginning, Written]:
+        """Run the tokens from a column on, in rows from `first_row` on; returns what is known at their ends."""
         if not beginnings:
             return {}
         assert self._room is not None
@@ -140,11 +144,13 @@ class Writer:
             self._room.cache(slice(first_row, first_row + len(beginnings)), first_column),
         )
         states = hidden[:, -1] if said else hidden[torch.arange(len(beginnings)), openings[:, 0].to(hidden.device) - 1]
-        for row, (beginning, state) in enumerate(zip(beginnings, states, strict=True)):
+        logits, found = self._backbone.logits(states), {}
+        for row, beginning in enumerate(beginnings):
             new = slice(end - 1, end) if said else slice(self._context, self._context + beginning[0].node_count)
             entries = self._room.entries[:, first_row + row, :, new]
-            self._backbone.written.put(beginning, Written(state.clone(), entries.clone()))
-        return dict(zip(beginnings, states, strict=True))
+            found[beginning] = Written(states[row].clone(), logits[row].clone(), entries.clone())
+            self._backbone.written.put(beginning, found[beginning])
+        return found
 
 
 def _parent(beginning: Beginning) -> Beginning:

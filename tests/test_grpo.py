@@ -10,6 +10,7 @@ import torch
 
 from llamagym import ConfigError, EpisodeError, GRPOConfig, ReinforceConfig
 from llamagym.losses import discounted_returns, group_advantages
+from llamagym.sampled import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 BIG = {"batch_size": 1000, "group_size": 2}
@@ -26,9 +27,7 @@ def play(agent, rewards, group=None, **end):
 def advantages_of(agent):
     """The advantages of the buffer's episodes, as lists."""
     episodes = list(agent._buffer)
-    segments = [segment for episode in episodes for segment in episode.segments()]
-    turns = [turn for episode in episodes for turn in episode.turns]
-    targets, _ = agent.learner._credit(episodes, agent.learner._collect(episodes, segments, turns))
+    targets, _ = agent.learner._credit(episodes, collect(agent.policy, episodes, nodes=1000, with_reference=False))
     flat = iter(targets.advantages.tolist())
     return [[next(flat) for _ in episode.turns] for episode in episodes]
 

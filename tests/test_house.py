@@ -39,6 +39,7 @@ ORDER = [
     "learner_config",
     "minibatches",
     "trust_region",
+    "sampled",
     "learner",
     "ppo",
     "ppo_trainer",

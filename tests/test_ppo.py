@@ -12,6 +12,7 @@ import torch
 from llamagym import train
 from llamagym.controllers import AdaptiveKLController, RateController
 from llamagym.minibatches import minibatches
+from llamagym.sampled import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 
@@ -26,10 +27,9 @@ def fill(agent, episodes=4, turns=2):
 
 
 def targets_of(agent, episodes):
-    segments = [segment for episode in episodes for segment in episode.segments()]
-    turns = [turn for episode in episodes for turn in episode.turns]
-    sampled = agent.learner._collect(episodes, segments, turns)
-    return agent.learner._credit(episodes, sampled)[0], sampled.ref_kl.mean().item()
+    learner = agent.learner
+    sampled = collect(agent.policy, episodes, nodes=1000, with_reference=bool(learner.config.init_kl_coef))
+    return learner._credit(episodes, sampled)[0], sampled.ref_kl.mean().item()
 
 
 @pytest.mark.parametrize("context", ["episode", "turn"])
@@ -126,14 +126,45 @@ def test_a_step_that_goes_too_far_is_undone():
     assert moved[0.01] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(kind):
+    one_step = {"ppo_epochs": 1, "mini_batch_size": 1000, "warmup_steps": 1, "learning_rate": 0.01}
+    agent = make_agent(kind, ppo={"batch_size": 1000, **one_step})
+    finished = list(fill(agent))
+    agent.act("under way")
+    agent.assign_reward(1.0)
+    agent.learner.update(finished)
+    agent.act("still under way")
+    agent.assign_reward(1.0)
+    agent.terminate_episode()
+    episodes = agent._buffer
+    segments = [segment for episode in episodes for segment in episode.segments()]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    sampled = collect(agent.policy, episodes, nodes=1000, with_reference=False)
+    with torch.no_grad():
+        now = agent.policy.evaluate(segments)
+    before = torch.zeros_like(now.logprobs)
+    for row, turn in enumerate(turns):
+        before[row, : len(turn.reply.logprobs)] = torch.tensor(turn.reply.logprobs)
+    expected = (now.logprobs - before).exp().clamp_max(2.0)
+    assert (expected[now.mask] - 1.0).abs().max() > 0.01
+    torch.testing.assert_close(sampled.weights[now.mask], expected[now.mask])
+    torch.testing.assert_close(sampled.old_values, now.values)
+    # The last turn is the policy's own: not asked again.
+    assert (sampled.weights[-1] == 1.0).all()
+    assert sampled.old_values[-1].item() == turns[-1].reply.value
+    # The policy has moved since most were sampled; in this update, not yet.
+    assert agent.learner.update(episodes)["approx_kl"] == pytest.approx(0.0, abs=1e-9)
+
+
 def test_the_learning_rate_follows_the_kl_within_bounds():
     controller = RateController(target_kl=0.02)
     for kl, scale in ((0.015, 1.0), (0.021, 1 / 1.5), (0.009, 1.0)):
-        controller.update(kl)
+        controller.update(kl, may_rise=True)
         assert controller.scale == pytest.approx(scale)
     for kl, bound in ((0.0, 10.0), (1.0, 0.1)):
         for _ in range(30):
-            controller.update(kl)
+            controller.update(kl, may_rise=True)
         assert controller.scale == pytest.approx(bound)
     # Nobody moves that little, so the rate rises, in the update after the warm-up.
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 1e6, "warmup_steps": 7})
