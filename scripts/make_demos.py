@@ -2,25 +2,39 @@
 
 python scripts/make_demos.py        writes every file of FILES into sft_data/
 
+Plays the examples' worlds: pip install 'llamagym[textworld,minigrid]'.
+
 - demo_blackjack.jsonl: basic strategy; one reply in ten is drawn at random. States come as often as the strategy meets
   them. Shows the format and most of the strategy, and leaves something to learn.
 - format_blackjack.jsonl: replies drawn at random, whatever the state. Shows the format and nothing else.
+- format_cartpole.jsonl and so on: the same for the other examples, in what random replies lead to.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from babyai import BabyAIAgent
 from blackjack import BlackjackAgent
 from blackjack_exact import STATES, optimal_policy, state_visit_probabilities
+from cartpole import CartPoleAgent
+from cartpole import make as make_cartpole
+from frozenlake import FrozenLakeAgent
 
 from llamagym import Agent
+from llamagym.envs.babyai import make_babyai
+from llamagym.envs.textworld import TextWorldEnv, make_games
 
 ROOT = Path(__file__).resolve().parent.parent
 NOISE, SEED = 0.1, 0
@@ -58,9 +72,41 @@ def blackjack_format(count: int = 256) -> Demonstrations:
     return [conversation(BlackjackAgent, rng.choice(STATES), word) for word in words]
 
 
+def random_play(kind: type[Agent], make: Callable[[], gym.Env[Any, Any]], count: int = 128) -> Demonstrations:
+    """Replies drawn evenly from an agent's choices, in an environment played so from one episode to the next."""
+    rng = random.Random(SEED)
+    prompts: Any = kind.__new__(kind)
+    env = make()
+    rows: Demonstrations = []
+    observation, _ = env.reset(seed=SEED)
+    while len(rows) < count:
+        word = rng.choice(prompts.get_action_choices(observation))
+        rows.append(conversation(kind, observation, word))
+        observation, _, terminated, truncated, _ = env.step(prompts.extract_action(word))
+        if terminated or truncated:
+            observation, _ = env.reset()
+    env.close()
+    return rows
+
+
+def text_world_format() -> Demonstrations:
+    """Random commands in the coin collector's first games."""
+    with tempfile.TemporaryDirectory() as folder:
+        games = make_games("coin_collector", range(4), folder)
+        # The module's name has a hyphen.
+        kind = importlib.import_module("text-world").TextWorldAgent
+        return random_play(kind, lambda: TextWorldEnv(games, max_steps=25))
+
+
 FILES: dict[str, Callable[[], Demonstrations]] = {
     "demo_blackjack.jsonl": demonstrations,
     "format_blackjack.jsonl": blackjack_format,
+    "format_cartpole.jsonl": functools.partial(random_play, CartPoleAgent, make_cartpole),
+    "format_frozenlake.jsonl": functools.partial(random_play, FrozenLakeAgent, lambda: gym.make("FrozenLake-v1")),
+    "format_babyai.jsonl": functools.partial(
+        random_play, BabyAIAgent, lambda: make_babyai("BabyAI-GoToRedBallNoDists-v0", all_actions=False)
+    ),
+    "format_text-world.jsonl": text_world_format,
 }
 
 

@@ -19,7 +19,7 @@ import torch
 from llamagym import model_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
-from runs import RESULTS, TITLES, Run, half_width, runs_by_name
+from runs import ABLATIONS, RESULTS, TITLES, Run, half_width, runs_by_name
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
@@ -35,6 +35,17 @@ _TARGETS = {
     "cartpole": "450, worst 300",
     "text-world": "0.9",
     "babyai": "0.9",
+}
+# Variants of Blackjack's and CartPole's runs, by the name of the result files; a learning rate of 0 is the control.
+_VARIANTS = {
+    "blackjack": {
+        "blackjack-grpo": "GRPO",
+        "blackjack-no-calibration": "no calibration of the choices",
+        "blackjack-no-entropy-bonus": "no entropy bonus",
+        "blackjack-warm-start": "after a warm start",
+        "blackjack-rate-0": "learning rates 0",
+    },
+    "cartpole": {"cartpole-grpo": "GRPO"},
 }
 
 
@@ -98,11 +109,37 @@ def results() -> str:
 
 def time_to_goal(runs: list[Run]) -> list[str]:
     """A sentence on how long Blackjack takes to its first goal."""
-    minutes = []
-    for run in runs:
-        reached = (point["minutes"] for point in run["curve"] if point.get("expected_return", _GOAL - 1) >= _GOAL)
-        minutes.append(next((f"{at:.1f}" for at in reached), "never"))
+    minutes = [first_reach(run, "minutes", ".1f") for run in runs]
     return [f"Blackjack passed {_GOAL}, sampled, after minutes: {', '.join(minutes)}."]
+
+
+def first_reach(run: Run, axis: str, style: str) -> str:
+    """Where along `axis` a Blackjack run first reached the goal."""
+    reached = (point[axis] for point in run["curve"] if point.get("expected_return", _GOAL - 1) >= _GOAL)
+    return next((format(at, style) for at in reached), "never")
+
+
+def ablations() -> str:
+    """What each part of the recipe buys: a variant a line, against the default's same seeds."""
+    variants_found, defaults = runs_by_name(ABLATIONS), runs_by_name()
+    lines = [f"| variant, by seed | sampled | greedy | episodes to {_GOAL} | minutes |", "|---|---|---|---|---|"]
+    for default, variants in _VARIANTS.items():
+        found = {name: runs for name, runs in variants_found.items() if name in variants}
+        if not found:
+            continue
+        seeds = {run["seed"] for runs in found.values() for run in runs}
+        rows = [("PPO, the default", "", [run for run in defaults[default] if run["seed"] in seeds])]
+        rows += [(variants[name], "ablations/", found[name]) for name in variants if name in found]
+        for title, folder, runs in rows:
+            links = " ".join(f"[{run['seed']}]({LEARNING}/{folder}{run['file']})" for run in runs)
+            cells = [
+                f"{TITLES[default]}: {title} {links}",
+                *(", ".join(number(run[f"expected_return_{how}"]) for run in runs) for how in ("after", "greedy")),
+                ", ".join(first_reach(run, "step", ",d") for run in runs) if default == "blackjack" else "",
+                ", ".join(f"{run['minutes']:.1f}" for run in runs),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def number(value: float) -> str:
@@ -144,7 +181,12 @@ def benchmarks() -> str:
     return "\n".join(lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"results": results, "benchmarks": benchmarks, "models": models}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "results": results,
+    "ablations": ablations,
+    "benchmarks": benchmarks,
+    "models": models,
+}
 """What stands between `<!-- name:begin -->` and `<!-- name:end -->`, by name."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,15 @@ def test_format_demonstrations_say_nothing_about_the_game():
     # A coin's: half of 256, give or take three standard deviations.
     assert 104 <= right <= 152
     assert len({state for state, _ in rows}) > 150
+
+
+@pytest.mark.parametrize("name", [name for name in script.FILES if "blackjack" not in name])
+def test_format_demonstrations_of_other_examples_name_one_of_their_choices(name):
+    rows = [[message["content"] for message in row["messages"]] for row in read(name)]
+    assert len(rows) == 128
+    replies = Counter(reply for _, _, reply in rows)
+    assert len(replies) >= 2
+    assert replies.most_common(1)[0][1] < 0.7 * len(rows)
+    # Either the task names the possible replies or the observation does.
+    assert all(reply in system + observation for system, observation, reply in rows)
+    assert len({observation for _, observation, _ in rows}) > 5

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "learning" / "results"
+ABLATIONS = RESULTS / "ablations"
 # Student's t for a confidence of 95 %, by the number of values, from 2 on; more than 10 are treated as 10.
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -25,10 +26,10 @@ TITLES = {
 Run = dict[str, Any]
 
 
-def runs_by_name() -> dict[str, list[Run]]:
+def runs_by_name(folder: Path | None = None) -> dict[str, list[Run]]:
     """The runs of each experiment in order of their seeds; `file` says where each lies (NAME-seedN.json)."""
     found: dict[str, list[Run]] = {}
-    for path in sorted(RESULTS.glob("*-seed*.json")):
+    for path in sorted((folder or RESULTS).glob("*-seed*.json")):
         run = {"file": path.name, **json.loads(path.read_text(encoding="utf-8"))}
         found.setdefault(path.stem.rpartition("-seed")[0], []).append(run)
     return {name: sorted(runs, key=lambda run: int(run["seed"])) for name, runs in found.items()}

@@ -34,12 +34,11 @@ def main() -> None:
     """Run each seed in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("example", help="name of a script in examples/")
-    parser.add_argument("--name", help="of the result files; default: the example's")
+    parser.add_argument("--name", help="of the result files, ablations/NAME for a variant; default: the example's")
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     # argparse itself would refuse them: `--seeds` takes all values there are.
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
-    RESULTS.mkdir(exist_ok=True)
     for seed in args.seeds:
         command = ["python", f"examples/{args.example}.py", "--seed", str(seed), *options]
         with tempfile.TemporaryDirectory() as folder:
@@ -47,6 +46,7 @@ def main() -> None:
             subprocess.run([sys.executable, *command[1:], "--run-dir", folder], cwd=ROOT, check=True)
             result = record(Path(folder), command, where)
         path = RESULTS / f"{args.name or args.example}-seed{seed}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
