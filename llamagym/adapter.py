@@ -1,6 +1,6 @@
 """LoRA as a policy's weights: active where replies are decided, and aimed at what differs between observations.
 
-Two properties of a LoRA adapter decide how fast a language model learns to act.
+Three properties of a LoRA adapter decide how fast a language model learns to act.
 
 Where it acts. An activated LoRA (Greenewald et al. 2025, https://arxiv.org/abs/2504.12397; `alora_invocation_tokens` in
 PEFT's `LoraConfig`) changes only the tokens from the start of the reply on. What comes before is read by the base
@@ -12,12 +12,18 @@ observation's reply together, hundreds of times faster than apart: the policy is
 told two observations from each other. So A takes the principal components of its inputs where replies are decided,
 centred, orthogonal to their mean, each scaled to the same deviation. B is still zero, so the model's output does not
 change. (EVA, Paischer et al. 2024, https://arxiv.org/abs/2410.07170, takes components of all inputs, mean included.)
+
+What it has learnt before. Demonstrations teach what all observations share, the format above all, and through that the
+gradient moves them all together again, hundreds of times faster than apart. So what they taught is set aside, and
+rewards move a fresh adapter beside it, aimed at what differs between observations by then.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -60,15 +66,58 @@ def acting_on_every_token(model: nn.Module) -> Iterator[None]:
             layer.lora_variant = variant
 
 
-def fresh_down_projections(model: nn.Module) -> list[nn.Linear]:
-    """The A matrices of adapters whose B is still zero."""
+def fresh_rows(model: nn.Module) -> dict[nn.Linear, Tensor]:
+    """The rows of each A matrix whose columns of B are still zero, int64; matrices that have none are left out."""
+    rows = {down: (~up.weight.any(dim=0)).nonzero()[:, 0] for down, up in _projections(model)}
+    return {down: of_down for down, of_down in rows.items() if len(of_down)}
+
+
+def is_fresh(model: nn.Module) -> bool:
+    """Whether there is LoRA, and none of it does anything yet."""
+    pairs = _projections(model)
+    return bool(pairs) and not any(up.weight.any() for _, up in pairs)
+
+
+@torch.no_grad()
+def set_aside_(model: nn.Module) -> None:
+    """Keep what LoRA has learnt as it is, and put as much again beside it, fresh, for what is to be learnt now.
+
+    The rank doubles, and the matrices are new: an optimiser must look at them anew.
+    """
+    for down, up in _projections(model):
+        rank = down.out_features
+        # As PEFT begins: A at random, as large as it was, and B at zero.
+        fresh = torch.randn(down.weight.shape, generator=torch.Generator().manual_seed(0)).to(down.weight)
+        fresh *= down.weight.norm() / fresh.norm()
+        down.weight = nn.Parameter(torch.cat([down.weight, fresh]))
+        up.weight = nn.Parameter(torch.cat([up.weight, torch.zeros_like(up.weight)], dim=1))
+        down.out_features = up.in_features = 2 * rank
+        learns = torch.arange(2 * rank, device=down.weight.device) >= rank
+        down.weight.register_hook(lambda grad, learns=learns: grad * learns[:, None])
+        up.weight.register_hook(lambda grad, learns=learns: grad * learns)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for name in module.active_adapters:
+                if name in module.r:
+                    module.r[name] *= 2
+    adapted: Any = model
+    config = adapted.active_peft_config
+    # The scale, alpha / r or alpha / sqrt(r), stays what it is when the adapter is loaded again.
+    growth = math.sqrt(2) if config.use_rslora else 2
+    config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
+    config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
+    config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
+
+
+def _projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+    """A and B of each active LoRA on a linear layer."""
     return [
-        down
+        (down, up)
         for module in model.modules()
         if isinstance(module, LoraLayer)
         for name, down in module.lora_A.items()
-        if isinstance(down, nn.Linear) and name in module.active_adapters
-        if not any(weight.any() for weight in module.lora_B[name].parameters())
+        if name in module.active_adapters
+        if isinstance(down, nn.Linear) and isinstance(up := module.lora_B[name], nn.Linear)
     ]
 
 
@@ -90,21 +139,22 @@ def latest_inputs(layers: list[nn.Linear]) -> Iterator[dict[nn.Linear, Tensor]]:
 
 
 @torch.no_grad()
-def aim_(layer: nn.Linear, inputs: Tensor, groups: Tensor) -> None:
-    """Replace the rows of a down-projection by the directions in which its inputs differ.
+def aim_(layer: nn.Linear, rows: Tensor, inputs: Tensor, groups: Tensor) -> None:
+    """Replace rows of a down-projection by the directions in which its inputs differ.
 
     A row is scaled so that its output deviates over these inputs as a random row's output does over inputs of their
     size. Rows beyond the number of directions found stay as they are.
 
     Args:
         layer: With a weight (r, H).
+        rows: Which, int64 (R,).
         inputs: What it receives where replies are decided, (M, H).
         groups: Equal where the same words of a reply were read, after whatever observation, int64 (M,).
     """
     inputs = inputs.to(layer.weight)
-    directions, deviations = directions_of_difference(inputs, groups, layer.out_features)
+    directions, deviations = directions_of_difference(inputs, groups, len(rows))
     gain = (inputs.square().mean().sqrt() / deviations).clamp_max(_MAX_GAIN)
-    layer.weight[: len(directions)] = layer.weight.norm(dim=1).mean() * gain[:, None] * directions
+    layer.weight[rows[: len(directions)]] = layer.weight.norm(dim=1).mean() * gain[:, None] * directions
 
 
 def directions_of_difference(inputs: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -151,7 +151,11 @@ class Agent(TextInterface):
         config = WarmStartConfig.from_dict(options)
         end = self._template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
         episodes = read_demonstrations(path or self.demonstrations, self._new_conversation, self._prefix, end)
-        return fine_tune(self.policy, self.tokenizer, episodes, config)
+        stats = fine_tune(self.policy, self.tokenizer, episodes, config)
+        self.learner.watch_weights()
+        if self._replay is not None:
+            self._replay.watch_weights()
+        return stats
 
     def train(self) -> None:
         """Sample, record and learn: the mode an agent starts in."""

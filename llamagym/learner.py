@@ -81,23 +81,25 @@ class Learner(ABC, Generic[TargetsT]):
         self.policy = policy
         self.config = config
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
-        body = [p for p in policy.model.pretrained_model.parameters() if p.requires_grad]
-        groups, self._rates = [{"params": body}], [config.learning_rate]
-        if value_learning_rate is not None:
-            groups.append({"params": list(policy.model.v_head.parameters())})
-            self._rates.append(value_learning_rate)
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
         self._epochs = epochs
+        self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
         self._steps = 0
         self._whiten = Whitening()
-        trained = [weight for group in groups for weight in group["params"]]
-        self._trust_region = TrustRegion(trained, config.target_kl)
+        self.watch_weights()
         self._rate = RateController(config.target_kl)
         self._entropy = EntropyController(config.entropy_coef, config.entropy_decay, config.entropy_floor)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
         if config.init_kl_coef:
             policy.enable_reference()
+
+    def watch_weights(self) -> None:
+        """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
+        body = [p for p in self.policy.model.pretrained_model.parameters() if p.requires_grad]
+        parts = [body, list(self.policy.model.v_head.parameters())][: len(self._rates)]
+        groups = [{"params": part} for part in parts]
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
+        self._trust_region = TrustRegion([weight for part in parts for weight in part], self.config.target_kl)
 
     @property
     def group_size(self) -> int:

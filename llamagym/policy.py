@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter import aim_, fresh_down_projections, latest_inputs
+from .adapter import aim_, fresh_rows, latest_inputs
 from .backbone import Backbone
 from .batching import TokenTree
 from .choices import ChoiceLength
@@ -49,6 +49,7 @@ class Policy:
     Attributes:
         generation: How replies are sampled.
         choice_prior: Mean score of each choice under the reference, frozen once measured.
+        aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         weights_version: Number of updates so far; whoever changes the weights raises it.
     """
 
@@ -80,7 +81,7 @@ class Policy:
         self.weights_version = 0
         self._eos_ids = frozenset(eos_ids)
         self._calibrate = calibrate_choices
-        self._aim_lora = aim_lora
+        self.aims_lora = aim_lora
         self._choice_length = choice_length
         self._backbone = Backbone(model)
         self._frozen: Backbone | None = None
@@ -199,7 +200,8 @@ class Policy:
         if sum(len(tree.decisions) for tree in trees) < 2:
             # In a single context nothing differs; a later batch may hold more.
             return
-        layers = fresh_down_projections(self.model.pretrained_model) if self._aim_lora else []
+        fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
+        layers = list(fresh)
         features: list[Tensor] = []
         inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
         words: dict[tuple[int, ...], int] = {}
@@ -212,7 +214,7 @@ class Policy:
                 for layer in layers:
                     inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
         for layer in layers:
-            aim_(layer, torch.cat(inputs[layer]), torch.tensor(groups))
+            aim_(layer, fresh[layer], torch.cat(inputs[layer]), torch.tensor(groups))
         if critic:
             self.model.v_head.standardize_(torch.cat(features))
 

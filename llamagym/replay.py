@@ -67,10 +67,14 @@ class Replay:
         self.policy = policy
         self.config = config
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
-        self._weights = [weight for weight in policy.model.pretrained_model.parameters() if weight.requires_grad]
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(self._weights, lr=config.learning_rate))
+        self.watch_weights()
         self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
         self._rng = np.random.default_rng(config.seed)
+
+    def watch_weights(self) -> None:
+        """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
+        self._weights = [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(self._weights, lr=self.config.learning_rate))
 
     @property
     def episodes(self) -> list[Episode]:

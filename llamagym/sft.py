@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from .adapter import is_fresh, set_aside_
 from .conversation import Episode, Segment
 from .errors import ConfigError
 from .options import Options
@@ -70,7 +71,7 @@ def fine_tune(
 ) -> dict[str, float]:
     """Raise the likelihood of the episodes' replies, token by token, whatever their rewards.
 
-    A fresh LoRA is first pointed at what differs between the observations, which is possible only while its B is zero
+    A fresh LoRA is first pointed at what differs between the observations; what it has learnt is set aside afterwards
     (see `adapter`). The value head is left alone: its features are standardised at the first update, once they are the
     trained adapter's.
 
@@ -94,7 +95,10 @@ def fine_tune(
     logger.info("Learning from %d demonstrations, %d times.", len(episodes), config.epochs)
     policy.fit_inputs(segments, critic=False)
     before = _measure(policy, segments)
+    was_fresh = policy.aims_lora and is_fresh(policy.model.pretrained_model)
     _train(policy, tokenizer, segments, config)
+    if was_fresh:
+        set_aside_(policy.model.pretrained_model)
     policy.weights_version += 1
     after = _measure(policy, segments)
     return {

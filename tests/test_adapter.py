@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from llamagym.adapter import (
     acting_on_every_token,
     aim_,
     directions_of_difference,
-    fresh_down_projections,
+    fresh_rows,
     is_activated,
+    is_fresh,
     latest_inputs,
+    set_aside_,
 )
 from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model
@@ -43,7 +46,7 @@ def test_aiming_makes_every_direction_count_the_same() -> None:
     length = layer.weight.norm(dim=1).mean().item()
     inputs = 5.0 + torch.randn(500, 6) @ torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1, 0.1, 0.1]))
     size = inputs.square().mean().sqrt().item()
-    aim_(layer, inputs, torch.zeros(500, dtype=torch.long))
+    aim_(layer, torch.arange(2), inputs, torch.zeros(500, dtype=torch.long))
     outputs = layer(inputs)
     assert outputs.std(dim=0, correction=0).tolist() == pytest.approx([length * size] * 2, rel=1e-3)
     assert (outputs.mean(0).abs() < 0.05 * length * size).all()
@@ -58,7 +61,7 @@ def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activat
             if "lora_B" in name or "v_head" in name:
                 weight.zero_()
     before = agent.action_probabilities(["a", "bb", "c"])
-    weights = [layer.weight.clone() for layer in fresh_down_projections(agent.policy.model)]
+    weights = [layer.weight.clone() for layer in fresh_rows(agent.policy.model)]
     assert weights
     for text in ("a", "bb", "c", "dd"):
         agent.act_batch([text] * 3)
@@ -68,7 +71,7 @@ def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activat
     after = agent.action_probabilities(["a", "bb", "c"])
     for one, other in zip(before, after, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
-    layers = fresh_down_projections(agent.policy.model)
+    layers = fresh_rows(agent.policy.model)
     assert not any(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
 
 
@@ -95,13 +98,68 @@ def test_gradients_tell_observations_apart_once_aimed() -> None:
     assert alike[True] < 0.5 * alike[False]
 
 
-def test_only_a_fresh_adapter_is_aimed() -> None:
+def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
     model = tiny_model("llama").pretrained_model
-    assert len(fresh_down_projections(model)) == 3
+    assert len(fresh_rows(model)) == 3
     for name, weight in model.named_parameters():
         if "o_proj.lora_B" in name:
             nn.init.ones_(weight)
-    assert len(fresh_down_projections(model)) == 2
+        elif "q_proj.lora_B" in name:
+            weight.data[:, 1] = 1.0
+    rank = next(iter(fresh_rows(model))).out_features
+    assert sorted(map(len, fresh_rows(model).values())) == [rank - 1, rank]
+    layer = next(layer for layer, rows in fresh_rows(model).items() if len(rows) < rank)
+    before = layer.weight.clone()
+    aim_(layer, fresh_rows(model)[layer], torch.randn(50, layer.in_features), torch.zeros(50, dtype=torch.long))
+    moved = (layer.weight != before).any(dim=1)
+    assert moved.nonzero()[:, 0].tolist() == fresh_rows(model)[layer].tolist()
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_what_was_learnt_is_set_aside_and_a_fresh_adapter_beside_it_learns(activated: bool, tmp_path: Path) -> None:
+    options = {"batch_size": 4, "learning_rate": 0.01, "warmup_steps": 1}
+    agent = make_agent(ChoiceAgent, "llama", activated, context="turn", ppo=options)
+    model = agent.policy.model.pretrained_model
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.zeros_(weight)
+    assert is_fresh(model)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+    assert not is_fresh(model)
+    agent.policy.weights_version += 1
+    learnt = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    before = agent.action_probabilities(["a", "bb"])
+
+    set_aside_(model)
+    agent.learner.watch_weights()
+    agent.policy.weights_version += 1
+    assert not is_fresh(model)
+    after = agent.action_probabilities(["a", "bb"])
+    for one, other in zip(before, after, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    for index in range(8):
+        agent.act("ab"[index % 2])
+        agent.assign_reward(float(index % 3))
+        agent.terminate_episode()
+    moved = agent.action_probabilities(["a", "bb"])
+    assert any(one != pytest.approx(other, abs=1e-4) for one, other in zip(after, moved, strict=True))
+    for name, weight in model.named_parameters():
+        if name not in learnt:
+            continue
+        of_rank = weight if "lora_A" in name else weight.T
+        old = learnt[name] if "lora_A" in name else learnt[name].T
+        assert len(of_rank) == 2 * len(old)
+        assert torch.equal(of_rank[: len(old)], old)
+        assert of_rank[len(old) :].any()
+
+    # It is an ordinary adapter of twice the rank, and loads as one.
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_base_model("llama"), tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad(), acting_on_every_token(model), acting_on_every_token(loaded):
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
 def test_latest_inputs_are_those_of_the_last_pass_and_no_more() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import llamagym.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
-from llamagym.adapter import fresh_down_projections, is_activated
+from llamagym.adapter import fresh_rows, is_activated
 from llamagym.demonstrations import read_demonstrations
 from llamagym.value_head import AutoModelForCausalLMWithValueHead
 from tests.agents import ChoiceAgent, WordAgent, make_agent
@@ -176,7 +176,8 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, m
     changed = set()
     for name, weight in model.named_parameters():
         same, before, requires_grad = weights[name]
-        assert weight is same
+        # What LoRA has learnt is set aside: its matrices are new, and larger.
+        assert weight is same or "lora_" in name
         assert weight.dtype == before.dtype
         assert weight.requires_grad == requires_grad
         assert weight.grad is None
@@ -193,7 +194,7 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, m
 
     # The learner goes on with the same weights.
     assert agent.learner.optimizer.param_groups[0]["params"][0] is next(
-        w for w, *_ in weights.values() if w.requires_grad
+        weight for weight in model.parameters() if weight.requires_grad
     )
     moved = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
     for reward in (1.0, 0.0):
@@ -208,12 +209,14 @@ def test_a_fresh_adapter_is_aimed_before_it_learns_and_the_critic_is_fitted_late
     for aim in (True, False):
         model = tiny_model("llama")
         agent = WordAgent(model, tiny_tokenizer("llama"), None, {}, {"batch_size": 2}, aim_lora=aim, seed=0)
-        downs = fresh_down_projections(model)
+        downs = list(fresh_rows(model))
         before = [layer.weight.clone() for layer in downs]
         agent.sft_from_jsonl(demos, learning_rate=1e-9)
-        moved = [(layer.weight - old).abs().max().item() for layer, old in zip(downs, before, strict=True)]
+        moved = [(layer.weight[: len(old)] - old).abs().max().item() for layer, old in zip(downs, before, strict=True)]
         assert min(moved) > 1e-3 if aim else max(moved) < 1e-6
-        assert not fresh_down_projections(model)
+        # What was learnt is set aside: there is as much again.
+        ranks = {layer: layer.out_features for layer in downs}
+        assert {layer: 2 * len(rows) for layer, rows in fresh_rows(model).items()} == (ranks if aim else {})
         # The first update still standardises the features, which are now the trained adapter's.
         assert not agent.policy.inputs_are_fit
         assert not model.v_head.feature_mean.any()
