@@ -44,8 +44,8 @@ _CONVERSION = 1
 _SCRATCH = ".converting-"
 # A conversion takes about half a minute: what is an hour old was left by a process that was killed.
 _STALE_S = 3600.0
-# None is transformers' own choice, SDPA wherever the architecture has it.
-_ATTENTION: str | None = None
+# Those that take a mask of one's own: which token of a tree sees which.
+_ATTENTION = ("sdpa", "eager")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,6 +57,7 @@ def load_model_and_tokenizer(
     load_in_4bit: bool = False,
     peft_config: PeftConfig | Literal[False] | None = None,
     token: str | None = None,
+    attn_implementation: str | None = None,
 ) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase, torch.device]:
     """Load a language model with a value head, ready to be trained.
 
@@ -72,6 +73,7 @@ def load_model_and_tokenizer(
         peft_config: The adapter; None is the registry's LoRA, False none at all: every weight is trained. A folder
             that holds an adapter goes on with its own.
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
+        attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
 
     Returns:
         Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
@@ -80,9 +82,14 @@ def load_model_and_tokenizer(
 
     Raises:
         ModelLoadError: The model, its tokenizer or the quantisation cannot be had.
-        ConfigError: `device` or `dtype` is no such thing, or both quantisations are asked for.
+        ConfigError: `device`, `dtype` or `attn_implementation` is no such thing, or both quantisations are asked for.
     """
     target = _resolve_device(device)
+    if attn_implementation not in (None, *_ATTENTION):
+        raise ConfigError(
+            f"attn_implementation={attn_implementation!r}: replies branch off their context, which needs a mask that "
+            f"only {' and '.join(_ATTENTION)} take. Pass one of them, or None."
+        )
     quantization = _check_quantization(load_in_8bit, load_in_4bit, target, peft_config)
     source, hub = _locate(str(name), token)
     base_name, base, base_hub = str(name), source, hub
@@ -99,7 +106,7 @@ def load_model_and_tokenizer(
     config = _read(AutoConfig, base, base_hub)
     entry = lookup(base_name) or lookup_by_architecture(config)
     weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
-    options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": _ATTENTION}
+    options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
     if quantization:
         options["device_map"] = {"": target}
         options["quantization_config"] = BitsAndBytesConfig(

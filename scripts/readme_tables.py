@@ -36,16 +36,16 @@ _TARGETS = {
     "text-world": "0.9",
     "babyai": "0.9",
 }
-# Variants of Blackjack's and CartPole's runs, by the name of the result files; a learning rate of 0 is the control.
+# Variants of a recipe, by the name of their result files; a learning rate of 0 is the control.
 _VARIANTS = {
-    "blackjack": {
-        "blackjack-grpo": "GRPO",
-        "blackjack-no-calibration": "no calibration of the choices",
-        "blackjack-no-entropy-bonus": "no entropy bonus",
-        "blackjack-warm-start": "after a warm start",
-        "blackjack-rate-0": "learning rates 0",
-    },
-    "cartpole": {"cartpole-grpo": "GRPO"},
+    "blackjack-ppo": "Blackjack: PPO, the default",
+    "blackjack-grpo": "Blackjack: GRPO",
+    "blackjack-no-calibration": "Blackjack: choices not calibrated",
+    "blackjack-no-entropy-bonus": "Blackjack: no entropy bonus",
+    "blackjack-warm-start": "Blackjack: after a warm start",
+    "blackjack-rate-0": "Blackjack: learning rate 0",
+    "cartpole-ppo": "CartPole: PPO, the default",
+    "cartpole-grpo": "CartPole: GRPO",
 }
 
 
@@ -120,25 +120,22 @@ def first_reach(run: Run, axis: str, style: str) -> str:
 
 
 def ablations() -> str:
-    """What each part of the recipe buys: a variant a line, against the default's same seeds."""
-    variants_found, defaults = runs_by_name(ABLATIONS), runs_by_name()
-    lines = [f"| variant, by seed | sampled | greedy | episodes to {_GOAL} | minutes |", "|---|---|---|---|---|"]
-    for default, variants in _VARIANTS.items():
-        found = {name: runs for name, runs in variants_found.items() if name in variants}
-        if not found:
-            continue
-        seeds = {run["seed"] for runs in found.values() for run in runs}
-        rows = [("PPO, the default", "", [run for run in defaults[default] if run["seed"] in seeds])]
-        rows += [(variants[name], "ablations/", found[name]) for name in variants if name in found]
-        for title, folder, runs in rows:
-            links = " ".join(f"[{run['seed']}]({LEARNING}/{folder}{run['file']})" for run in runs)
-            cells = [
-                f"{TITLES[default]}: {title} {links}",
-                *(", ".join(number(run[f"expected_return_{how}"]) for run in runs) for how in ("after", "greedy")),
-                ", ".join(first_reach(run, "step", ",d") for run in runs) if default == "blackjack" else "",
-                ", ".join(f"{run['minutes']:.1f}" for run in runs),
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
+    """What each part of the recipe buys: a variant a line, its seeds one after the other."""
+    lines = [
+        f"| variant, by seed | before | sampled | greedy | episodes to {_GOAL} | minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    found = runs_by_name(ABLATIONS)
+    for name in (name for name in _VARIANTS if name in found):
+        runs = found[name]
+        links = " ".join(f"[{run['seed']}]({LEARNING}/ablations/{run['file']})" for run in runs)
+        cells = [
+            f"{_VARIANTS[name]} {links}",
+            *(", ".join(number(run[f"expected_return_{at}"]) for run in runs) for at in ("before", "after", "greedy")),
+            ", ".join(first_reach(run, "step", ",d") for run in runs) if name.startswith("blackjack") else "",
+            ", ".join(f"{run['minutes']:.1f}" for run in runs),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -273,6 +273,18 @@ def test_local_folder(tmp_path: Path) -> None:
     torch.testing.assert_close(model(torch.tensor([[1, 2, 3]]))[0], expected)
 
 
+def test_attention_can_be_chosen_and_gives_the_same_and_one_without_masks_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny("qwen2", tmp_path)
+    logits = {}
+    for wanted, used in ((None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
+        model, _, _ = load_model_and_tokenizer(folder, device="cpu", dtype="float32", attn_implementation=wanted)
+        assert model.pretrained_model.config._attn_implementation == used
+        logits[wanted] = model(torch.tensor([[1, 2, 3]]))[0]
+    torch.testing.assert_close(logits["eager"], logits["sdpa"])
+    with pytest.raises(ConfigError, match="needs a mask"):
+        load_model_and_tokenizer(folder, attn_implementation="flash_attention_2")
+
+
 def test_peft_config_false_trains_every_weight_and_a_config_of_one_s_own_is_used(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     full, _, _ = load_model_and_tokenizer(folder, device="cpu", dtype="bfloat16", peft_config=False)
