@@ -55,7 +55,7 @@ def acting_on_every_token(model: nn.Module) -> Iterator[None]:
 
     PEFT finds the reply by its invocation tokens in `input_ids`; whoever knows where it starts passes only its tokens.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = _lora_layers(model)
     variants = [layer.lora_variant for layer in layers]
     for layer in layers:
         layer.lora_variant = {}
@@ -73,16 +73,21 @@ def fresh_rows(model: nn.Module) -> dict[nn.Linear, Tensor]:
 
 
 def is_fresh(model: nn.Module) -> bool:
-    """Whether there is LoRA, and none of it does anything yet."""
-    pairs = _projections(model)
-    return bool(pairs) and not any(up.weight.any() for _, up in pairs)
+    """Whether there is LoRA, on linear layers alone, and none of it does anything yet."""
+    pairs, layers = _projections(model), _lora_layers(model)
+    everywhere = sum(name in layer.r for layer in layers for name in layer.active_adapters)
+    return bool(pairs) and len(pairs) == everywhere and not any(up.weight.any() for _, up in pairs)
 
 
 @torch.no_grad()
 def set_aside_(model: nn.Module) -> None:
     """Keep what LoRA has learnt as it is, and put as much again beside it, fresh, for what is to be learnt now.
 
-    The rank doubles, and the matrices are new: an optimiser must look at them anew.
+    The rank doubles, and the matrices are new: an optimiser must look at them anew. What is saved is an ordinary
+    adapter; loaded again, all of it learns.
+
+    Args:
+        model: A PEFT model with LoRA on linear layers alone.
     """
     for down, up in _projections(model):
         rank = down.out_features
@@ -95,11 +100,8 @@ def set_aside_(model: nn.Module) -> None:
         learns = torch.arange(2 * rank, device=down.weight.device) >= rank
         down.weight.register_hook(lambda grad, learns=learns: grad * learns[:, None])
         up.weight.register_hook(lambda grad, learns=learns: grad * learns)
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            for name in module.active_adapters:
-                if name in module.r:
-                    module.r[name] *= 2
+    for layer in _lora_layers(model):
+        layer.r.update({name: 2 * layer.r[name] for name in layer.active_adapters if name in layer.r})
     adapted: Any = model
     config = adapted.active_peft_config
     # The scale, alpha / r or alpha / sqrt(r), stays what it is when the adapter is loaded again.
@@ -113,12 +115,15 @@ def _projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     """A and B of each active LoRA on a linear layer."""
     return [
         (down, up)
-        for module in model.modules()
-        if isinstance(module, LoraLayer)
-        for name, down in module.lora_A.items()
-        if name in module.active_adapters
-        if isinstance(down, nn.Linear) and isinstance(up := module.lora_B[name], nn.Linear)
+        for layer in _lora_layers(model)
+        for name, down in layer.lora_A.items()
+        if name in layer.active_adapters
+        if isinstance(down, nn.Linear) and isinstance(up := layer.lora_B[name], nn.Linear)
     ]
+
+
+def _lora_layers(model: nn.Module) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 @contextmanager
