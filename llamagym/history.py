@@ -185,10 +185,10 @@ class _RoomyLayer(DynamicLayer):
         return keys, values
 
 
-def entries_of(cache: Cache, start: int) -> Tensor:
-    """Keys and values from column `start` on, layer after layer, (B, 2L, heads, S, head size)."""
+def entries_of(cache: Cache, columns: slice) -> Tensor:
+    """Keys and values in some columns, layer after layer, (B, 2L, heads, S, head size)."""
     layers: list[Any] = cache.layers
-    return torch.stack([part[:, :, start:] for layer in layers for part in (layer.keys, layer.values)], dim=1)
+    return torch.stack([part[:, :, columns] for layer in layers for part in (layer.keys, layer.values)], dim=1)
 
 
 def cache_of(

@@ -29,6 +29,8 @@ ORDER = [
     "adapter",
     "history",
     "parts",
+    "masks",
+    "transformer",
     "backbone",
     "writing",
     "sampling",

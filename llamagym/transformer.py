@@ -1,0 +1,136 @@
+"""A causal language model taken apart: its body, or trunk and top, and the output layer.
+
+The body is called with explicit positions and an explicit mask, so padding, shared prefixes and branches mean the same
+to every architecture.
+
+Shapes: B rows, T tokens, S columns of keys and values, H width, M states that logits are read from, K targets, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+
+from .errors import ModelLoadError
+from .masks import attention_mask, causal
+from .parts import first_trained_layer, split
+from .value_head import AutoModelForCausalLMWithValueHead
+
+logger = logging.getLogger(__name__)
+
+
+class Transformer:
+    """The body and the output layer of a causal language model.
+
+    Attributes:
+        max_length: Tokens that it can hold.
+    """
+
+    def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
+        """Find the parts of `model` and check that together they give the model's own logits."""
+        pretrained = model.pretrained_model
+        lm: Any = pretrained.get_base_model() if isinstance(pretrained, PeftModel) else pretrained
+        self._lm = lm
+        self._body: Any = getattr(lm, lm.base_model_prefix)
+        self._head: nn.Module = lm.get_output_embeddings()
+        config = lm.config.get_text_config()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
+        self.max_length: int = config.max_position_embeddings
+        self._trunk: Any = None
+        self._top = self._body
+        self._first_top_layer = 0
+        self._check_parts()
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs must lie."""
+        device: torch.device = self._lm.device
+        return device
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits in float32, (M, V), of hidden states (M, H)."""
+        return self._cap(self._head(hidden))
+
+    def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Logits in float32, (M, K), of the target tokens (M, K) alone."""
+        if type(self._head) is not nn.Linear:
+            return self.logits(hidden).gather(1, targets)
+        logits = (self._head.weight[targets] @ hidden[:, :, None])[:, :, 0]
+        return self._cap(logits if self._head.bias is None else logits + self._head.bias[targets])
+
+    def _cap(self, logits: Tensor) -> Tensor:
+        logits = logits.float()
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+    def _run(
+        self,
+        part: nn.Module,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        key_positions: Tensor,
+        cache: Cache,
+    ) -> Tensor:
+        """Last hidden states of `part`, given token ids (B, T) or hidden states (B, T, H)."""
+        device = self.device
+        output = part(
+            **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs.to(device)},
+            position_ids=positions.to(device),
+            attention_mask=attention_mask(
+                visible.to(device),
+                positions.to(device),
+                key_positions.to(device),
+                self._window,
+                self._layer_types,
+                self._lm.dtype,
+            ),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    @torch.no_grad()
+    def _check_parts(self) -> None:
+        """Compare with the model's own forward pass, and raise if they disagree."""
+        ids, positions, causal = _probe()
+        expected = self._lm(input_ids=ids.to(self.device)).logits[0].float()
+        received = self.logits(self._run(self._body, ids, positions, causal, positions, DynamicCache())[0])
+        # Kernels differ in rounding; an architecture that scales or caps its logits elsewhere is off by far more.
+        if not torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0):
+            raise ModelLoadError(
+                f"{type(self._lm).__name__} computes logits in a way that llamagym does not reproduce: the largest "
+                f"difference is {(received - expected).abs().max().item():.3g}. Use one of the registry's families, or "
+                "report the architecture as an issue."
+            )
+
+    @torch.no_grad()
+    def _split(self) -> None:
+        """Split the body at the first trained layer, where that gives the same hidden states."""
+        first = first_trained_layer(self._body)
+        if first == 0:
+            return
+        trunk, top = split(self._body, first)
+        ids, positions, causal = _probe()
+        expected = self._run(self._body, ids, positions, causal, positions, DynamicCache())
+        with suppress(TypeError, ValueError):
+            hidden = self._run(trunk, ids, positions, causal, positions, DynamicCache())
+            received = self._run(top, hidden, positions, causal, positions, DynamicCache())
+            if torch.equal(received, expected):
+                self._trunk, self._top, self._first_top_layer = trunk, top, first
+        if self._trunk is None:
+            logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
+
+
+def _probe() -> tuple[Tensor, Tensor, Tensor]:
+    """Five tokens to compare computations on: ids (1, 5), positions (1, 5), a causal mask (1, 5, 5)."""
+    return torch.arange(1, 6)[None], torch.arange(5)[None], causal(0, 5)[None]
