@@ -158,7 +158,7 @@ def _useless_critic(history: History) -> str | None:
     return (
         f"explained_variance has not passed {max(explained):.2f} in {_CRITIC_UPDATES} updates: the value head predicts "
         f"nothing, and advantages are as noisy as returns. {move} value_learning_rate, widen cliprange_value to the "
-        "size of the returns, and show in the observation what the return depends on."
+        "size of the returns, or pass critic='lstd', and show in the observation what the return depends on."
     )
 
 

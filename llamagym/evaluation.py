@@ -26,12 +26,14 @@ class Evaluation:
         entropy: Entropy of the distribution each decision was drawn from, in nats, float32 (N, L).
         mask: True at decisions that were made, bool (N, L).
         values: The critic's estimates, float32 (N,).
+        features: What these are read from, float (N, H); no gradient flows back from them.
     """
 
     logprobs: Tensor
     entropy: Tensor
     mask: Tensor
     values: Tensor
+    features: Tensor
 
 
 def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTree]], Reading]) -> Evaluation:
@@ -75,4 +77,4 @@ def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTr
         entropy = entropy.index_put(slot, entropy_from_logits(offers))
     lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)
-    return Evaluation(logprobs, entropy, mask, reading.values[of_turn])
+    return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn])

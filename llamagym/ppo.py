@@ -1,8 +1,8 @@
 """Proximal policy optimisation over the turns of episodes.
 
 Departures from the PPO paper: the value is read at the last prompt token of a turn and one turn is one step of GAE,
-however many tokens the reply has. The value head learns on detached features with its own learning rate. What PPO
-shares with other learners stands in `learner`.
+however many tokens the reply has. The value head learns on detached features, apart from the policy. What PPO shares
+with other learners stands in `learner`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from .conversation import Episode
+from .critic import fit
 from .evaluation import Evaluation
 from .learner import Learner, Stats, Targets
 from .learner_config import LearnerConfig
 from .losses import clipped_value_loss, explained_variance, gae
 from .policy import Policy
-from .sampled import Sampled
+from .sampled import Sampled, evaluate_chunks
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,21 @@ class PPOConfig(LearnerConfig):
 
     Attributes:
         ppo_epochs: Passes over a batch.
+        critic: How the value head learns: "gradient" steps, or "lstd", which solves for its weights (see `critic`) and
+            needs no rate, range or weight of the three options that follow. It takes batches of many episodes.
         value_learning_rate: Of the value head.
-        lam: GAE's lambda.
         cliprange_value: How far a value may move from its estimate before the update, in reward units.
         vf_coef: Weight of the value loss.
+        lam: GAE's lambda, and LSTD's.
         kl_placement: "reward" subtracts k1 from each turn's reward, "loss" adds k3.
     """
 
     ppo_epochs: int = 2
+    critic: Literal["gradient", "lstd"] = "gradient"
     value_learning_rate: float = 3e-3
-    lam: float = 0.95
     cliprange_value: float = 0.2
     vf_coef: float = 0.5
+    lam: float = 0.95
     kl_placement: Literal["reward", "loss"] = "reward"
 
     def __post_init__(self) -> None:
@@ -49,6 +53,7 @@ class PPOConfig(LearnerConfig):
         self._require_at_least(1, "ppo_epochs")
         self._require_fraction("lam")
         self._require_one_of(["reward", "loss"], "kl_placement")
+        self._require_one_of(["gradient", "lstd"], "critic")
 
     @property
     def kl_in_loss(self) -> bool:
@@ -80,7 +85,9 @@ class PPO(Learner[ValueTargets]):
             policy: Whose trainable weights are updated.
             config: How.
         """
-        super().__init__(policy, config, config.ppo_epochs, config.value_learning_rate)
+        super().__init__(
+            policy, config, config.ppo_epochs, config.value_learning_rate if config.critic == "gradient" else None
+        )
 
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[ValueTargets, Stats]:
         """Rewards with the KL penalty, then advantages and returns."""
@@ -90,11 +97,31 @@ class PPO(Learner[ValueTargets]):
         if config.init_kl_coef and config.kl_placement == "reward":
             rewards[real] -= self._kl.value * sampled.ref_kl
         final = torch.tensor([episode.final_value for episode in episodes])
+        if config.critic == "lstd":
+            values[real] = self._fit(episodes, rewards[real], final)
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
             advantages = self._whiten(advantages, real)
         targets = ValueTargets(advantages[real], returns[real])
         return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
+
+    def _fit(self, episodes: Sequence[Episode], rewards: Tensor, final: Tensor) -> Tensor:
+        """Fit the value head; returns the turns' values (N,)."""
+        segments = [segment for episode in episodes for segment in episode.segments()]
+        row = {id(turn): index for index, turn in enumerate(turn for segment in segments for turn in segment.turns)}
+        features = torch.empty(len(row), self.policy.model.v_head.summary.in_features)
+        for rows, now in evaluate_chunks(self.policy, segments, row, self.config.microbatch_nodes):
+            features[rows] = now.features.cpu().float()
+        lengths = [len(episode.turns) for episode in episodes]
+        config, head = self.config, self.policy.model.v_head
+        return fit(head, features, lengths, rewards, final, config.gamma, config.lam, self._add_up)
+
+    def _add_up(self, tensor: Tensor) -> Tensor:
+        """Sum over processes."""
+        if self.accelerator.num_processes == 1:
+            return tensor
+        total: Tensor = self.accelerator.reduce(tensor.float().to(self.policy.device), "sum")
+        return total.to(tensor)
 
     def _loss(
         self,
@@ -107,6 +134,8 @@ class PPO(Learner[ValueTargets]):
     ) -> tuple[Tensor, Stats]:
         """The policy's loss and the critic's."""
         loss, stats = super()._loss(now, rows, sampled, targets, by_decision, by_turn)
+        if self.config.critic == "lstd":
+            return loss, stats
         every = torch.ones_like(now.values, dtype=torch.bool)
         old_values, returns = (each[rows].to(now.values.device) for each in (sampled.old_values, targets.returns))
         value = clipped_value_loss(now.values, old_values, returns, every, self.config.cliprange_value)

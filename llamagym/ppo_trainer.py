@@ -127,7 +127,7 @@ class PPOTrainer:
             rng: Draws the order of the samples, once an epoch; None is numpy's generator seeded with `config.seed`.
 
         Raises:
-            ConfigError: `kl_penalty` is unknown, or `config` puts the KL into the loss.
+            ConfigError: `kl_penalty` is unknown, or `config` puts the KL into the loss or has another critic.
         """
         if kl_penalty not in _ESTIMATORS:
             raise ConfigError(f"kl_penalty={kl_penalty!r}. {did_you_mean(str(kl_penalty), get_args(KLPenalty))}")
@@ -135,6 +135,11 @@ class PPOTrainer:
             raise ConfigError(
                 f"kl_placement={config.kl_placement!r}, but PPOTrainer knows the KL as a part of the reward only, as "
                 "TRL did. Use kl_placement='reward'."
+            )
+        if config.critic != "gradient":
+            raise ConfigError(
+                f"critic={config.critic!r}, but PPOTrainer's value head learns by gradient steps, as TRL's did. Use "
+                "critic='gradient'."
             )
         self.config = config
         self.model = model

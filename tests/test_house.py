@@ -43,6 +43,7 @@ ORDER = [
     "trust_region",
     "sampled",
     "learner",
+    "critic",
     "ppo",
     "ppo_trainer",
     "grpo",

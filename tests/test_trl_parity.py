@@ -302,6 +302,8 @@ def test_mistakes_are_refused_with_the_next_move() -> None:
         PPOTrainer(config, model, None, tokenizer(), kl_penalty="full")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Use kl_placement='reward'"):
         PPOTrainer(replace(config, kl_placement="loss"), model, None, tokenizer())
+    with pytest.raises(ConfigError, match=r"Use critic='gradient'"):
+        PPOTrainer(replace(config, critic="lstd"), model, None, tokenizer())
     trainer = PPOTrainer(config, model, None, tokenizer())
     queries, responses, scores = batch()
     with pytest.raises(ValueError, match=r"batch_size=8 of each, received .*'scores': 7"):
