@@ -23,6 +23,12 @@ def test_the_probe_is_solved(probe, algorithm):
     assert probe.error(algorithm, ALGORITHMS[algorithm]) < probe.tolerance
 
 
+@pytest.mark.parametrize("name", PROBES)
+def test_the_probe_is_solved_with_a_critic_in_closed_form(name):
+    probe = PROBES[name]
+    assert replace(probe, config=probe.config | {"critic": "lstd"}).error("ppo", {}) < probe.tolerance
+
+
 @pytest.mark.parametrize(("probe", "algorithm"), CASES)
 def test_its_negative_control_is_not(probe, algorithm):
     control = replace(probe, **probe.control)
