@@ -6,9 +6,9 @@ from torch import Tensor
 
 from .losses import masked_var, masked_whiten
 
-# The learning rate moves in these steps, and stays within this factor of its start (Schulman et al. 2017, section 4,
-# steer the KL's coefficient so).
-_RATE_STEP, _RATE_RANGE = 1.5, 10.0
+# The learning rate moves in these steps, and falls to this share of its start (Schulman et al. 2017, section 4, steer
+# the KL's coefficient so). It never rises above it: a policy that has learnt what there is to learn hardly moves.
+_RATE_STEP, _LEAST_RATE = 1.5, 0.1
 # Share of the largest deviation so far that a batch's advantages are taken to have at least.
 _LEAST_SHARE = 0.25
 # The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
@@ -47,14 +47,14 @@ class AdaptiveKLController:
 
 
 class RateController:
-    """Scales the learning rate so that an update moves the policy by about `target_kl`; None leaves it at 1."""
+    """Scales the learning rate down where an update would move the policy beyond `target_kl`; None leaves it at 1."""
 
     def __init__(self, target_kl: float | None) -> None:
         """Start at scale 1."""
         self.scale, self._target = 1.0, target_kl
 
     def update(self, kl: float, may_rise: bool) -> None:
-        """Lower the scale after an update beyond the target KL, raise it after one below half of it; in nats.
+        """Lower the scale after an update beyond the target KL, raise it again after one below half of it; in nats.
 
         Args:
             kl: By which the update moved the policy.
@@ -63,9 +63,9 @@ class RateController:
         if self._target is None:
             return
         if kl > self._target:
-            self.scale = max(self.scale / _RATE_STEP, 1 / _RATE_RANGE)
+            self.scale = max(self.scale / _RATE_STEP, _LEAST_RATE)
         elif may_rise and kl < self._target / 2:
-            self.scale = min(self.scale * _RATE_STEP, _RATE_RANGE)
+            self.scale = min(self.scale * _RATE_STEP, 1.0)
 
 
 class EntropyController:

@@ -106,6 +106,11 @@ class Learner(ABC, Generic[TargetsT]):
         """Episodes of one start that are compared."""
         return 1
 
+    @property
+    def reads_features(self) -> bool:
+        """Whether crediting a batch takes the critic's features."""
+        return False
+
     def take(self, finished: list[Episode]) -> list[Episode]:
         """Take a batch out of the finished episodes: all, once they hold `batch_size` turns, else none.
 
@@ -141,7 +146,8 @@ class Learner(ABC, Generic[TargetsT]):
         turns = [turn for segment in segments for turn in segment.turns]
         if not self.policy.inputs_are_fit:
             self.policy.fit_inputs(segments)
-        sampled = collect(self.policy, episodes, config.microbatch_nodes, bool(config.init_kl_coef))
+        asked = bool(config.init_kl_coef), self.reads_features
+        sampled = collect(self.policy, episodes, config.microbatch_nodes, *asked)
         targets, stats = self._credit(episodes, sampled)
         stats |= self._optimize(segments, sampled, targets)
         self.policy.weights_version += 1

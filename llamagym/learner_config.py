@@ -30,7 +30,7 @@ class LearnerConfig(Options):
         horizon: Turns over which it does.
         target_kl: KL by which an update should move the policy. A step that leads beyond 1.5 times that is undone and
             ends the update; after an update that went beyond the target the policy's learning rate falls, after one
-            that stayed below half of it it rises. None does neither.
+            that stayed below half of it it rises again, up to `learning_rate`. None does neither.
         max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
         whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.

@@ -21,7 +21,7 @@ from .learner import Learner, Stats, Targets
 from .learner_config import LearnerConfig
 from .losses import clipped_value_loss, explained_variance, gae
 from .policy import Policy
-from .sampled import Sampled, evaluate_chunks
+from .sampled import Sampled
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ class PPO(Learner[ValueTargets]):
             policy, config, config.ppo_epochs, config.value_learning_rate if config.critic == "gradient" else None
         )
 
+    @property
+    def reads_features(self) -> bool:
+        """Whether the critic is solved for."""
+        return self.config.critic == "lstd"
+
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[ValueTargets, Stats]:
         """Rewards with the KL penalty, then advantages and returns."""
         config, real = self.config, sampled.real
@@ -98,23 +103,21 @@ class PPO(Learner[ValueTargets]):
             rewards[real] -= self._kl.value * sampled.ref_kl
         final = torch.tensor([episode.final_value for episode in episodes])
         if config.critic == "lstd":
-            values[real] = self._fit(episodes, rewards[real], final)
+            values[real] = fit(
+                self.policy.model.v_head,
+                sampled.features,
+                [len(episode.turns) for episode in episodes],
+                rewards[real],
+                final,
+                config.gamma,
+                config.lam,
+                self._add_up,
+            )
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
             advantages = self._whiten(advantages, real)
         targets = ValueTargets(advantages[real], returns[real])
         return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
-
-    def _fit(self, episodes: Sequence[Episode], rewards: Tensor, final: Tensor) -> Tensor:
-        """Fit the value head; returns the turns' values (N,)."""
-        segments = [segment for episode in episodes for segment in episode.segments()]
-        row = {id(turn): index for index, turn in enumerate(turn for segment in segments for turn in segment.turns)}
-        features = torch.empty(len(row), self.policy.model.v_head.summary.in_features)
-        for rows, now in evaluate_chunks(self.policy, segments, row, self.config.microbatch_nodes):
-            features[rows] = now.features.cpu().float()
-        lengths = [len(episode.turns) for episode in episodes]
-        config, head = self.config, self.policy.model.v_head
-        return fit(head, features, lengths, rewards, final, config.gamma, config.lam, self._add_up)
 
     def _add_up(self, tensor: Tensor) -> Tensor:
         """Sum over processes."""

@@ -33,6 +33,7 @@ class Sampled:
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
         weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
+        features: What these are read from, float (N, H); (N, 0) if nobody asked for them.
         ref_logprobs: The same under the reference, where there is one.
         ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
         rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
@@ -43,13 +44,16 @@ class Sampled:
     old_logprobs: Tensor
     weights: Tensor
     old_values: Tensor
+    features: Tensor
     ref_logprobs: Tensor
     ref_kl: Tensor
     rewards: Tensor
     real: Tensor
 
 
-def collect(policy: Policy, episodes: Sequence[Episode], nodes: int, with_reference: bool) -> Sampled:
+def collect(
+    policy: Policy, episodes: Sequence[Episode], nodes: int, with_reference: bool, with_features: bool = False
+) -> Sampled:
     """What was sampled, and what the policy and the reference say of it now.
 
     Args:
@@ -57,6 +61,7 @@ def collect(policy: Policy, episodes: Sequence[Episode], nodes: int, with_refere
         episodes: The batch.
         nodes: Tokens in one forward pass.
         with_reference: Whether to ask the reference at all.
+        with_features: Whether the critic's features are wanted.
     """
     segments = [segment for episode in episodes for segment in episode.segments()]
     turns = [turn for episode in episodes for turn in episode.turns]
@@ -69,7 +74,10 @@ def collect(policy: Policy, episodes: Sequence[Episode], nodes: int, with_refere
     old, values = sampled.clone(), torch.tensor([turn.reply.value for turn in turns])
     outdated = [turn.reply.weights_version != policy.weights_version for turn in turns]
     mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
-    for rows, now in evaluate_chunks(policy, mixed, row, nodes):
+    features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
+    for rows, now in evaluate_chunks(policy, segments if with_features else mixed, row, nodes):
+        if with_features:
+            features[rows] = now.features.float().cpu()
         again = [index for index, of_turn in enumerate(rows) if outdated[of_turn]]
         rows = [rows[index] for index in again]
         old[rows, : now.mask.shape[1]] = now.logprobs[again].cpu()
@@ -87,7 +95,7 @@ def collect(policy: Policy, episodes: Sequence[Episode], nodes: int, with_refere
     for index, episode in enumerate(episodes):
         rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
         real[index, : len(episode.turns)] = True
-    return Sampled(row, old, weights, values, reference, kl, rewards, real)
+    return Sampled(row, old, weights, values, features, reference, kl, rewards, real)
 
 
 @torch.no_grad()

@@ -162,15 +162,19 @@ def test_the_learning_rate_follows_the_kl_within_bounds():
     for kl, scale in ((0.015, 1.0), (0.021, 1 / 1.5), (0.009, 1.0)):
         controller.update(kl, may_rise=True)
         assert controller.scale == pytest.approx(scale)
-    for kl, bound in ((0.0, 10.0), (1.0, 0.1)):
+    for kl, bound in ((1.0, 0.1), (0.0, 1.0)):
         for _ in range(30):
             controller.update(kl, may_rise=True)
         assert controller.scale == pytest.approx(bound)
-    # Nobody moves that little, so the rate rises, in the update after the warm-up.
-    agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 1e6, "warmup_steps": 7})
+    # A small KL says nothing while steps are small.
+    controller.update(1.0, may_rise=False)
+    controller.update(0.0, may_rise=False)
+    assert controller.scale == pytest.approx(1 / 1.5)
+    # Everybody moves more than that, so the rate falls, and the optimiser follows.
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 1e-12, "warmup_steps": 1})
     rates = [agent.learner.update(fill(agent, 3, 2)[-3:])["learning_rate"] for _ in range(3)]
-    assert rates == pytest.approx([3e-4, 4.5e-4, 6.75e-4])
-    assert agent.learner.optimizer.param_groups[0]["lr"] == pytest.approx(4.5e-4)
+    assert rates == pytest.approx([2e-4, 2e-4 / 1.5, 2e-4 / 2.25])
+    assert agent.learner.optimizer.param_groups[0]["lr"] == pytest.approx(2e-4 / 1.5)
 
 
 def test_learning_rates_rise_over_the_first_steps():
