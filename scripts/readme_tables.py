@@ -121,10 +121,7 @@ def first_reach(run: Run, axis: str, style: str) -> str:
 
 def ablations() -> str:
     """What each part of the recipe buys: a variant a line, its seeds one after the other."""
-    lines = [
-        f"| variant, by seed | before | sampled | greedy | episodes to {_GOAL} | minutes |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [f"| variant, by seed | before | sampled | greedy | episodes to {_GOAL} |", "|---|---|---|---|---|"]
     found = runs_by_name(ABLATIONS)
     for name in (name for name in _VARIANTS if name in found):
         runs = found[name]
@@ -133,7 +130,6 @@ def ablations() -> str:
             f"{_VARIANTS[name]} {links}",
             *(", ".join(number(run[f"expected_return_{at}"]) for run in runs) for at in ("before", "after", "greedy")),
             ", ".join(first_reach(run, "step", ",d") for run in runs) if name.startswith("blackjack") else "",
-            ", ".join(f"{run['minutes']:.1f}" for run in runs),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -51,6 +51,8 @@ def plots(monkeypatch, tmp_path):
             "minutes": 2.0,
             "expected_return_before": -1.0,
             "expected_return_after": scores[1],
+            "expected_return_greedy": scores[1] + 0.5,
+            "settings": {},
             "baselines": {"random": -1.0, "the_best": 6.0},
             "curve": steps,
         }
@@ -72,6 +74,13 @@ def test_curves_meet_on_a_common_grid_without_extrapolation(plots):
     assert scores[:, 0].tolist() == [-1.0] * 3
     # Seed 1 was scored after 11 and 22 episodes, seed 10 after 20.
     assert scores[:, -1] == pytest.approx([1.0, 2 + 9 / 11, 4.0])
+
+
+def test_where_the_greedy_policy_was_scored_the_curve_is_its_own(plots):
+    run = plots.runs_by_name()["a-name"][0]
+    run["settings"]["free_text"] = True
+    assert plots.curve(run, "episodes") == ([10, 20], [0.0, 1.5])
+    assert "greedy" in plots.learning("a-name", [run]).axes[0].get_ylabel()
 
 
 def test_mean_interval_and_baselines_are_drawn(plots):

@@ -54,15 +54,21 @@ def curve(run: Run, axis: str) -> tuple[list[float], list[float]]:
     """Where along `axis` ("episodes" or "minutes") a run was scored, and how: before, between and after its updates."""
     scored = [point for point in run["curve"] if "expected_return" in point]
     key = "step" if axis == "episodes" else axis
-    return (
-        [0.0, *(point[key] for point in scored), run[axis]],
-        [run["expected_return_before"], *(point["expected_return"] for point in scored), run["expected_return_after"]],
-    )
+    places, scores = [point[key] for point in scored], [point["expected_return"] for point in scored]
+    if is_greedy(run):
+        return [*places, run[axis]], [*scores, run["expected_return_greedy"]]
+    return [0.0, *places, run[axis]], [run["expected_return_before"], *scores, run["expected_return_after"]]
+
+
+def is_greedy(run: Run) -> bool:
+    """Whether the curve is the greedy policy's: in free text sampling all states would take longer than an update."""
+    return bool(run["settings"].get("free_text"))
 
 
 def on_common_grid(curves: list[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
     """Where all seeds have a score: positions (GRID_POINTS,), and each seed's score there (seeds, GRID_POINTS)."""
-    grid = np.linspace(0.0, min(places[-1] for places, _ in curves), GRID_POINTS)
+    start, end = max(places[0] for places, _ in curves), min(places[-1] for places, _ in curves)
+    grid = np.linspace(start, end, GRID_POINTS)
     return grid, np.stack([np.interp(grid, *one) for one in curves])
 
 
@@ -84,7 +90,7 @@ def learning(name: str, runs: list[Run]) -> Figure:
     values = [*(value for run in runs for value in curve(run, "minutes")[1]), *runs[0]["baselines"].values()]
     margin = 0.08 * (max(values) - min(values))
     panels[0].set_ylim(min(values) - margin, max(values) + margin)
-    panels[0].set_ylabel("expected return, sampled policy")
+    panels[0].set_ylabel(f"expected return, {'greedy' if is_greedy(runs[0]) else 'sampled'} policy")
     panels[1].legend(fontsize=8, loc="lower right")
     figure.suptitle(TITLES.get(name, name), fontsize=11)
     return figure
