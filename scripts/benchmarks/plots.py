@@ -86,6 +86,7 @@ def learning(name: str, runs: list[Run]) -> Figure:
         for (baseline, value), style in zip(baselines, BASELINE_STYLES, strict=False):
             panel.axhline(value, color="black", linestyle=style, linewidth=0.9, label=baseline.replace("_", " "))
         panel.set_xlabel(axis)
+        panel.locator_params(axis="x", nbins=6)
     # A wide interval of few seeds would squeeze the curve; it may leave the panel.
     values = [*(value for run in runs for value in curve(run, "minutes")[1]), *runs[0]["baselines"].values()]
     margin = 0.08 * (max(values) - min(values))
