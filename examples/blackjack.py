@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8192, help="turns per update")
     parser.add_argument("--mini-batch-size", type=int, default=2048, help="turns per optimiser step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--target-kl", type=float, default=0.03, help="KL by which an update should move the policy")
+    parser.add_argument("--target-kl", type=float, default=0.03, help="KL by which an update may move the policy")
     parser.add_argument("--entropy-coef", type=float, default=0.05)
     parser.add_argument("--no-calibration", action="store_true", help="leave the model's prior for one word as it is")
     parser.add_argument("--seed", type=int, default=0)

@@ -46,7 +46,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--batch-size", type=int, help="turns per update")
     options.add_argument("--mini-batch-size", type=int, help="turns per optimiser step")
     options.add_argument("--learning-rate", type=float)
-    options.add_argument("--target-kl", type=float, help="KL by which an update should move the policy")
+    options.add_argument("--target-kl", type=float, help="KL by which an update may move the policy")
     options.add_argument("--entropy-coef", type=float)
     options.add_argument("--entropy-decay", type=float, default=1.0, help="of that, from one update to the next")
     options.add_argument("--entropy-floor", type=float, help="entropy that the bonus is raised to keep")

@@ -28,7 +28,7 @@ class LearnerConfig(Options):
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
         target: KL to the reference, in nats per turn, that the coefficient steers to.
         horizon: Turns over which it does.
-        target_kl: KL by which an update should move the policy. A step that leads beyond 1.5 times that is undone and
+        target_kl: KL by which an update may move the policy. A step that leads beyond 1.5 times that is undone and
             ends the update; after an update that went beyond the target the policy's learning rate falls, after one
             that stayed below half of it it rises again, up to `learning_rate`. None does neither.
         max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
