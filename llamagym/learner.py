@@ -146,8 +146,13 @@ class Learner(ABC, Generic[TargetsT]):
         turns = [turn for segment in segments for turn in segment.turns]
         if not self.policy.inputs_are_fit:
             self.policy.fit_inputs(segments)
-        asked = bool(config.init_kl_coef), self.reads_features
-        sampled = collect(self.policy, episodes, config.microbatch_nodes, *asked)
+        sampled = collect(
+            self.policy,
+            episodes,
+            config.microbatch_nodes,
+            with_reference=bool(config.init_kl_coef),
+            with_features=self.reads_features,
+        )
         targets, stats = self._credit(episodes, sampled)
         stats |= self._optimize(segments, sampled, targets)
         self.policy.weights_version += 1
@@ -184,7 +189,9 @@ class Learner(ABC, Generic[TargetsT]):
             stats, fresh_error = self._backward(minibatch, sampled, targets)
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
-            largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
+            # Before the first step nothing has moved, and what differs is rounding.
+            if steps:
+                largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
             if region.is_left(largest_kl):
                 break
             for name, value in stats.items():

@@ -102,9 +102,9 @@ class Transformer:
     @torch.no_grad()
     def _check_parts(self) -> None:
         """Compare with the model's own forward pass, and raise if they disagree."""
-        ids, positions, causal = _probe()
+        ids, positions, visible = _probe()
         expected = self._lm(input_ids=ids.to(self.device)).logits[0].float()
-        received = self.logits(self._run(self._body, ids, positions, causal, positions, DynamicCache())[0])
+        received = self.logits(self._run(self._body, ids, positions, visible, positions, DynamicCache())[0])
         # Kernels differ in rounding; an architecture that scales or caps its logits elsewhere is off by far more.
         if not torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0):
             raise ModelLoadError(
@@ -120,11 +120,11 @@ class Transformer:
         if first == 0:
             return
         trunk, top = split(self._body, first)
-        ids, positions, causal = _probe()
-        expected = self._run(self._body, ids, positions, causal, positions, DynamicCache())
+        ids, positions, visible = _probe()
+        expected = self._run(self._body, ids, positions, visible, positions, DynamicCache())
         with suppress(TypeError, ValueError):
-            hidden = self._run(trunk, ids, positions, causal, positions, DynamicCache())
-            received = self._run(top, hidden, positions, causal, positions, DynamicCache())
+            hidden = self._run(trunk, ids, positions, visible, positions, DynamicCache())
+            received = self._run(top, hidden, positions, visible, positions, DynamicCache())
             if torch.equal(received, expected):
                 self._trunk, self._top, self._first_top_layer = trunk, top, first
         if self._trunk is None:

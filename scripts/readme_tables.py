@@ -44,8 +44,7 @@ _VARIANTS = {
     "blackjack-no-entropy-bonus": "Blackjack: no entropy bonus",
     "blackjack-warm-start": "Blackjack: after a warm start",
     "blackjack-rate-0": "Blackjack: learning rate 0",
-    "cartpole-ppo": "CartPole: PPO, the default",
-    "cartpole-grpo": "CartPole: GRPO",
+    "cartpole-grpo": "CartPole: GRPO, stopped after 12 minutes",
 }
 
 

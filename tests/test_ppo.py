@@ -157,6 +157,16 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
     assert agent.learner.update(episodes)["approx_kl"] == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_rounding_before_the_first_step_does_not_end_an_update(kind):
+    # Sampled one at a time and learnt from together, log-probabilities differ in their last digits.
+    agent = make_agent(kind, ppo={"batch_size": 1000, "target_kl": 1e-30})
+    stats = agent.learner.update(fill(agent, episodes=8))
+    assert stats["optimizer_steps"] == 1.0
+    assert stats["stopped_early"] == 1.0
+    assert stats["entropy"] > 0
+
+
 def test_the_learning_rate_follows_the_kl_within_bounds():
     controller = RateController(target_kl=0.02)
     for kl, scale in ((0.015, 1.0), (0.021, 1 / 1.5), (0.009, 1.0)):
