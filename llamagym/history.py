@@ -124,16 +124,16 @@ class Room:
     """
 
     def __init__(self, like: Tensor, rows: int, columns: int) -> None:
-        """Make room for entries such as `like`, (2L, heads, S, head size)."""
-        layers, heads, _, width = like.shape
-        self.entries = like.new_zeros(layers, rows, heads, columns, width)
+        """Make room for entries such as `like`, (2L, heads, S, head size).
 
-    def reserve(self, rows: int) -> None:
-        """Have at least so many rows; there must be one already."""
-        missing = rows - self.entries.shape[1]
-        if missing > 0:
-            more = torch.zeros_like(self.entries[:, :1]).repeat(1, missing, 1, 1, 1)
-            self.entries = torch.cat([self.entries, more], dim=1)
+        Rows are to be cleared before they are filled: on a CPU, memory that is never touched is never taken.
+        """
+        layers, heads, _, width = like.shape
+        self.entries = like.new_empty(layers, rows, heads, columns, width)
+
+    def clear(self, rows: slice) -> None:
+        """Fill rows with zeros: what is masked must be finite."""
+        self.entries[:, rows] = 0
 
     def fill(self, row: int | slice, start: int, entries: Tensor) -> None:
         """Put entries (2L, heads, S, head size) into columns from `start` on, of one row or (2L, B, ...) of several."""
@@ -205,6 +205,7 @@ def cache_of(
     """
     shared = 0 if prefix is None else prefix.shape[2]
     room = Room(histories[0], len(histories), shared + size + new_columns)
+    room.clear(slice(None))
     if prefix is not None:
         room.fill(slice(None), 0, prefix[:, None])
     for row, history in enumerate(histories):

@@ -31,6 +31,7 @@ class Writer:
         self._max_new_tokens = max_new_tokens
         self._context = len(trees[0].prefix) + max(len(tree.history) for tree in trees)
         self._opening = max(tree.node_count for tree in trees)
+        self._most = len(trees)
         self._room: Room | None = None
         self._rows: dict[Beginning, int] = {}
 
@@ -55,8 +56,6 @@ class Writer:
                 resumed[beginning] = parts
             else:
                 fresh.append(beginning)
-        if self._room is not None:
-            self._room.reserve(len(growing) + len(resumed) + len(fresh))
         growing = self._take_rows(growing)
         self._open_rows([*resumed, *fresh], len(growing))
         self._fill_parts(resumed.values(), len(growing))
@@ -109,7 +108,8 @@ class Writer:
         trees = [tree for tree, _ in fresh]
         prefix, histories = self._backbone.read_prefix(trees[0].prefix), self._backbone.read(trees)
         if self._room is None:
-            self._room = Room(histories[0], len(fresh), self._context + self._opening + self._max_new_tokens)
+            self._room = Room(histories[0], self._most, self._context + self._opening + self._max_new_tokens)
+        self._room.clear(slice(first, first + len(fresh)))
         for row, history in enumerate(histories, first):
             if prefix is not None:
                 self._room.fill(row, 0, prefix)

@@ -127,7 +127,9 @@ def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_pe
 def save(name: str, result: dict[str, Any]) -> None:
     """Write a result beside its setting and its command, and show it."""
     RESULTS.mkdir(exist_ok=True)
-    command = "python " + " ".join([str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]])
+    # Where a rival's environment lies is of no use to anybody else.
+    arguments = ["PATH" if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
+    command = " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *arguments])
     whole = {"command": command, **setting(), **result}
     (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
     print(json.dumps(result, indent=1))

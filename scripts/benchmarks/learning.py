@@ -26,11 +26,13 @@ def llamagym_turns(free_text: bool) -> dict:
     play = player(agent, 128)
     while agent.buffered_turns < TURNS:
         play(1)
-    episodes = list(agent._buffer)
+    episodes, version = list(agent._buffer), agent.policy.weights_version
     turns = sum(len(episode.turns) for episode in episodes)
     tokens = []
 
     def work() -> None:
+        # Each update learns from what its own weights sampled; turns of older weights would be evaluated first.
+        agent.policy.weights_version = version
         tokens.append(agent.learner.update(episodes)["learn_tokens"])
 
     rate = median_rate(turns, work)
