@@ -115,8 +115,9 @@ class _PickedAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # The logarithm of an impossible token's 0 would be infinite, and its product with 0 not a number.
-        logprobs = logits.log_softmax(-1).clamp_min_(torch.finfo(logits.dtype).min)
+        # An impossible token's log-probability of -inf times its probability of 0 would not be a number; here and times
+        # any gradient it stays finite.
+        logprobs = logits.log_softmax(-1).clamp_min_(-(torch.finfo(logits.dtype).max ** 0.5))
         entropy = -torch.linalg.vecdot(logprobs.exp(), logprobs)
         ctx.save_for_backward(logprobs, targets, entropy)
         return logprobs.gather(1, targets), entropy

@@ -31,7 +31,7 @@ class Writer:
         self._max_new_tokens = max_new_tokens
         self._context = len(trees[0].prefix) + max(len(tree.history) for tree in trees)
         self._opening = max(tree.node_count for tree in trees)
-        self._most = len(trees)
+        self._max_rows = len(trees)
         self._room: Room | None = None
         self._rows: dict[Beginning, int] = {}
 
@@ -108,7 +108,7 @@ class Writer:
         trees = [tree for tree, _ in fresh]
         prefix, histories = self._backbone.read_prefix(trees[0].prefix), self._backbone.read(trees)
         if self._room is None:
-            self._room = Room(histories[0], self._most, self._context + self._opening + self._max_new_tokens)
+            self._room = Room(histories[0], self._max_rows, self._context + self._opening + self._max_new_tokens)
         self._room.clear(slice(first, first + len(fresh)))
         for row, history in enumerate(histories, first):
             if prefix is not None:

@@ -71,6 +71,21 @@ def test_what_was_forgotten_in_between_is_written_again():
             assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("activated", [True, False])
+def test_nothing_is_read_from_memory_that_was_never_written(activated):
+    """PyTorch's deterministic mode fills new memory with NaN, which a mask alone would let through."""
+    agent = speaker(activated=activated, response_prefix="I ")
+    torch.use_deterministic_algorithms(True)
+    try:
+        replies = [reply for _ in range(2) for reply in say(agent, ["x", "xyz", "x" * 9] * 8)[0]]
+        with torch.no_grad():
+            now = agent.policy.evaluate([agent.conversation(env).current_segment() for env in range(24)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.tensor(reply.logprobs).isfinite().all() for reply in replies)
+    assert now.logprobs.isfinite().all()
+
+
 def test_draws_follow_the_distribution():
     rng = torch.Generator().manual_seed(0)
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
