@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .conversation import Prompt, Reply, Segment
+
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,20 @@ class Decision:
         return cls(start, tuple(ids), tuple(parents), end, outcomes, prompt.choices)
 
 
+class Mark(NamedTuple):
+    """Where in a history an earlier turn was decided.
+
+    Attributes:
+        start: Where the tokens that open its reply begin.
+        said: Where the reply begins.
+        end: Where it ends.
+    """
+
+    start: int
+    said: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class TokenTree:
     """One context with its decisions.
@@ -72,13 +89,18 @@ class TokenTree:
         prefix: Leading token ids that other contexts share.
         history: The ids that follow, up to where the last decision begins.
         decisions: One per turn, or the pending prompt's alone.
-        marks: Lengths of the history at which earlier turns' decisions began: how far it has been read before.
+        marks: Where earlier turns were decided: how far the history has been read before, and written.
     """
 
     prefix: tuple[int, ...]
     history: tuple[int, ...]
     decisions: tuple[Decision, ...]
-    marks: tuple[int, ...] = field(default=(), compare=False)
+    marks: tuple[Mark, ...] = field(default=(), compare=False)
+
+    @property
+    def context(self) -> tuple[Ids, Ids]:
+        """Prefix and history."""
+        return self.prefix, self.history
 
     @property
     def context_length(self) -> int:
@@ -103,18 +125,21 @@ class TokenTree:
     def from_segment(cls, segment: Segment) -> TokenTree:
         """Lay out a segment: its pending prompt's decision if it has one, otherwise those of all turns."""
         ids: list[int] = []
-        decisions, starts = [], []
+        decisions: list[Decision] = []
+        marks: list[Mark] = []
+        shared, start = segment.prompts[0].shared_length, 0
         for index, prompt in enumerate(segment.prompts):
             reply = segment.turns[index].reply if index < len(segment.turns) else None
             ids += prompt.ids
-            starts.append(len(ids) - prompt.opening_length)
+            start = len(ids) - prompt.opening_length
             if reply is None or segment.pending is None:
-                decisions.append(Decision.from_turn(starts[-1], prompt, reply))
+                decisions.append(Decision.from_turn(start, prompt, reply))
             if reply is not None:
+                said = len(ids)
                 ids += reply.ids
-        shared, end = segment.prompts[0].shared_length, starts.pop()
-        marks = tuple(start - shared for start in starts)
-        return cls(tuple(ids[:shared]), tuple(ids[shared:end]), tuple(decisions), marks)
+                marks.append(Mark(start - shared, said - shared, len(ids) - shared))
+        earlier = tuple(mark for mark in marks if mark.start < start - shared)
+        return cls(tuple(ids[:shared]), tuple(ids[shared:start]), tuple(decisions), earlier)
 
 
 def _grow_branches(

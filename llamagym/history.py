@@ -47,30 +47,44 @@ class Written:
         state: Its last hidden state, (H,).
         logits: Of the token that follows, float32 (V,).
         entries: Its keys and values, (2L, heads, 1, head size); for a reply not begun, those of what opens it.
+        below: Likewise its states where the adapted layers begin, (1, H); None where the layers are not split.
     """
 
     state: Tensor
     logits: Tensor
     entries: Tensor
+    below: Tensor | None
 
     @property
     def nbytes(self) -> int:
         """Size in memory."""
-        return self.state.nbytes + self.logits.nbytes + self.entries.nbytes
+        tensors = (self.state, self.logits, self.entries, self.below)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A history that is known up to `mark` tokens after the prefix."""
+    """A history of which only the beginning is known.
+
+    Attributes:
+        tree: Whose history it is.
+        known: Entries of the tokens that have been read, (2L, heads, S, head size).
+        spoken: What is known of those after them, which opened and made up a reply; empty if it is not all known.
+    """
 
     tree: TokenTree
-    mark: int
-    known: Tensor | None
+    known: Tensor
+    spoken: tuple[Written, ...]
+
+    @property
+    def mark(self) -> int:
+        """How many tokens have been read."""
+        return self.known.shape[2]
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What is left to read."""
-        return self.tree.history[self.mark :]
+        """What is neither read nor written."""
+        return self.tree.history[self.mark + sum(part.entries.shape[2] for part in self.spoken) :]
 
 
 class Recent(Generic[K, V]):
@@ -185,15 +199,13 @@ class _RoomyLayer(DynamicLayer):
         return keys, values
 
 
-def entries_of(cache: Cache, columns: slice) -> Tensor:
+def entries_of(cache: Cache, columns: slice, first_layer: int = 0) -> Tensor:
     """Keys and values in some columns, layer after layer, (B, 2L, heads, S, head size)."""
-    layers: list[Any] = cache.layers
+    layers: list[Any] = cache.layers[first_layer:]
     return torch.stack([part[:, :, columns] for layer in layers for part in (layer.keys, layer.values)], dim=1)
 
 
-def cache_of(
-    prefix: Tensor | None, histories: Sequence[Tensor], size: int, new_columns: int, first_layer: int = 0
-) -> Cache:
+def cache_of(prefix: Tensor, histories: Sequence[Tensor], size: int, new_columns: int, first_layer: int = 0) -> Cache:
     """A cache that holds the prefix and then each row's history, padded to `size` columns.
 
     Args:
@@ -203,11 +215,10 @@ def cache_of(
         new_columns: How many more entries a row will be given.
         first_layer: The model's layer that the entries begin with.
     """
-    shared = 0 if prefix is None else prefix.shape[2]
-    room = Room(histories[0], len(histories), shared + size + new_columns)
+    shared = prefix.shape[2]
+    room = Room(prefix, len(histories), shared + size + new_columns)
     room.clear(slice(None))
-    if prefix is not None:
-        room.fill(slice(None), 0, prefix[:, None])
+    room.fill(slice(None), 0, prefix[:, None])
     for row, history in enumerate(histories):
         room.fill(row, shared, history)
     return room.cache(slice(None), shared + size, first_layer)

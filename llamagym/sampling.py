@@ -83,6 +83,8 @@ def write_text(
         active = [i for i in active if reasons[i] != "eos"]
         if not active:
             break
+    for tree, ids in dict.fromkeys(zip(trees, said, strict=True)):
+        backbone.keep_for_learning(tree, ids)
     assert first is not None, "max_new_tokens is positive"
     return first, [Text(*text) for text in zip(said, logprobs, reasons, strict=True)]
 

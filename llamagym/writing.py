@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .backbone import Backbone
-from .batching import TokenTree
+from .batching import Ids, TokenTree
 from .history import Room, Written
 
-Beginning = tuple[TokenTree, tuple[int, ...]]
+Beginning = tuple[TokenTree, Ids]
 
 
 class Writer:
@@ -50,10 +50,10 @@ class Writer:
         for beginning in beginnings:
             if _parent(beginning) in self._rows:
                 growing.append(beginning)
-            elif (known := self._backbone.written.get(beginning)) is not None:
+            elif (known := self._backbone.written.get(_key(beginning))) is not None:
                 found[beginning] = known
-            elif parts := self._known_parts(beginning):
-                resumed[beginning] = parts
+            elif beginning[1] and (parts := self._backbone.spoken(*_key(_parent(beginning)))):
+                resumed[beginning] = [part.entries for part in parts]
             else:
                 fresh.append(beginning)
         growing = self._take_rows(growing)
@@ -65,12 +65,6 @@ class Writer:
         self._rows = {beginning: row for row, beginning in enumerate([*going_on, *fresh])}
         ends = [found[beginning] for beginning in beginnings]
         return torch.stack([end.state for end in ends]), torch.stack([end.logits for end in ends])
-
-    def _known_parts(self, beginning: Beginning) -> list[Tensor]:
-        """The entries of the opening and of each token but the last; empty if not all are known."""
-        tree, said = beginning
-        parts = [self._backbone.written.get((tree, said[:length])) for length in range(len(said))]
-        return [] if None in parts else [part.entries for part in parts if part is not None]
 
     def _fill_parts(self, parts_of_rows: Iterable[list[Tensor]], first: int) -> None:
         """Fill the opening and all tokens but the last of rows from `first` on."""
@@ -108,12 +102,11 @@ class Writer:
         trees = [tree for tree, _ in fresh]
         prefix, histories = self._backbone.read_prefix(trees[0].prefix), self._backbone.read(trees)
         if self._room is None:
-            self._room = Room(histories[0], self._max_rows, self._context + self._opening + self._max_new_tokens)
+            self._room = Room(prefix, self._max_rows, self._context + self._opening + self._max_new_tokens)
         self._room.clear(slice(first, first + len(fresh)))
         for row, history in enumerate(histories, first):
-            if prefix is not None:
-                self._room.fill(row, 0, prefix)
-            self._room.fill(row, len(trees[0].prefix), history)
+            self._room.fill(row, 0, prefix)
+            self._room.fill(row, prefix.shape[2], history)
 
     def _run(self, beginnings: list[Beginning], first_row: int, first_column: int) -> dict[Beginning, Written]:
         """Run the tokens from a column on, in rows from `first_row` on; returns what is known at their ends."""
@@ -136,7 +129,7 @@ class Writer:
             ids[row, : len(opening)] = torch.tensor(opening)
             ids[row, self._opening :] = torch.tensor(tokens, dtype=torch.long)
         visible = is_real[:, None] & (columns <= columns[first_column:, None])
-        hidden = self._backbone.write(
+        hidden, below = self._backbone.write(
             ids[:, first_column - self._context :],
             key_positions[:, first_column:],
             visible,
@@ -148,9 +141,21 @@ class Writer:
         for row, beginning in enumerate(beginnings):
             new = slice(end - 1, end) if said else slice(self._context, self._context + beginning[0].node_count)
             entries = self._room.entries[:, first_row + row, :, new]
-            found[beginning] = Written(states[row].clone(), logits[row].clone(), entries.clone())
-            self._backbone.written.put(beginning, found[beginning])
+            states_below = None if below is None else below[row, -1:] if said else below[row, : openings[row]]
+            found[beginning] = Written(
+                states[row].clone(),
+                logits[row].clone(),
+                entries.clone(),
+                None if states_below is None else states_below.clone(),
+            )
+            self._backbone.written.put(_key(beginning), found[beginning])
         return found
+
+
+def _key(beginning: Beginning) -> tuple[Ids, Ids, Ids, Ids]:
+    """What a beginning is known by: its tokens."""
+    tree, said = beginning
+    return *tree.context, tree.decisions[0].ids, said
 
 
 def _parent(beginning: Beginning) -> Beginning:

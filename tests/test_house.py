@@ -31,6 +31,7 @@ ORDER = [
     "parts",
     "masks",
     "transformer",
+    "memory",
     "backbone",
     "writing",
     "sampling",

@@ -47,17 +47,58 @@ def test_a_step_forwards_the_new_tokens_at_turn_50_as_at_turn_2(family, activate
     assert len(agent.conversation(0).turns) == 50
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_free_text_is_read_once_more_as_history(family):
-    agent = make_agent(WordAgent, family, generate={"max_new_tokens": 6})
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("activated", [True, False])
+def test_free_text_forwards_each_token_of_a_conversation_once(family, activated):
+    agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6})
     agent.policy._backbone.max_length = 10_000
-    step(agent)
+    forwarded = step(agent)
+    turn = agent.conversation(0).turns[-1]
+    # Nothing is forwarded for the last sampled token until it is history.
+    assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids) - 1
     for _ in range(2, 51):
-        earlier = agent.conversation(0).turns[-1].reply.ids
         forwarded = step(agent)
         turn = agent.conversation(0).turns[-1]
-        # Nothing is forwarded for the last sampled token until it is history.
-        assert forwarded == len(earlier) + len(turn.prompt.ids) + len(turn.reply.ids)
+        assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids)
+
+
+def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
+    """Then nothing that writing left holds for histories."""
+    agent = make_agent(WordAgent, generate={"max_new_tokens": 6})
+    backbone = agent.policy._backbone
+    backbone._trunk, backbone._top, backbone._first_top_layer = None, backbone._body, 0
+    for _ in range(3):
+        forwarded = step(agent)
+    earlier, turn = agent.conversation(0).turns[-2:]
+    again = earlier.prompt.opening_length + len(earlier.reply.ids) - 1
+    assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids) + again
+    recorded = [logprob for turn in agent.conversation(0).turns for logprob in turn.reply.logprobs]
+    backbone.forget_histories()
+    now = agent.policy.evaluate([agent.conversation(0).current_segment()])
+    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("context", ["episode", "turn"])
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
+    agent = make_agent(kind, context=context)
+    agent.policy._backbone.max_length = 10_000
+    for turn in range(3):
+        agent.act_batch(["x" * (env + turn) for env in range(4)])
+        agent.assign_rewards([0.0] * 4)
+    segments = [agent.conversation(env).current_segment() for env in range(4)]
+    if context == "turn":
+        segments = [Segment((turn,)) for segment in segments for turn in segment.turns]
+    passes = []
+    handle = agent.policy._backbone._trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    now = agent.policy.evaluate(segments)
+    assert not passes
+    # The control: once that is forgotten they must run.
+    agent.policy._backbone.forget_histories()
+    anew = agent.policy.evaluate(segments)
+    handle.remove()
+    assert passes
+    assert torch.allclose(now.logprobs, anew.logprobs, atol=TOLERANCE)
 
 
 def test_the_first_turn_reads_the_system_prompt_once_for_all():
@@ -106,7 +147,7 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
         agent.act_batch([text] * 4)
     segments = [agent.conversation(env).observe("x" * (1 + 600 * env), "", OneWord.choices) for env in range(4)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
-    assert len({tree.history[: tree.marks[-1]] for tree in trees}) == 1
+    assert len({tree.history[: tree.marks[-1].start] for tree in trees}) == 1
     backbone = agent.policy._backbone
     together = backbone.read(trees)
     for tree, entries in zip(trees, together, strict=True):

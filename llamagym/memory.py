@@ -1,0 +1,269 @@
+"""A transformer that remembers: what it has read, or written itself, it does not compute again.
+
+A conversation is known by its tokens and read on from where it was known. A reply that was written is not read when it
+has become history: its entries are those that writing left. Where an activated LoRA acted on it, that holds below the
+adapted layers; these read it once more, since it acts on no history.
+
+Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes, H width, L layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache, DynamicCache
+
+from .adapter import acting_on_every_token, is_activated
+from .batching import Batch, Ids, TokenTree
+from .history import Recent, Unread, Written, cache_of, entries_of
+from .masks import causal
+from .transformer import Transformer
+from .value_head import AutoModelForCausalLMWithValueHead
+
+# Kept at most, of what was read: so many bytes or this share of the device's memory. 20 tokens take 900 kB in a 135M
+# model, and 250 kB more where 8 layers are adapted. Conversations under way, or observations that come again and again,
+# are read anew every time where they do not fit.
+_KEPT_BYTES, _KEPT_SHARE = 512 * 2**20, 1 / 16
+# Of what was written: a token takes 250 kB in a 135M model, most of it what may follow.
+_WRITTEN_BYTES = 512 * 2**20
+# Of decisions' states where the adapted layers begin: 2 kB a token.
+_STATES_BYTES = 512 * 2**20
+# Tokens of history in one pass.
+_HISTORY_TOKENS = 2048
+
+
+class Memory(Transformer):
+    """A causal language model that remembers what it has read and written.
+
+    Attributes:
+        history_is_frozen: Whether histories do not depend on what is trained.
+        tokens_forwarded: Tokens (padding included) that were read or decided so far.
+        written: By prefix, history, what opens a reply and its beginning: what was written since the weights changed.
+    """
+
+    def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
+        """Remember nothing yet."""
+        super().__init__(model)
+        self.history_is_frozen = is_activated(model.pretrained_model)
+        self.tokens_forwarded = 0
+        kept = max(_KEPT_BYTES, int(_KEPT_SHARE * _memory_bytes(self.device)))
+        # Entries of all layers, for what is read on or written; of the adapted layers, for decisions; and of decisions,
+        # states where these layers begin.
+        self._histories: Recent[tuple[Ids, Ids], Tensor] = Recent(_nbytes, kept)
+        self._tops: Recent[tuple[Ids, Ids], Tensor] = Recent(_nbytes, kept)
+        self._states: Recent[tuple[Ids, Ids, Ids], Tensor] = Recent(_nbytes, _STATES_BYTES)
+        self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(_nbytes, _WRITTEN_BYTES)
+        self._nothing = self._no_entries()
+        if self.history_is_frozen:
+            self._split()
+
+    def forget(self) -> None:
+        """Drop what depends on weights that have changed."""
+        self.written.clear()
+        if not self.history_is_frozen:
+            self.forget_histories()
+
+    def forget_histories(self) -> None:
+        """Drop what was read."""
+        self._histories.clear()
+        self._tops.clear()
+        self._states.clear()
+
+    def write(
+        self, ids: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: Cache
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states (B, T, H) of a reply's tokens, whose entries are added to the cache, and where the top begins.
+
+        Args:
+            ids: Token ids, int64 (B, T).
+            positions: Their positions, int64 (B, T).
+            visible: Which entries, the new ones included, each token sees, bool (B, T, S).
+            key_positions: Positions of the entries, int64 (B, S).
+            cache: Holds the S - T entries before.
+        """
+        self.tokens_forwarded += ids.numel()
+        below = self._run(self._trunk, ids, positions, visible, key_positions, cache) if self._trunk else None
+        with acting_on_every_token(self._lm):
+            inputs = ids if below is None else below
+            return self._run(self._top, inputs, positions, visible, key_positions, cache), below
+
+    def spoken(self, prefix: Ids, history: Ids, opening: Ids, said: Ids) -> tuple[Written, ...]:
+        """What is known of a reply's tokens, those that open it first; empty if it is not all known."""
+        parts = []
+        for length in range(len(said) + 1):
+            if (part := self.written.get((prefix, history, opening, said[:length]))) is None:
+                return ()
+            parts.append(part)
+        return tuple(parts)
+
+    def keep_for_learning(self, tree: TokenTree, said: Ids) -> None:
+        """Keep what the frozen layers made of a reply, which learning begins with; the last token is not decided on."""
+        opening = tree.decisions[0].ids
+        below = [part.below for part in self.spoken(*tree.context, opening, said[:-1]) if part.below is not None]
+        if below:
+            self._states.put((*tree.context, opening + said[:-1]), torch.cat(below))
+
+    def read_prefix(self, ids: Ids) -> Tensor:
+        """Entries (2L, heads, P, head size) of a shared prefix."""
+        return self.read([TokenTree((), ids, ())])[0] if ids else self._nothing
+
+    @torch.no_grad()
+    def read(self, trees: Sequence[TokenTree]) -> list[Tensor]:
+        """Entries (2L, heads, S, head size) of each tree's history, of which only what is new is read."""
+        found, chunks = self._look_up(trees)
+        for chunk in chunks:
+            found |= self._read_on(chunk)[0]
+        return [found[tree] for tree in trees]
+
+    @property
+    def _bottom(self) -> int:
+        """How many of a history's entries, keys and values of each layer, lie below the top."""
+        return 2 * self._first_top_layer
+
+    def _look_up(self, trees: Sequence[TokenTree]) -> tuple[dict[TokenTree, Tensor], list[list[Unread]]]:
+        """Entries of the histories that are known, and what is left to read of others, alike in length in a chunk."""
+        found: dict[TokenTree, Tensor] = {}
+        fresh: list[Unread] = []
+        for tree in dict.fromkeys(trees):
+            if (known := self._histories.get(tree.context)) is not None:
+                found[tree] = known
+            else:
+                fresh.append(self._known_of(tree))
+        chunks: list[list[Unread]] = []
+        for unread in sorted(fresh, key=lambda unread: len(unread.ids)):
+            if not chunks or (len(chunks[-1]) + 1) * len(unread.ids) > _HISTORY_TOKENS:
+                chunks.append([])
+            chunks[-1].append(unread)
+        return found, chunks
+
+    def _known_of(self, tree: TokenTree) -> Unread:
+        """A history up to the latest decision before which it was read, and the reply if it was written."""
+        for start, said, end in reversed(tree.marks):
+            known = self._histories.get((tree.prefix, tree.history[:start]))
+            if known is not None:
+                # Without a trunk, nothing that was written under an activated LoRA is as it is read.
+                is_valid = self._trunk is not None or not self.history_is_frozen
+                reply = tree.history[start:said], tree.history[said : end - 1]
+                spoken = self.spoken(tree.prefix, tree.history[:start], *reply) if is_valid else ()
+                return Unread(tree, known, spoken)
+        return Unread(tree, self._nothing, ())
+
+    def _read_on(
+        self, fresh: list[Unread], decisions: Batch | None = None
+    ) -> tuple[dict[TokenTree, Tensor], Tensor | None]:
+        """Read histories from where earlier turns stopped; returns the entries of all.
+
+        Args:
+            fresh: What is left to read.
+            decisions: Those of the same trees; run through the trunk beside their histories, which saves a pass. Their
+                states where the top begins, (B, D, H), are the second result.
+        """
+        prefix, bottom = self.read_prefix(fresh[0].tree.prefix), self._bottom
+        rows, ids = [], [torch.tensor(unread.ids, dtype=torch.long) for unread in fresh]
+        for unread in fresh:
+            row = prefix.new_empty(*prefix.shape[:2], len(unread.tree.history), prefix.shape[3])
+            row[:, :, : unread.mark] = unread.known
+            if unread.spoken:
+                written = torch.cat([part.entries for part in unread.spoken], dim=2)
+                row[:, :, unread.mark : unread.mark + written.shape[2]] = written
+            rows.append(row)
+        size = max(map(len, ids))
+        self.tokens_forwarded += len(fresh) * size
+        of_decisions = None
+        if self._trunk is None:
+            self._extend(self._body, prefix, rows, ids)
+        else:
+            below = self._extend(self._trunk, prefix[:bottom], [row[:bottom] for row in rows], ids, decisions)
+            of_decisions = below[:, size:]
+            inputs = []
+            for unread, states in zip(fresh, below, strict=True):
+                spoken = [part.below for part in unread.spoken if part.below is not None]
+                inputs.append(torch.cat([*spoken, states[: len(unread.ids)]]))
+            self._extend(self._top, prefix[bottom:], [row[bottom:] for row in rows], inputs)
+        found = {}
+        for row, unread in zip(rows, fresh, strict=True):
+            tree = unread.tree
+            # Its conversation has gone on; what follows it has a copy.
+            self._histories.pop((tree.prefix, tree.history[: unread.mark]))
+            found[tree] = row
+            self._histories.put(tree.context, row)
+            if self.history_is_frozen:
+                self._top_of(tree, row)
+        return found, of_decisions
+
+    def _top_of(self, tree: TokenTree, entries: Tensor) -> Tensor:
+        """Of a history's entries those of the adapted layers, which are kept for longer since they are fewer."""
+        if (top := self._tops.get(tree.context)) is None:
+            top = entries[self._bottom :].clone()
+            self._tops.put(tree.context, top)
+        return top
+
+    def _extend(
+        self,
+        part: nn.Module,
+        prefix: Tensor,
+        rows: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        decisions: Batch | None = None,
+    ) -> Tensor:
+        """Read tokens that follow known ones; returns their last hidden states, and those of decisions, (B, T + D, H).
+
+        Args:
+            part: Body, trunk or top.
+            prefix: Entries of its layers of the shared prefix.
+            rows: Entries of each history, (2L, heads, S, head size); those of the inputs come last and are filled in.
+            inputs: Ids (T,) or hidden states (T, H) of each row.
+            decisions: That branch off these histories, as ids; one row each.
+        """
+        first_layer = self._first_top_layer if part is self._top else 0
+        fed, lengths = pad_sequence(list(inputs), batch_first=True), torch.tensor([len(own) for own in inputs])[:, None]
+        marks = torch.tensor([row.shape[2] for row in rows])[:, None] - lengths
+        (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
+        positions = shared + marks + torch.arange(size)
+        keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
+        before = torch.arange(shared + seen) < shared + marks
+        visible = torch.cat([before[:, None].expand(-1, size, -1), causal(0, size).expand(count, -1, -1)], dim=2)
+        width = 0 if decisions is None else decisions.ids.shape[1]
+        if decisions is not None:
+            starts, own = decisions.visible[:, :, :-width].sum(2), decisions.visible[:, :, -width:]
+            filled = torch.cat([before, torch.arange(size) < lengths], dim=1)
+            context = filled[:, None] & (keys[:, None] < starts[:, :, None])
+            of_history = torch.cat([visible, torch.zeros(count, size, width, dtype=torch.bool)], dim=2)
+            visible = torch.cat([of_history, torch.cat([context, own], dim=2)], dim=1)
+            fed, positions = torch.cat([fed, decisions.ids], dim=1), torch.cat([positions, decisions.positions], dim=1)
+            keys = torch.cat([keys, decisions.positions], dim=1)
+        known = [row[:, :, :mark] for row, mark in zip(rows, marks[:, 0].tolist(), strict=True)]
+        cache = cache_of(prefix, known, seen, size + width, first_layer)
+        if not size + width:
+            return fed
+        hidden = self._run(part, fed, positions, visible, keys, cache)
+        new = entries_of(cache, slice(shared + seen, shared + seen + size), first_layer)
+        for row, of_row, own in zip(rows, new, inputs, strict=True):
+            row[:, :, row.shape[2] - len(own) :] = of_row[:, :, : len(own)]
+        return hidden
+
+    def _no_entries(self) -> Tensor:
+        """Entries of no tokens, (2L, heads, 0, head size): what every history begins with."""
+        cache, nobody = DynamicCache(), torch.zeros(1, 1, dtype=torch.long)
+        with torch.no_grad():
+            self._run(self._body, nobody, nobody, causal(0, 1)[None], nobody, cache)
+        return entries_of(cache, slice(0, 0))[0]
+
+
+def _nbytes(value: Tensor | Written) -> int:
+    """Size in memory."""
+    return value.nbytes
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Memory of a device; 0 where that is unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
