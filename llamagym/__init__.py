@@ -1,10 +1,10 @@
 """llamagym: language models that learn by acting."""
 
-import os
+import os as _os
 
 # PyTorch reads it at its first allocation: on Linux, memory for large tensors then comes in pages of 2 MB. In pages of
 # 4 kB, handing it out takes a tenth of a learning step on a CPU.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+_os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from .agent import Agent
 from .errors import (

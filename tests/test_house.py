@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,3 +190,23 @@ def test_exports_are_complete_sorted_and_documented():
     assert set(namespace) - {"__builtins__"} == set(llamagym.__all__)
     public = {name for name in vars(llamagym) if not name.startswith("_")} - {place(path) for path in FILES}
     assert public == set(llamagym.__all__)
+
+
+def page_faults(**environment: str) -> int:
+    """How often a fresh process that has imported the library asks the system for memory, to fill 250 MB."""
+    code = (
+        "import llamagym, torch, resource\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "before, filled = faults(), [torch.ones(64, 49152) for _ in range(20)]\n"
+        "print(faults() - before)"
+    )
+    kept = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    command = [sys.executable, "-c", code]
+    return int(subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=True).stdout)
+
+
+def test_large_tensors_come_in_large_pages_unless_the_user_says_otherwise():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this system has no large pages")
+    assert page_faults() < page_faults(THP_MEM_ALLOC_ENABLE="0") / 2

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from common import add_bare, add_ratios, median_rate, parse_rivals, run_rivals, save
-from peft import LoraConfig, get_peft_model
 from workload import MAX_NEW_TOKENS, bare_rates, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -41,6 +40,9 @@ def llamagym_turns(free_text: bool) -> dict:
 
 def plain_turns() -> dict:
     """Turns a second of the plain step."""
+    # It allocates memory when it is imported; llamagym, imported before, has said how.
+    from peft import LoraConfig, get_peft_model
+
     agent = make_agent(free_text=True)
     config = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(plain_model(agent), config)
