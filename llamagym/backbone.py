@@ -119,7 +119,10 @@ class Backbone(Memory):
         return self._extend(self._trunk, prefix, [row[: self._bottom] for row in entries], nothing, batch)
 
 
-def _decision_keys(tree: TokenTree) -> list[tuple[Ids, Ids, Ids]]:
-    """For each decision, what its states depend on: prefix, history before it, and its own tokens."""
+def _decision_keys(tree: TokenTree) -> list[tuple[Ids, Ids, Ids, Ids]]:
+    """For each decision, what its states depend on: prefix, history before it, its tokens and how they branch."""
     shared = len(tree.prefix)
-    return [(tree.prefix, tree.history[: decision.start - shared], decision.ids) for decision in tree.decisions]
+    return [
+        (tree.prefix, tree.history[: decision.start - shared], decision.ids, decision.parents)
+        for decision in tree.decisions
+    ]

@@ -33,11 +33,6 @@ class Recall:
     entries: Tensor
     hidden: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return self.entries.nbytes + self.hidden.nbytes
-
 
 @dataclass(frozen=True, slots=True)
 class Written:

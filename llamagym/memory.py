@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +55,12 @@ class Memory(Transformer):
         kept = max(_KEPT_BYTES, int(_KEPT_SHARE * _memory_bytes(self.device)))
         # Entries of all layers, for what is read on or written; of the adapted layers, for decisions; and of decisions,
         # states where these layers begin.
-        self._histories: Recent[tuple[Ids, Ids], Tensor] = Recent(_nbytes, kept)
-        self._tops: Recent[tuple[Ids, Ids], Tensor] = Recent(_nbytes, kept)
-        self._states: Recent[tuple[Ids, Ids, Ids], Tensor] = Recent(_nbytes, _STATES_BYTES)
-        self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(_nbytes, _WRITTEN_BYTES)
+        nbytes = attrgetter("nbytes")
+        self._histories: Recent[tuple[Ids, Ids], Tensor] = Recent(nbytes, kept)
+        self._tops: Recent[tuple[Ids, Ids], Tensor] = Recent(nbytes, kept)
+        # By prefix, history, and the decision's ids and parents.
+        self._states: Recent[tuple[Ids, Ids, Ids, Ids], Tensor] = Recent(nbytes, _STATES_BYTES)
+        self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(nbytes, _WRITTEN_BYTES)
         self._nothing = self._no_entries()
         if self.history_is_frozen:
             self._split()
@@ -106,7 +109,8 @@ class Memory(Transformer):
         opening = tree.decisions[0].ids
         below = [part.below for part in self.spoken(*tree.context, opening, said[:-1]) if part.below is not None]
         if below:
-            self._states.put((*tree.context, opening + said[:-1]), torch.cat(below))
+            ids = opening + said[:-1]
+            self._states.put((*tree.context, ids, tuple(range(-1, len(ids) - 1))), torch.cat(below))
 
     def read_prefix(self, ids: Ids) -> Tensor:
         """Entries (2L, heads, P, head size) of a shared prefix."""
@@ -253,11 +257,6 @@ class Memory(Transformer):
         with torch.no_grad():
             self._run(self._body, nobody, nobody, causal(0, 1)[None], nobody, cache)
         return entries_of(cache, slice(0, 0))[0]
-
-
-def _nbytes(value: Tensor | Written) -> int:
-    """Size in memory."""
-    return value.nbytes
 
 
 def _memory_bytes(device: torch.device) -> int:

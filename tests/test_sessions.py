@@ -101,6 +101,21 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     assert torch.allclose(now.logprobs, anew.logprobs, atol=TOLERANCE)
 
 
+def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
+    """One chain of three tokens, and two of two: the tokens that are run are the same in this order."""
+    agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
+    offers = (["abc", "zz"], ["ac", "bd", "zz"])
+    first, second = (agent._new_conversation().observe("x", "", choices) for choices in offers)
+    trees = [TokenTree.from_segment(segment).decisions[0] for segment in (first, second)]
+    assert trees[0].ids == trees[1].ids
+    assert trees[0].parents != trees[1].parents
+    agent.policy.choice_logprobs([first])
+    after = agent.policy.choice_logprobs([second])[0]
+    agent.policy._backbone.forget_histories()
+    agent.policy._weighed.clear()
+    assert torch.allclose(after, agent.policy.choice_logprobs([second])[0], atol=TOLERANCE)
+
+
 def test_the_first_turn_reads_the_system_prompt_once_for_all():
     agent = make_agent(SingleTokens, context="turn")
     agent.act("first")
