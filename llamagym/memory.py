@@ -9,9 +9,7 @@ Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from operator import attrgetter
 
 import torch
@@ -21,6 +19,7 @@ from transformers import Cache, DynamicCache
 
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, Ids, TokenTree
+from .hardware import memory_bytes
 from .history import Recent, Unread, Written, cache_of, entries_of
 from .masks import causal
 from .transformer import Transformer
@@ -52,7 +51,7 @@ class Memory(Transformer):
         super().__init__(model)
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
-        kept = max(_KEPT_BYTES, int(_KEPT_SHARE * _memory_bytes(self.device)))
+        kept = max(_KEPT_BYTES, int(_KEPT_SHARE * memory_bytes(self.device)))
         # Entries of all layers, for what is read on or written; of the adapted layers, for decisions; and of decisions,
         # states where these layers begin.
         nbytes = attrgetter("nbytes")
@@ -257,12 +256,3 @@ class Memory(Transformer):
         with torch.no_grad():
             self._run(self._body, nobody, nobody, causal(0, 1)[None], nobody, cache)
         return entries_of(cache, slice(0, 0))[0]
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Memory of a device; 0 where that is unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    with suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 0

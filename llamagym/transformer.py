@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache
 
 from .errors import ModelLoadError
 from .masks import attention_mask, causal
+from .packing import Packed
 from .parts import first_trained_layer, split
 from .value_head import AutoModelForCausalLMWithValueHead
 
@@ -45,6 +46,7 @@ class Transformer:
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
         self.max_length: int = config.max_position_embeddings
+        self._packed = Packed(lm)
         self._trunk: Any = None
         self._top = self._body
         self._first_top_layer = 0
@@ -58,7 +60,8 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits in float32, (M, V), of hidden states (M, H)."""
-        return self._cap(self._head(hidden))
+        with self._packed:
+            return self._cap(self._head(hidden))
 
     def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Logits in float32, (M, K), of the target tokens (M, K) alone."""
@@ -82,20 +85,22 @@ class Transformer:
     ) -> Tensor:
         """Last hidden states of `part`, given token ids (B, T) or hidden states (B, T, H)."""
         device = self.device
-        output = part(
-            **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs.to(device)},
-            position_ids=positions.to(device),
-            attention_mask=attention_mask(
-                visible.to(device),
-                positions.to(device),
-                key_positions.to(device),
-                self._window,
-                self._layer_types,
-                self._lm.dtype,
-            ),
-            past_key_values=cache,
-            use_cache=True,
+        mask = attention_mask(
+            visible.to(device),
+            positions.to(device),
+            key_positions.to(device),
+            self._window,
+            self._layer_types,
+            self._lm.dtype,
         )
+        with self._packed:
+            output = part(
+                **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs.to(device)},
+                position_ids=positions.to(device),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden
 

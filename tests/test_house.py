@@ -16,6 +16,7 @@ LIBRARY = Path(llamagym.__file__).parent
 # A file imports only from files before it. Names without a file yet hold their place.
 ORDER = [
     "errors",
+    "hardware",
     "options",
     "parsing",
     "losses",
@@ -33,6 +34,7 @@ ORDER = [
     "history",
     "parts",
     "masks",
+    "packing",
     "transformer",
     "memory",
     "backbone",
