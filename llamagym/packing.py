@@ -9,7 +9,6 @@ Shapes: I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from .hardware import memory_bytes
 
-# Of the machine's memory, what copies may take; the largest weights come first.
+# Of the machine's memory, what copies may take.
 _SHARE = 1 / 16
 # Rows that the layout suits best; it serves any number.
 _ROWS = 64
@@ -28,58 +27,59 @@ _ROWS = 64
 class Packed:
     """A context in which the frozen linear layers of a model in float32 on a CPU multiply by packed copies.
 
-    Outside of it the model is as it was. Layers that carry an adapter are left alone, since it may be merged into them.
+    A layer is copied when it first multiplies. Outside of the context the model is as it was. Layers that carry an
+    adapter are left alone, since it may be merged into them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy the frozen weights of `model`."""
-        self._forwards: list[tuple[nn.Linear, Callable[..., Tensor]]] = []
-        if not torch.backends.mkldnn.is_available():
-            return
+        """Find the layers of `model` that can be copied."""
         adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         adapted = {inner for layer in adapters for inner in layer.modules()}
         layers = [module for module in model.modules() if type(module) is nn.Linear and module not in adapted]
-        room = _SHARE * memory_bytes(torch.device("cpu"))
-        for layer in sorted(filter(_can_be_packed, layers), key=lambda layer: layer.weight.numel(), reverse=True):
-            if layer.weight.nbytes <= room:
-                room -= layer.weight.nbytes
-                packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
-                self._forwards.append((layer, partial(_forward, layer, _state(layer), packed)))
+        # One whose `forward` was replaced, by hooks of accelerate, say, does more than multiply.
+        plain = [layer for layer in layers if _can_be_packed(layer.weight) and "forward" not in vars(layer)]
+        self._forwards = {layer: partial(self._forward, layer) for layer in plain}
+        self._copies: dict[nn.Linear, tuple[object, Tensor | None]] = {}
 
     def __enter__(self) -> None:
         """Let the layers multiply by their copies."""
-        for layer, forward in self._forwards:
+        for layer, forward in self._forwards.items():
             vars(layer)["forward"] = forward
 
     def __exit__(self, *error: object) -> None:
         """Let them multiply by their weights again."""
-        for layer, _ in self._forwards:
+        for layer in self._forwards:
             vars(layer).pop("forward", None)
 
+    def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
+        """What the layer makes of inputs (..., I): outputs (..., O)."""
+        packed = self._copy_of(layer)
+        if packed is None:
+            return nn.functional.linear(inputs, layer.weight, layer.bias)
+        if torch.is_grad_enabled() and inputs.requires_grad:
+            product: Tensor = _Product.apply(inputs, layer.weight, packed)
+            return product if layer.bias is None else product + layer.bias
+        return _product(inputs, packed, layer.bias)
 
-def _can_be_packed(layer: nn.Linear) -> bool:
-    """Whether a copy would serve; one whose `forward` was replaced, by hooks of accelerate, say, does more."""
-    weight = layer.weight
-    is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and "forward" not in vars(layer)
-    return is_plain and not weight.requires_grad
+    def _copy_of(self, layer: nn.Linear) -> Tensor | None:
+        """The layer's weight, packed; None if it cannot be or there is no room."""
+        weight = layer.weight
+        state = weight._version, weight.data_ptr(), weight.dtype, weight.requires_grad
+        known_state, packed = self._copies.get(layer, (None, None))
+        if state != known_state:
+            self._copies.pop(layer, None)
+            taken = sum(copy.nbytes for _, copy in self._copies.values() if copy is not None)
+            fits = taken + weight.nbytes <= _SHARE * memory_bytes(torch.device("cpu"))
+            packed = None
+            if fits and _can_be_packed(weight):
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+            self._copies[layer] = state, packed
+        return packed
 
 
-def _state(layer: nn.Linear) -> tuple[object, ...]:
-    """What changes when the weight is no longer what was copied."""
-    weight = layer.weight
-    return weight._version, weight.data_ptr(), weight.requires_grad
-
-
-def _forward(layer: nn.Linear, state: tuple[object, ...], packed: Tensor, inputs: Tensor) -> Tensor:
-    """What the layer makes of inputs (..., I): outputs (..., O)."""
-    if _state(layer) != state:
-        return nn.functional.linear(inputs, layer.weight, layer.bias)
-    product: Tensor
-    if torch.is_grad_enabled() and inputs.requires_grad:
-        product = _Product.apply(inputs, layer.weight, packed)
-        return product if layer.bias is None else product + layer.bias
-    product = _product(inputs, packed, layer.bias)
-    return product
+def _can_be_packed(weight: Tensor) -> bool:
+    is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return is_plain and not weight.requires_grad and torch.backends.mkldnn.is_available()
 
 
 def _product(inputs: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn import functional
 
 from llamagym import packing
 from llamagym.packing import Packed
@@ -57,34 +56,36 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, products):
 
 def test_outside_the_context_the_model_is_as_it_was(products):
     layer = frozen_layer()
-    names, packed = set(vars(layer)), Packed(layer)
-    with pytest.raises(RuntimeError), packed:
+    names = set(vars(layer))
+    with pytest.raises(RuntimeError), Packed(layer):
         layer(torch.randn(2, 23))
+    products.clear()
     layer(torch.randn(2, 24))
-    assert len(products) == 1
+    assert not products
     assert set(vars(layer)) == names
     copy.deepcopy(layer)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "is_packed"),
     [
-        lambda layer: layer.load_state_dict(frozen_layer().state_dict()),
-        lambda layer: setattr(layer.weight, "data", torch.randn(40, 24)),
-        lambda layer: layer.requires_grad_(True),
-        lambda layer: layer.double(),
+        (lambda layer: layer.load_state_dict(frozen_layer().state_dict()), True),
+        (lambda layer: setattr(layer.weight, "data", torch.randn(40, 24)), True),
+        (lambda layer: layer.requires_grad_(True), False),
+        (lambda layer: layer.double(), False),
     ],
     ids=["loaded", "replaced", "unfrozen", "cast"],
 )
-def test_a_copy_of_what_has_changed_is_not_used(change, products):
+def test_a_copy_follows_its_weight(change, is_packed, products):
     layer = frozen_layer()
-    packed = Packed(layer)
-    change(layer)
-    inputs = torch.randn(3, 24, dtype=layer.weight.dtype)
-    with packed:
+    with Packed(layer):
+        layer(torch.randn(3, 24))
+        change(layer)
+        products.clear()
+        inputs = torch.randn(3, 24, dtype=layer.weight.dtype)
         received = layer(inputs)
-    assert torch.equal(received, functional.linear(inputs, layer.weight, layer.bias))
-    assert not products
+    assert torch.allclose(received, layer(inputs), atol=1e-5)
+    assert bool(products) == is_packed
 
 
 def test_what_is_trained_adapted_hooked_or_not_in_float32_is_left_alone():
@@ -93,15 +94,23 @@ def test_what_is_trained_adapted_hooked_or_not_in_float32_is_left_alone():
     layers["narrow"].bfloat16()
     model = get_peft_model(layers, LoraConfig(target_modules=["adapted"]))
     layers["trained"].requires_grad_(True)
-    assert [layer for layer, _ in Packed(model)._forwards] == [layers["plain"]]
+    with Packed(model):
+        replaced = [name for name, layer in layers.items() if "forward" in vars(layer)]
+        hooked = layers["hooked"].forward
+    assert replaced == ["plain", "hooked"]
+    assert hooked == layers["hooked"].forward
 
 
-def test_copies_take_a_share_of_the_memory_the_largest_first(monkeypatch):
-    small, large = frozen_layer(), nn.Linear(24, 400).requires_grad_(False)
-    monkeypatch.setattr(packing, "memory_bytes", lambda device: 16 * large.weight.nbytes)
-    assert [layer for layer, _ in Packed(nn.Sequential(small, large))._forwards] == [large]
-    monkeypatch.setattr(packing, "memory_bytes", lambda device: 0)
-    assert not Packed(nn.Sequential(small, large))._forwards
+@pytest.mark.parametrize(("room", "is_packed"), [(0, [False, False]), (1, [True, False]), (2, [True, True])])
+def test_copies_take_a_share_of_the_memory(room, is_packed, products, monkeypatch):
+    first, second = frozen_layer(), nn.Linear(40, 24).requires_grad_(False)
+    monkeypatch.setattr(packing, "memory_bytes", lambda device: 16 * room * first.weight.nbytes)
+    inputs = torch.randn(3, 24)
+    with Packed(nn.Sequential(first, second)):
+        hidden = first(inputs)
+        output = second(hidden)
+    assert [any(given is fed for given in products) for fed in (inputs, hidden)] == is_packed
+    assert torch.allclose(output, second(first(inputs)), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,6 +132,8 @@ def test_an_adapter_can_be_merged_after_copies_were_made():
         if "lora_B" in name:
             nn.init.normal_(weight)
     packed, ids = Packed(model), torch.tensor([[1, 2, 3, 4]])
+    with packed, torch.no_grad():
+        model(ids)
     merged = model.merge_and_unload()
     with torch.no_grad():
         expected = merged(ids).logits
