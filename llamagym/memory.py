@@ -89,6 +89,7 @@ class Memory(Transformer):
             cache: Holds the S - T entries before.
         """
         self.tokens_forwarded += ids.numel()
+        self.pack()
         below = self._run(self._trunk, ids, positions, visible, key_positions, cache) if self._trunk else None
         with acting_on_every_token(self._lm):
             inputs = ids if below is None else below

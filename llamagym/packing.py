@@ -1,8 +1,9 @@
 """Frozen weights laid out as the processor reads them.
 
 For every matrix product a CPU's library copies the weights into blocks that fit its registers and caches. With few
-rows, as when replies are written, this costs as much as multiplying. Frozen weights are copied once, by oneDNN, which
-is what `torch.compile` does when it freezes a model; what it fuses beside that does not pay here.
+rows, as when replies are written, this costs as much as multiplying. Here frozen weights are copied once, by oneDNN, as
+`torch.compile` does when it freezes a model; what it fuses beside that does not pay. The copies take as much memory
+again as the weights.
 
 Shapes: I inputs, O outputs.
 """

@@ -10,7 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Transformer:
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
         self.max_length: int = config.max_position_embeddings
-        self._packed = Packed(lm)
+        self._packed: AbstractContextManager[None] = nullcontext()
         self._trunk: Any = None
         self._top = self._body
         self._first_top_layer = 0
@@ -57,6 +57,11 @@ class Transformer:
         """Where inputs must lie."""
         device: torch.device = self._lm.device
         return device
+
+    def pack(self) -> None:
+        """Multiply by packed copies of frozen weights from now on, which pays where passes have few rows."""
+        if not isinstance(self._packed, Packed):
+            self._packed = Packed(self._lm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits in float32, (M, V), of hidden states (M, H)."""
@@ -109,9 +114,7 @@ class Transformer:
         """Compare with the model's own forward pass, and raise if they disagree."""
         ids, positions, visible = _probe()
         expected = self._lm(input_ids=ids.to(self.device)).logits[0].float()
-        hidden = self._run(self._body, ids, positions, visible, positions, DynamicCache())[0]
-        # Not by `logits`, which would copy the largest of weights: with choices it is never asked for.
-        received = self._cap(self._head(hidden))
+        received = self.logits(self._run(self._body, ids, positions, visible, positions, DynamicCache())[0])
         # Kernels differ in rounding; an architecture that scales or caps its logits elsewhere is off by far more.
         if not torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0):
             raise ModelLoadError(

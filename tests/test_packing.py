@@ -11,7 +11,7 @@ from torch import nn
 
 from llamagym import packing
 from llamagym.packing import Packed
-from tests.agents import make_agent
+from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here")
@@ -114,7 +114,7 @@ def test_copies_take_a_share_of_the_memory(room, is_packed, products, monkeypatc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(family, products):
+def test_a_policy_that_writes_multiplies_by_copies_and_says_what_the_model_says(family, products):
     agent = make_agent(family=family)
     agent.act("x")
     assert products
@@ -124,6 +124,14 @@ def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(family, prod
         with agent.policy._backbone._packed:
             assert torch.allclose(model(ids).logits, expected, atol=1e-4)
     assert len(products) > before
+
+
+def test_choices_take_no_memory_for_copies(products):
+    agent = make_agent(ChoiceAgent)
+    agent.act("x")
+    agent.assign_reward(1.0)
+    agent.terminate_episode()
+    assert not products
 
 
 def test_an_adapter_can_be_merged_after_copies_were_made():
