@@ -57,7 +57,7 @@ class Packed:
         packed = self._copy_of(layer)
         if packed is None:
             return nn.functional.linear(inputs, layer.weight, layer.bias)
-        if torch.is_grad_enabled() and inputs.requires_grad:
+        if torch.is_grad_enabled():
             product: Tensor = _Product.apply(inputs, layer.weight, packed)
             return product if layer.bias is None else product + layer.bias
         return _product(inputs, packed, layer.bias)

@@ -19,7 +19,7 @@ from .choices import ChoiceLength, choice_logprobs, choice_scores
 
 # Nodes whose logits are computed at once: 128 of a 50,000-word vocabulary are 25 MB.
 _LOGITS_CHUNK = 128
-# Nodes whose probabilities are computed at once: of a 50,000-word vocabulary some MB.
+# Nodes whose probabilities a CPU computes at once: of a 50,000-word vocabulary some MB.
 _CACHED_ROWS = 16
 
 
@@ -119,7 +119,7 @@ class _PickedAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         picked, entropy = logits.new_empty(targets.shape), logits.new_empty(len(logits))
-        for rows in _blocks(len(logits)):
+        for rows in _blocks(logits):
             logprobs = _logprobs(logits[rows])
             picked[rows] = logprobs.gather(1, targets[rows])
             entropy[rows] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
@@ -131,16 +131,17 @@ class _PickedAndEntropy(torch.autograd.Function):
         logits, targets, entropy = ctx.saved_tensors
         shift = of_picked.sum(1) + of_entropy * entropy
         slope = torch.empty_like(logits)
-        for rows in _blocks(len(logits)):
+        for rows in _blocks(logits):
             logprobs = _logprobs(logits[rows])
             of_rows = torch.addcmul(-shift[rows, None], logprobs, of_entropy[rows, None], value=-1, out=slope[rows])
             of_rows.mul_(logprobs.exp_()).scatter_add_(1, targets[rows], of_picked[rows])
         return slope, None
 
 
-def _blocks(count: int) -> Iterator[slice]:
-    """All of `count` rows, a few at a time."""
-    return (slice(start, start + _CACHED_ROWS) for start in range(0, count, _CACHED_ROWS))
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """All rows of logits (M, V): on a CPU, a few at a time."""
+    size = _CACHED_ROWS if logits.device.type == "cpu" else len(logits)
+    return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
 def _logprobs(logits: Tensor) -> Tensor:

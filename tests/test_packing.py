@@ -54,6 +54,15 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, products):
         assert torch.allclose(one, other, atol=1e-5)
 
 
+def test_a_bias_learns_beside_a_frozen_weight(products):
+    layer, inputs = frozen_layer(), torch.randn(3, 24)
+    layer.bias.requires_grad_(True)
+    with Packed(layer):
+        layer(inputs).sum().backward()
+    assert products
+    assert torch.equal(layer.bias.grad, torch.full((40,), 3.0))
+
+
 def test_outside_the_context_the_model_is_as_it_was(products):
     layer = frozen_layer()
     names = set(vars(layer))
