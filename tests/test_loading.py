@@ -228,7 +228,7 @@ def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert gguf.is_file()
         folder.mkdir()
         (folder / "mine").touch()
-        winner = tmp_path / "SmolLM2-135M-Instruct-0.1.2-1"
+        winner = tmp_path / f"SmolLM2-135M-Instruct-0.1.2-{loading._CONVERSION}"
         winner.mkdir()
         (winner / "theirs").touch()
 

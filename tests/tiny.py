@@ -165,11 +165,16 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def tiny_base_model(family: str, seed: int = 0) -> Any:
-    """The bare language model of `tiny_config`, float32, in evaluation mode; the global random state is left alone."""
+    """The bare language model of `tiny_config`, in evaluation mode; the global random state is left alone.
+
+    float32, but float16 holds the weights, as it holds those of published models.
+    """
     tokenizer = tiny_tokenizer(family)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+        for weight in model.parameters():
+            weight.data = weight.data.half().float()
     ends = (tokenizer.eos_token, *_MORE_END_TOKENS.get(family, ()))
     model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids(token) for token in ends]
     return model.eval()
