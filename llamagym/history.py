@@ -40,20 +40,18 @@ class Written:
 
     Attributes:
         state: Its last hidden state, (H,).
-        logits: Of the token that follows, float32 (V,).
         entries: Its keys and values, (2L, heads, 1, head size); for a reply not begun, those of what opens it.
         below: Likewise its states where the adapted layers begin, (1, H); None where the layers are not split.
     """
 
     state: Tensor
-    logits: Tensor
     entries: Tensor
     below: Tensor | None
 
     @property
     def nbytes(self) -> int:
         """Size in memory."""
-        tensors = (self.state, self.logits, self.entries, self.below)
+        tensors = (self.state, self.entries, self.below)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

@@ -29,7 +29,7 @@ from .value_head import AutoModelForCausalLMWithValueHead
 # model, and 250 kB more where 8 layers are adapted. Conversations under way, or observations that come again and again,
 # are read anew every time where they do not fit.
 _KEPT_BYTES, _KEPT_SHARE = 512 * 2**20, 1 / 16
-# Of what was written: a token takes 250 kB in a 135M model, most of it what may follow.
+# Of what was written: a token takes 50 kB in a 135M model.
 _WRITTEN_BYTES = 512 * 2**20
 # Of decisions' states where the adapted layers begin: 2 kB a token.
 _STATES_BYTES = 512 * 2**20

@@ -154,7 +154,7 @@ class Policy:
                 )
         choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
         for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
-            index = int(draw(offer, greedy, self._rng))
+            index = int(offer.argmax() if greedy else draw(offer.exp(), self._rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             decided = (offer[index].item(),)
             replies[row] = Reply(ids, decided, value, "choice", index, self.weights_version)

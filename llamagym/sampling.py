@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,16 +28,30 @@ class Text:
     finish_reason: FinishReason
 
 
-def draw(logits: Tensor, greedy: bool, rng: torch.Generator) -> Tensor:
-    """An index into the last dimension of logits (V,) or (B, V), int64 () or (B,), on the generator's device."""
-    if greedy:
-        return logits.argmax(-1).to(rng.device)
-    cumulative = logits.softmax(-1).cumsum(-1)
+def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
+    """An index into the last dimension, drawn in proportion to weights (V,) or (B, V): int64 () or (B,), on the CPU."""
+    cumulative = weights.to(rng.device).cumsum(-1)
     total = cumulative[..., -1:]
-    uniform = torch.rand(total.shape, generator=rng, device=rng.device).to(total)
-    # Below the total even when rounded: what has no probability is behind it.
+    uniform = torch.rand(total.shape, generator=rng)
+    # Below the total even when rounded: what has no weight is behind it.
     point = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).to(rng.device)
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+
+
+def draw_tokens(probabilities: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
+    """For each of `rows` (N,) of probabilities (B, V) a token drawn from that row, int64 (N,), on the CPU.
+
+    First a group of tokens, then one of the group: what must be added up and moved is the groups' sums and one group.
+    """
+    groups = probabilities.unflatten(-1, (-1, _group_size(probabilities.shape[-1])))
+    chosen = draw(groups.sum(-1)[rows], rng)
+    return groups.shape[-1] * chosen + draw(groups[rows, chosen.to(rows.device)], rng)
+
+
+@cache
+def _group_size(vocabulary: int) -> int:
+    """The divisor of the vocabulary's size that is closest below its root."""
+    return next(size for size in range(math.isqrt(vocabulary), 0, -1) if vocabulary % size == 0)
 
 
 @torch.no_grad()
@@ -69,13 +85,19 @@ def write_text(
     for _ in range(config.max_new_tokens):
         row_of: dict[Beginning, int] = {}
         rows = torch.tensor([row_of.setdefault((trees[i], said[i]), len(row_of)) for i in active])
-        states, logits = writer.read(list(row_of))
+        states = writer.read(list(row_of))
         rows = rows.to(states.device)
         if first is None:
             first = states[rows]
-        scores = (logits / config.temperature).log_softmax(-1)
-        tokens = draw(_cut(scores, config)[rows], not config.do_sample, rng)
-        taken = scores[rows, tokens.to(scores.device)]
+        logits = backbone.logits(states)
+        if config.temperature != 1.0:
+            logits = logits / config.temperature
+        probabilities = logits.softmax(-1)
+        if config.do_sample:
+            tokens = draw_tokens(_cut(logits, probabilities, config), rows, rng)
+        else:
+            tokens = logits.argmax(-1)[rows]
+        taken = probabilities[rows, tokens.to(rows.device)].log()
         for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):
             said[i], logprobs[i] = (*said[i], token), (*logprobs[i], logprob)
             if token in eos_ids:
@@ -89,10 +111,10 @@ def write_text(
     return first, [Text(*text) for text in zip(said, logprobs, reasons, strict=True)]
 
 
-def _cut(logits: Tensor, config: GenerationConfig) -> Tensor:
-    """Logits after top-k and top-p."""
+def _cut(logits: Tensor, probabilities: Tensor, config: GenerationConfig) -> Tensor:
+    """Probabilities after top-k and top-p."""
     if config.top_k:
         logits = TopKLogitsWarper(config.top_k)(None, logits)
     if config.top_p < 1.0:
         logits = TopPLogitsWarper(config.top_p)(None, logits)
-    return logits
+    return logits.softmax(-1) if config.top_k or config.top_p < 1.0 else probabilities

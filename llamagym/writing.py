@@ -4,7 +4,7 @@ Whatever was written since the weights changed is known: a reply that begins as 
 from where it departs from it.
 
 Shapes: B beginnings, P tokens of the shared prefix, S of history after it, O of what opens a reply (both padded),
-t tokens said, T tokens run in one pass, H width, V vocabulary. A row's columns of keys and values are P, S, O and t, in
+t tokens said, T tokens run in one pass, H width. A row's columns of keys and values are P, S, O and t, in
 this order.
 """
 
@@ -36,8 +36,8 @@ class Writer:
         self._rows: dict[Beginning, int] = {}
 
     @torch.no_grad()
-    def read(self, beginnings: Sequence[Beginning]) -> tuple[Tensor, Tensor]:
-        """The last hidden state of each beginning, float (B, H), and the logits of what follows, float32 (B, V).
+    def read(self, beginnings: Sequence[Beginning]) -> Tensor:
+        """The last hidden state of each beginning, float (B, H).
 
         Args:
             beginnings: Distinct, all of one length: first 0, then one more at each call, each going on from one of the
@@ -63,8 +63,7 @@ class Writer:
         last = self._context + self._opening + len(beginnings[0][1]) - 1
         found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context)
         self._rows = {beginning: row for row, beginning in enumerate([*going_on, *fresh])}
-        ends = [found[beginning] for beginning in beginnings]
-        return torch.stack([end.state for end in ends]), torch.stack([end.logits for end in ends])
+        return torch.stack([found[beginning].state for beginning in beginnings])
 
     def _fill_parts(self, parts_of_rows: Iterable[list[Tensor]], first: int) -> None:
         """Fill the opening and all tokens but the last of rows from `first` on."""
@@ -137,14 +136,13 @@ class Writer:
             self._room.cache(slice(first_row, first_row + len(beginnings)), first_column),
         )
         states = hidden[:, -1] if said else hidden[torch.arange(len(beginnings)), openings[:, 0].to(hidden.device) - 1]
-        logits, found = self._backbone.logits(states), {}
+        found = {}
         for row, beginning in enumerate(beginnings):
             new = slice(end - 1, end) if said else slice(self._context, self._context + beginning[0].node_count)
             entries = self._room.entries[:, first_row + row, :, new]
             states_below = None if below is None else below[row, -1:] if said else below[row, : openings[row]]
             found[beginning] = Written(
                 states[row].clone(),
-                logits[row].clone(),
                 entries.clone(),
                 None if states_below is None else states_below.clone(),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.sampling import draw
+from llamagym.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent
 from tests.tiny import FAMILIES
 
@@ -86,15 +86,22 @@ def test_nothing_is_read_from_memory_that_was_never_written(activated):
     assert now.logprobs.isfinite().all()
 
 
-def test_draws_follow_the_distribution():
+# One group a token, groups of one size, and groups of which some have no weight.
+@pytest.mark.parametrize(
+    "probabilities", [[0.0, 0.5, 0.5], [0.0, 0.5, 0.0, 0.3, 0.2, 0.0], [0.0] * 6 + [0.7, 0.0, 0.3]]
+)
+def test_draws_follow_the_distribution(probabilities):
     rng = torch.Generator().manual_seed(0)
-    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
-    drawn = draw(probabilities.log().expand(50_000, 6), False, rng).bincount(minlength=6) / 50_000
-    assert drawn[probabilities == 0].tolist() == [0, 0, 0]
-    # Five standard errors.
-    assert drawn.tolist() == pytest.approx(probabilities.tolist(), abs=0.011)
+    rows = torch.arange(2).repeat(50_000)
+    drawn = draw_tokens(torch.tensor([probabilities, probabilities[::-1]]), rows, rng)
+    for row, expected in enumerate((probabilities, probabilities[::-1])):
+        share = drawn[rows == row].bincount(minlength=len(expected)) / 50_000
+        assert share[torch.tensor(expected) == 0].sum() == 0
+        # Five standard errors.
+        assert share.tolist() == pytest.approx(expected, abs=0.011)
 
 
-def test_a_greedy_draw_takes_the_most_likely():
+def test_a_draw_is_in_proportion_to_weights():
     rng = torch.Generator().manual_seed(0)
-    assert draw(torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), True, rng).tolist() == [1, 0]
+    drawn = torch.stack([draw(torch.tensor([0.0, 6.0, 2.0, 0.0]), rng) for _ in range(10_000)])
+    assert (drawn.bincount(minlength=4) / 10_000).tolist() == pytest.approx([0, 0.75, 0.25, 0], abs=0.022)
