@@ -7,8 +7,9 @@ from torch import Tensor
 from .losses import masked_var, masked_whiten
 
 # The learning rate moves in these steps, and falls to this share of its start (Schulman et al. 2017, section 4, steer
-# the KL's coefficient so). It never rises above it: a policy that has learnt what there is to learn hardly moves.
-_RATE_STEP, _LEAST_RATE = 1.5, 0.1
+# the KL's coefficient so): where every step leads too far and is undone, it must fall until one does not, or nothing is
+# learnt again. It never rises above its start: a policy that has learnt what there is to learn hardly moves.
+_RATE_STEP, _LEAST_RATE = 1.5, 0.001
 # Share of the largest deviation so far that a batch's advantages are taken to have at least.
 _LEAST_SHARE = 0.25
 # The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
