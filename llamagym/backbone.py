@@ -89,34 +89,13 @@ class Backbone(Memory):
             known_states = [of_decision for of_decision in states if of_decision is not None]
             if top is not None and len(known_states) == len(states):
                 recalls[tree] = Recall(top, torch.cat(known_states))
-        known, chunks = self._look_up([tree for tree in trees if tree not in recalls])
-        groups: list[tuple[dict[TokenTree, Tensor], Tensor]] = []
-        if self._trunk is None:
-            for chunk in chunks:
-                known |= self._read_on(chunk)[0]
-            chunks = []
-        if known:
-            groups.append((known, self._below_top(Batch.from_trees(list(known)), list(known.values()))))
-        for chunk in chunks:
-            entries, hidden = self._read_on(chunk, Batch.from_trees([unread.tree for unread in chunk]))
-            assert hidden is not None
-            groups.append((entries, hidden))
-        for entries, hidden in groups:
+        for entries, hidden, _ in self._read_below([tree for tree in trees if tree not in recalls]):
             for row, (tree, of_tree) in enumerate(entries.items()):
                 recalls[tree] = Recall(self._top_of(tree, of_tree), hidden[row, : tree.node_count].clone())
                 lengths = [len(decision.ids) for decision in tree.decisions]
                 for key, states in zip(_decision_keys(tree), recalls[tree].hidden.split(lengths), strict=True):
                     self._states.put(key, states)
         return [recalls[tree] for tree in trees]
-
-    def _below_top(self, batch: Batch, entries: Sequence[Tensor]) -> Tensor:
-        """States (B, D, H) of decisions where the top begins, given the entries of their histories."""
-        if self._trunk is None:
-            embedded: Tensor = self._body.get_input_embeddings()(batch.ids.to(self.device))
-            return embedded
-        prefix = self.read_prefix(tuple(batch.prefix[0].tolist()))[: self._bottom]
-        nothing = [batch.ids.new_empty(0)] * len(entries)
-        return self._extend(self._trunk, prefix, [row[: self._bottom] for row in entries], nothing, batch)
 
 
 def _decision_keys(tree: TokenTree) -> list[tuple[Ids, Ids, Ids, Ids]]:

@@ -35,24 +35,41 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """What the frozen layers made of the tokens that open a reply.
+
+    Attributes:
+        entries: Their keys and values, of layers below the adapted ones, (2L, heads, O, head size).
+        below: Their states where the adapted layers begin, (O, H).
+    """
+
+    entries: Tensor
+    below: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return self.entries.nbytes + self.below.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """What is known of the last token of a reply's beginning.
 
     Attributes:
         state: Its last hidden state, (H,).
         entries: Its keys and values, (2L, heads, 1, head size); for a reply not begun, those of what opens it.
-        below: Likewise its states where the adapted layers begin, (1, H); None where the layers are not split.
+        below: Likewise its states where the adapted layers begin, (1, H).
     """
 
     state: Tensor
     entries: Tensor
-    below: Tensor | None
+    below: Tensor
 
     @property
     def nbytes(self) -> int:
         """Size in memory."""
-        tensors = (self.state, self.entries, self.below)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return self.state.nbytes + self.entries.nbytes + self.below.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +148,24 @@ class Room:
     """
 
     def __init__(self, like: Tensor, rows: int, columns: int) -> None:
-        """Make room for entries such as `like`, (2L, heads, S, head size).
-
-        Rows are to be cleared before they are filled: on a CPU, memory that is never touched is never taken.
-        """
+        """Make room for entries such as `like`, (2L, heads, S, head size)."""
         layers, heads, _, width = like.shape
         self.entries = like.new_empty(layers, rows, heads, columns, width)
 
-    def clear(self, rows: slice) -> None:
-        """Fill rows with zeros: what is masked must be finite."""
-        self.entries[:, rows] = 0
+    def fill(self, row: int | slice, start: int, entries: Tensor, stop: int | None = None) -> None:
+        """Put entries into columns, and zeros behind them, since what is masked must be finite.
 
-    def fill(self, row: int | slice, start: int, entries: Tensor) -> None:
-        """Put entries (2L, heads, S, head size) into columns from `start` on, of one row or (2L, B, ...) of several."""
-        self.entries[:, row, :, start : start + entries.shape[-2]] = entries
+        Args:
+            row: Which, or a slice of rows.
+            start: The first column.
+            entries: (2L, heads, S, head size), or (2L, B, heads, S, head size) of several rows; of the lowest layers
+                if they are fewer.
+            stop: The first column that stays as it is; None for the one behind the entries.
+        """
+        end = start + entries.shape[-2]
+        of_rows = self.entries[: len(entries), row]
+        of_rows[..., start:end, :].copy_(entries)
+        of_rows[..., end : stop or end, :].zero_()
 
     def rearrange(self, sources: Sequence[int]) -> None:
         """Let row i be what row `sources[i]` was; only rows that change are copied."""
@@ -210,8 +231,7 @@ def cache_of(prefix: Tensor, histories: Sequence[Tensor], size: int, new_columns
     """
     shared = prefix.shape[2]
     room = Room(prefix, len(histories), shared + size + new_columns)
-    room.clear(slice(None))
     room.fill(slice(None), 0, prefix[:, None])
     for row, history in enumerate(histories):
-        room.fill(row, shared, history)
+        room.fill(row, shared, history, shared + size)
     return room.cache(slice(None), shared + size, first_layer)

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import torch
@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, Ids, TokenTree
 from .hardware import memory_bytes
-from .history import Recent, Unread, Written, cache_of, entries_of
+from .history import Opening, Recent, Unread, Written, cache_of, entries_of
 from .masks import causal
 from .transformer import Transformer
 from .value_head import AutoModelForCausalLMWithValueHead
@@ -33,6 +33,8 @@ _KEPT_BYTES, _KEPT_SHARE = 512 * 2**20, 1 / 16
 _WRITTEN_BYTES = 512 * 2**20
 # Of decisions' states where the adapted layers begin: 2 kB a token.
 _STATES_BYTES = 512 * 2**20
+# Of what opens replies, in the frozen layers: 36 kB a token.
+_OPENINGS_BYTES = 128 * 2**20
 # Tokens of history in one pass.
 _HISTORY_TOKENS = 2048
 
@@ -59,6 +61,8 @@ class Memory(Transformer):
         self._tops: Recent[tuple[Ids, Ids], Tensor] = Recent(nbytes, kept)
         # By prefix, history, and the decision's ids and parents.
         self._states: Recent[tuple[Ids, Ids, Ids, Ids], Tensor] = Recent(nbytes, _STATES_BYTES)
+        # By prefix, history and what opens the reply.
+        self._openings: Recent[tuple[Ids, Ids, Ids], Opening] = Recent(nbytes, _OPENINGS_BYTES)
         self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(nbytes, _WRITTEN_BYTES)
         self._nothing = self._no_entries()
         if self.history_is_frozen:
@@ -75,25 +79,44 @@ class Memory(Transformer):
         self._histories.clear()
         self._tops.clear()
         self._states.clear()
+        self._openings.clear()
+
+    @torch.no_grad()
+    def open(self, trees: Sequence[TokenTree]) -> tuple[list[Tensor], list[Opening]]:
+        """Entries (2L, heads, S, head size) of each tree's history, and what opens the reply, of the frozen layers."""
+        keys = {tree: (*tree.context, tree.decisions[0].ids) for tree in trees}
+        known = {tree: opening for tree, key in keys.items() if (opening := self._openings.get(key)) is not None}
+        entries = dict(zip(known, self.read(list(known)), strict=True))
+        for histories, below, cache in self._read_below([tree for tree in keys if tree not in known]):
+            width = below.shape[1]
+            own = [self._nothing[:0]] * len(below) if cache is None else entries_of(cache, slice(-width, None))
+            for tree, of_history, of_tree, states in zip(histories, histories.values(), own, below, strict=True):
+                count = tree.node_count
+                entries[tree], known[tree] = of_history, Opening(of_tree[:, :, :count].clone(), states[:count].clone())
+                self._openings.put(keys[tree], known[tree])
+        return [entries[tree] for tree in trees], [known[tree] for tree in trees]
 
     def write(
-        self, ids: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: Cache
-    ) -> tuple[Tensor, Tensor | None]:
+        self, inputs: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: Cache
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states (B, T, H) of a reply's tokens, whose entries are added to the cache, and where the top begins.
 
         Args:
-            ids: Token ids, int64 (B, T).
+            inputs: Token ids, int64 (B, T), or their states where the top begins, float (B, T, H).
             positions: Their positions, int64 (B, T).
             visible: Which entries, the new ones included, each token sees, bool (B, T, S).
             key_positions: Positions of the entries, int64 (B, S).
-            cache: Holds the S - T entries before.
+            cache: Holds the S - T entries before, and below the top those of tokens given as states.
         """
-        self.tokens_forwarded += ids.numel()
-        self.pack()
-        below = self._run(self._trunk, ids, positions, visible, key_positions, cache) if self._trunk else None
+        self.tokens_forwarded += positions.numel()
+        if inputs.is_floating_point():
+            below = inputs
+        elif self._trunk is None:
+            below = self._embedded(inputs)
+        else:
+            below = self._run(self._trunk, inputs, positions, visible, key_positions, cache)
         with acting_on_every_token(self._lm):
-            inputs = ids if below is None else below
-            return self._run(self._top, inputs, positions, visible, key_positions, cache), below
+            return self._run(self._top, below, positions, visible, key_positions, cache), below
 
     def spoken(self, prefix: Ids, history: Ids, opening: Ids, said: Ids) -> tuple[Written, ...]:
         """What is known of a reply's tokens, those that open it first; empty if it is not all known."""
@@ -107,8 +130,8 @@ class Memory(Transformer):
     def keep_for_learning(self, tree: TokenTree, said: Ids) -> None:
         """Keep what the frozen layers made of a reply, which learning begins with; the last token is not decided on."""
         opening = tree.decisions[0].ids
-        below = [part.below for part in self.spoken(*tree.context, opening, said[:-1]) if part.below is not None]
-        if below:
+        below = [part.below for part in self.spoken(*tree.context, opening, said[:-1])]
+        if below and self.history_is_frozen:
             ids = opening + said[:-1]
             self._states.put((*tree.context, ids, tuple(range(-1, len(ids) - 1))), torch.cat(below))
 
@@ -157,15 +180,42 @@ class Memory(Transformer):
                 return Unread(tree, known, spoken)
         return Unread(tree, self._nothing, ())
 
+    def _read_below(self, trees: Sequence[TokenTree]) -> Iterator[tuple[dict[TokenTree, Tensor], Tensor, Cache | None]]:
+        """In groups, entries of the trees' histories and what the frozen layers make of their decisions.
+
+        Yields:
+            The entries (2L, heads, S, head size) of each tree; the states of its decisions where the top begins, (B, D,
+            H); and a cache whose last D columns are their entries below the top, None where nothing lies below.
+        """
+        known, chunks = self._look_up(trees)
+        if self._trunk is None:
+            for chunk in chunks:
+                known |= self._read_on(chunk)[0]
+            if known:
+                yield known, self._embedded(Batch.from_trees(list(known)).ids), None
+            return
+        if known:
+            prefix = self.read_prefix(trees[0].prefix)[: self._bottom]
+            rows, nothing = [row[: self._bottom] for row in known.values()], [torch.zeros(0, dtype=torch.long)]
+            yield (known, *self._extend(self._trunk, prefix, rows, nothing * len(rows), Batch.from_trees(list(known))))
+        for chunk in chunks:
+            entries, below, cache = self._read_on(chunk, Batch.from_trees([unread.tree for unread in chunk]))
+            yield entries, below, cache
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Embeddings (B, T, H) of ids (B, T): the states where the top begins if it is the whole body."""
+        result: Tensor = self._body.get_input_embeddings()(ids.to(self.device))
+        return result
+
     def _read_on(
         self, fresh: list[Unread], decisions: Batch | None = None
-    ) -> tuple[dict[TokenTree, Tensor], Tensor | None]:
+    ) -> tuple[dict[TokenTree, Tensor], Tensor, Cache]:
         """Read histories from where earlier turns stopped; returns the entries of all.
 
         Args:
             fresh: What is left to read.
-            decisions: Those of the same trees; run through the trunk beside their histories, which saves a pass. Their
-                states where the top begins, (B, D, H), are the second result.
+            decisions: Those of the same trees; run through the trunk beside their histories, which saves a pass. The
+                other results are their states where the top begins, (B, D, H), and a cache that ends with them.
         """
         prefix, bottom = self.read_prefix(fresh[0].tree.prefix), self._bottom
         rows, ids = [], [torch.tensor(unread.ids, dtype=torch.long) for unread in fresh]
@@ -178,15 +228,13 @@ class Memory(Transformer):
             rows.append(row)
         size = max(map(len, ids))
         self.tokens_forwarded += len(fresh) * size
-        of_decisions = None
         if self._trunk is None:
-            self._extend(self._body, prefix, rows, ids)
+            below, cache = self._extend(self._body, prefix, rows, ids)
         else:
-            below = self._extend(self._trunk, prefix[:bottom], [row[:bottom] for row in rows], ids, decisions)
-            of_decisions = below[:, size:]
+            below, cache = self._extend(self._trunk, prefix[:bottom], [row[:bottom] for row in rows], ids, decisions)
             inputs = []
             for unread, states in zip(fresh, below, strict=True):
-                spoken = [part.below for part in unread.spoken if part.below is not None]
+                spoken = [part.below for part in unread.spoken]
                 inputs.append(torch.cat([*spoken, states[: len(unread.ids)]]))
             self._extend(self._top, prefix[bottom:], [row[bottom:] for row in rows], inputs)
         found = {}
@@ -198,7 +246,7 @@ class Memory(Transformer):
             self._histories.put(tree.context, row)
             if self.history_is_frozen:
                 self._top_of(tree, row)
-        return found, of_decisions
+        return found, below[:, size:], cache
 
     def _top_of(self, tree: TokenTree, entries: Tensor) -> Tensor:
         """Of a history's entries those of the adapted layers, which are kept for longer since they are fewer."""
@@ -214,8 +262,10 @@ class Memory(Transformer):
         rows: Sequence[Tensor],
         inputs: Sequence[Tensor],
         decisions: Batch | None = None,
-    ) -> Tensor:
-        """Read tokens that follow known ones; returns their last hidden states, and those of decisions, (B, T + D, H).
+    ) -> tuple[Tensor, Cache]:
+        """Read tokens that follow known ones.
+
+        Returns their last hidden states, and those of decisions, (B, T + D, H), and a cache that ends with them.
 
         Args:
             part: Body, trunk or top.
@@ -229,8 +279,10 @@ class Memory(Transformer):
         marks = torch.tensor([row.shape[2] for row in rows])[:, None] - lengths
         (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
         width = 0 if decisions is None else decisions.ids.shape[1]
+        known = [row[:, :, :mark] for row, mark in zip(rows, marks[:, 0].tolist(), strict=True)]
+        cache = cache_of(prefix, known, seen, size + width, first_layer)
         if not size + width:
-            return fed
+            return fed, cache
         positions = shared + marks + torch.arange(size)
         keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
         before = torch.arange(shared + seen) < shared + marks
@@ -243,13 +295,11 @@ class Memory(Transformer):
             visible = torch.cat([of_history, torch.cat([context, own], dim=2)], dim=1)
             fed, positions = torch.cat([fed, decisions.ids], dim=1), torch.cat([positions, decisions.positions], dim=1)
             keys = torch.cat([keys, decisions.positions], dim=1)
-        known = [row[:, :, :mark] for row, mark in zip(rows, marks[:, 0].tolist(), strict=True)]
-        cache = cache_of(prefix, known, seen, size + width, first_layer)
         hidden = self._run(part, fed, positions, visible, keys, cache)
         new = entries_of(cache, slice(shared + seen, shared + seen + size), first_layer)
         for row, of_row, own in zip(rows, new, inputs, strict=True):
             row[:, :, row.shape[2] - len(own) :] = of_row[:, :, : len(own)]
-        return hidden
+        return hidden, cache
 
     def _no_entries(self) -> Tensor:
         """Entries of no tokens, (2L, heads, 0, head size): what every history begins with."""

@@ -10,7 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Transformer:
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
         self.max_length: int = config.max_position_embeddings
-        self._packed: AbstractContextManager[None] = nullcontext()
+        self._packed = Packed(lm)
         self._trunk: Any = None
         self._top = self._body
         self._first_top_layer = 0
@@ -57,11 +57,6 @@ class Transformer:
         """Where inputs must lie."""
         device: torch.device = self._lm.device
         return device
-
-    def pack(self) -> None:
-        """Multiply by packed copies of frozen weights from now on, which pays where passes have few rows."""
-        if not isinstance(self._packed, Packed):
-            self._packed = Packed(self._lm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits in float32, (M, V), of hidden states (M, H)."""

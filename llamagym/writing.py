@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .backbone import Backbone
 from .batching import Ids, TokenTree
@@ -57,11 +58,11 @@ class Writer:
             else:
                 fresh.append(beginning)
         growing = self._take_rows(growing)
-        self._open_rows([*resumed, *fresh], len(growing))
+        below = self._open_rows([*resumed, *fresh], len(growing))
         self._fill_parts(resumed.values(), len(growing))
         going_on = [*growing, *resumed]
         last = self._context + self._opening + len(beginnings[0][1]) - 1
-        found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context)
+        found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context, below)
         self._rows = {beginning: row for row, beginning in enumerate([*going_on, *fresh])}
         return torch.stack([found[beginning].state for beginning in beginnings])
 
@@ -94,21 +95,32 @@ class Writer:
             self._room.rearrange([self._rows[_parent(beginning)] for beginning in ordered])
         return ordered
 
-    def _open_rows(self, fresh: list[Beginning], first: int) -> None:
-        """Fill rows from `first` on with the contexts of these."""
+    def _open_rows(self, fresh: list[Beginning], first: int) -> Tensor | None:
+        """Fill rows from `first` on with the contexts of these, and with what the frozen layers make of openings.
+
+        Returns the states (B, O, H) of these where the top begins; None where there is none or more has been said.
+        """
         if not fresh:
-            return
-        trees = [tree for tree, _ in fresh]
-        prefix, histories = self._backbone.read_prefix(trees[0].prefix), self._backbone.read(trees)
+            return None
+        trees, is_begun = [tree for tree, _ in fresh], bool(fresh[0][1])
+        histories, openings = (self._backbone.read(trees), []) if is_begun else self._backbone.open(trees)
+        prefix = self._backbone.read_prefix(trees[0].prefix)
         if self._room is None:
             self._room = Room(prefix, self._max_rows, self._context + self._opening + self._max_new_tokens)
-        self._room.clear(slice(first, first + len(fresh)))
+        self._room.fill(slice(first, first + len(fresh)), 0, prefix[:, None])
         for row, history in enumerate(histories, first):
-            self._room.fill(row, 0, prefix)
-            self._room.fill(row, prefix.shape[2], history)
+            self._room.fill(row, prefix.shape[2], history, self._context + self._opening)
+        for row, opening in enumerate(openings, first):
+            self._room.fill(row, self._context, opening.entries)
+        return pad_sequence([opening.below for opening in openings], batch_first=True) if openings else None
 
-    def _run(self, beginnings: list[Beginning], first_row: int, first_column: int) -> dict[Beginning, Written]:
-        """Run the tokens from a column on, in rows from `first_row` on; returns what is known at their ends."""
+    def _run(
+        self, beginnings: list[Beginning], first_row: int, first_column: int, below: Tensor | None = None
+    ) -> dict[Beginning, Written]:
+        """Run the tokens from a column on, in rows from `first_row` on; returns what is known at their ends.
+
+        Where the top begins, `below` are the tokens' states (B, T, H), if they are known.
+        """
         if not beginnings:
             return {}
         assert self._room is not None
@@ -122,14 +134,10 @@ class Writer:
         is_real = torch.where(opened < 0, columns < contexts, is_said | (opened < openings))
         behind = contexts + torch.where(is_said, openings + opened - self._opening, opened)
         key_positions = torch.where(opened < 0, columns, behind)
-        ids = torch.zeros(len(beginnings), self._opening + said, dtype=torch.long)
-        for row, (tree, tokens) in enumerate(beginnings):
-            opening = tree.decisions[0].ids
-            ids[row, : len(opening)] = torch.tensor(opening)
-            ids[row, self._opening :] = torch.tensor(tokens, dtype=torch.long)
+        spelled = [self._spell(beginning)[first_column - self._context :] for beginning in beginnings]
         visible = is_real[:, None] & (columns <= columns[first_column:, None])
         hidden, below = self._backbone.write(
-            ids[:, first_column - self._context :],
+            torch.tensor(spelled) if below is None else below,
             key_positions[:, first_column:],
             visible,
             key_positions,
@@ -140,14 +148,16 @@ class Writer:
         for row, beginning in enumerate(beginnings):
             new = slice(end - 1, end) if said else slice(self._context, self._context + beginning[0].node_count)
             entries = self._room.entries[:, first_row + row, :, new]
-            states_below = None if below is None else below[row, -1:] if said else below[row, : openings[row]]
-            found[beginning] = Written(
-                states[row].clone(),
-                entries.clone(),
-                None if states_below is None else states_below.clone(),
-            )
+            states_below = below[row, -1:] if said else below[row, : openings[row]]
+            found[beginning] = Written(states[row].clone(), entries.clone(), states_below.clone())
             self._backbone.written.put(_key(beginning), found[beginning])
         return found
+
+    def _spell(self, beginning: Beginning) -> Ids:
+        """A beginning's tokens: what opens it, padded, and what has been said."""
+        tree, said = beginning
+        opening = tree.decisions[0].ids
+        return opening + (0,) * (self._opening - len(opening)) + said
 
 
 def _key(beginning: Beginning) -> tuple[Ids, Ids, Ids, Ids]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from llamagym import packing
 from llamagym.packing import Packed
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -126,8 +126,10 @@ def test_copies_take_a_share_of_the_memory(room, is_packed, products, monkeypatc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_policy_that_writes_multiplies_by_copies_and_says_what_the_model_says(family, products):
-    agent = make_agent(family=family)
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(kind, family, products):
+    agent = make_agent(kind, family)
+    products.clear()
     agent.act("x")
     assert products
     model, ids = agent.policy.model.pretrained_model.get_base_model(), torch.tensor([[1, 2, 3, 4]])
@@ -136,14 +138,6 @@ def test_a_policy_that_writes_multiplies_by_copies_and_says_what_the_model_says(
         with agent.policy._backbone._packed:
             assert torch.allclose(model(ids).logits, expected, atol=1e-4)
     assert len(products) > before
-
-
-def test_choices_take_no_memory_for_copies(products):
-    agent = make_agent(ChoiceAgent)
-    agent.act("x")
-    agent.assign_reward(1.0)
-    agent.terminate_episode()
-    assert not products
 
 
 @pytest.mark.parametrize("safely", [True, False])

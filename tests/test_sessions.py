@@ -101,6 +101,22 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     assert torch.allclose(now.logprobs, anew.logprobs, atol=TOLERANCE)
 
 
+def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers():
+    agent, passes = make_agent(WordAgent, context="turn", generate={"max_new_tokens": 1}), []
+    step(agent, "a")
+    agent.policy._backbone._trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    agent.policy.seed(1)
+    step(agent, "b")
+    # One pass over the observation and what opens the reply; none when it comes again, whatever has been learnt since.
+    assert len(passes) == 1
+    agent.policy.weights_version += 1
+    agent.policy.seed(1)
+    step(agent, "b")
+    assert len(passes) == 1
+    first, second = (turn.reply for turn in agent.conversation(0).turns[-2:])
+    assert (first.ids, first.logprobs) == (second.ids, pytest.approx(second.logprobs, abs=TOLERANCE))
+
+
 def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
     """One chain of three tokens, and two of two: the tokens that are run are the same in this order."""
     agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
