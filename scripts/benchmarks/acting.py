@@ -2,40 +2,38 @@
 
 python scripts/benchmarks/acting.py [--llamagym-python PATH] [--agilerl-python PATH]
 
-PATH is the interpreter of an environment made as the script in rivals/ says. An update of the weights is feigned
-every 512 turns: what depends on them is computed anew. Replies are up to 8 sampled tokens, or one of two choices.
+PATH is the interpreter of an environment made as the script in rivals/ says. What runs in this process is measured in
+turn, rivals afterwards. An update of the weights is feigned every 512 turns: what depends on them is computed anew.
+Replies are up to 8 sampled tokens, or one of two choices.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from common import add_bare, add_ratios, median_rate, parse_rivals, run_rivals, save
-from workload import MAX_NEW_TOKENS, bare_rates, make_agent, plain_model, player, prompts
+from common import Work, add_bare, add_ratios, parse_rivals, rates_in_turn, run_rivals, save
+from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
 
 ENVS, STEPS = 64, 8
 
 
-def llamagym_turns(free_text: bool) -> tuple[dict, float]:
-    """Turns a second of our agent, and the tokens it forwards a turn."""
-    agent = make_agent(free_text)
+def llamagym_work(agent: BlackjackAgent) -> Work:
+    """Turns of our agent at all tables, with weights that have just changed."""
     play = player(agent, ENVS)
 
     def work() -> None:
         agent.policy.weights_version += 1
         play(STEPS)
 
-    before = agent.policy.tokens_forwarded
-    rate = median_rate(ENVS * STEPS, work)
-    return rate, (agent.policy.tokens_forwarded - before) / (6 * ENVS * STEPS)
+    return ENVS * STEPS, work
 
 
-def plain_turns(batch: int) -> dict:
-    """Turns a second of `generate` on left-padded batches of rendered prompts."""
-    agent = make_agent(free_text=True)
-    model, tokenizer = plain_model(agent), agent.tokenizer
-    texts = prompts(agent, batch)
+def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
+    """`generate` on a left-padded batch of rendered prompts."""
+    tokenizer, texts = agent.tokenizer, prompts(agent, batch)
 
     def work() -> None:
         inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
@@ -49,27 +47,26 @@ def plain_turns(batch: int) -> dict:
         )
         tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
-    return median_rate(batch, work)
+    return batch, work
 
 
 def main() -> None:
     """Measure everything in one run."""
     pythons = parse_rivals(__doc__)
     torch.manual_seed(0)
-    agent = make_agent(free_text=True)
+    agents = {"llamagym_free_text": make_agent(free_text=True), "llamagym_choices": make_agent(free_text=False)}
+    agent = agents["llamagym_free_text"]
+    model = plain_model(agent)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
-    bare = bare_rates(plain_model(agent), ENVS, length)
-    free_text, text_tokens = llamagym_turns(free_text=True)
-    choices, choice_tokens = llamagym_turns(free_text=False)
-    result = {
-        "unit": "turns per second, median of 5",
-        "llamagym_free_text": {**free_text, "tokens_per_turn": text_tokens},
-        "llamagym_choices": {**choices, "tokens_per_turn": choice_tokens},
-        "transformers_batch_1": plain_turns(1),
-        "transformers_batch_64": plain_turns(ENVS),
-        **run_rivals(pythons, embedded_model_folder(), "act"),
-    }
-    add_bare(result, bare, text_tokens * free_text["median"])
+    works = {name: llamagym_work(of_kind) for name, of_kind in agents.items()}
+    works |= {f"transformers_batch_{batch}": plain_work(agent, model, batch) for batch in (1, ENVS)}
+    rates = rates_in_turn(works | bare_works(model, ENVS, length))
+    for name, of_kind in agents.items():
+        rates[name]["tokens_per_turn"] = of_kind.policy.tokens_forwarded / (6 * ENVS * STEPS)
+    rivals = run_rivals(pythons, embedded_model_folder(), "act")
+    result = {"unit": "turns per second, median of 5", **{name: rates[name] for name in works}, **rivals}
+    free_text = rates["llamagym_free_text"]
+    add_bare(result, rates, free_text["tokens_per_turn"] * free_text["median"])
     add_ratios(result, ("transformers_batch_1", "transformers_batch_64", *pythons))
     save("acting", result)
 

@@ -24,6 +24,8 @@ PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "gymnasium", "
 ENVIRONMENT = dict(os.environ)
 RIVALS = {"llamagym_0.1.1": "llamagym_011.py", "agilerl_2.58": "agilerl_258.py"}
 """The scripts in rivals/, by the name that their results get."""
+BARE = "bare_"
+"""What the names of the bare model's rates begin with."""
 
 
 def setting() -> dict[str, Any]:
@@ -67,15 +69,32 @@ def processor() -> str:
     return fields.get("model name", platform.machine()) + native
 
 
-def median_rate(count: float, work: Callable[[], object]) -> dict[str, Any]:
+Work = tuple[float, Callable[[], object]]
+"""How much is done, and what does it."""
+
+
+def rates_in_turn(works: dict[str, Work]) -> dict[str, dict[str, Any]]:
+    """How much each does a second: medians of five, taken in turn, after one round that is not counted.
+
+    A machine's speed drifts by a third within minutes; what is measured in turn drifts together.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(6):
+        for name, work in works.items():
+            rates[name].append(rate(*work))
+    return {name: {"median": statistics.median(of_work[1:]), "all": of_work[1:]} for name, of_work in rates.items()}
+
+
+def rate(count: float, work: Callable[[], object]) -> float:
     """How many of `count` a second `work` does."""
+    started = time.perf_counter()
+    work()
+    return count / (time.perf_counter() - started)
 
-    def rate() -> float:
-        started = time.perf_counter()
-        work()
-        return count / (time.perf_counter() - started)
 
-    return median_of(rate)
+def median_rate(count: float, work: Callable[[], object]) -> dict[str, Any]:
+    """The median rate of five, after one that is not counted."""
+    return median_of(lambda: rate(count, work))
 
 
 def median_of(rate: Callable[[], float], budget_s: float = math.inf) -> dict[str, Any]:
@@ -119,10 +138,11 @@ def add_ratios(result: dict[str, Any], rivals: Iterable[str]) -> None:
 
 
 def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_per_second: float) -> None:
-    """Bare rates, and our tokens a second in free text over each."""
-    result["bare_tokens_per_second"] = rates
+    """The rates of `bare_works`, and our tokens a second in free text over each."""
+    bare = {name.removeprefix(BARE): of_bare for name, of_bare in rates.items() if name.startswith(BARE)}
+    result["bare_tokens_per_second"] = bare
     result["free_text_tokens_per_second_over"] = {
-        name: tokens_per_second / rate["median"] for name, rate in rates.items()
+        name: tokens_per_second / of_bare["median"] for name, of_bare in bare.items()
     }
 
 

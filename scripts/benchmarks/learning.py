@@ -4,46 +4,43 @@ python scripts/benchmarks/learning.py [--llamagym-python PATH] [--agilerl-python
 
 A turn is counted once for each pass over the batch. The plain step is what a direct reading of PPO gives: prompt and
 reply of every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and
-v_proj of all layers. PATH is the interpreter of an environment made as the script in rivals/ says; a rival that needs
-more than some minutes for five repeats is measured fewer times, and the result shows how many.
+v_proj of all layers. What runs in this process is measured in turn, rivals afterwards. PATH is the interpreter of an
+environment made as the script in rivals/ says; a rival that needs more than some minutes for five repeats is measured
+fewer times, and the result shows how many.
 """
 
 from __future__ import annotations
 
 import torch
-from common import add_bare, add_ratios, median_rate, parse_rivals, run_rivals, save
-from workload import MAX_NEW_TOKENS, bare_rates, make_agent, plain_model, player, prompts
+from common import Work, add_bare, add_ratios, parse_rivals, rates_in_turn, run_rivals, save
+from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
 
 TURNS, BATCH = 256, 16
 
 
-def llamagym_turns(free_text: bool) -> dict:
-    """Turns a second of our update, one pass over the batch, and the tokens it forwards a second."""
+def llamagym_work(free_text: bool, forwarded: list[float]) -> Work:
+    """Our update, one pass over the batch; appends the tokens that each forwards."""
     agent = make_agent(free_text, ppo_epochs=1, mini_batch_size=TURNS, learning_rate=1e-5)
     play = player(agent, 128)
     while agent.buffered_turns < TURNS:
         play(1)
     episodes, version = list(agent._buffer), agent.policy.weights_version
-    turns = sum(len(episode.turns) for episode in episodes)
-    tokens = []
 
     def work() -> None:
         # Each update learns from what its own weights sampled; turns of older weights would be evaluated first.
         agent.policy.weights_version = version
-        tokens.append(agent.learner.update(episodes)["learn_tokens"])
+        forwarded.append(agent.learner.update(episodes)["learn_tokens"])
 
-    rate = median_rate(turns, work)
-    return {**rate, "turns": turns, "tokens_per_second": tokens[-1] * rate["median"] / turns}
+    return sum(len(episode.turns) for episode in episodes), work
 
 
-def plain_turns() -> dict:
-    """Turns a second of the plain step."""
+def plain_work(agent: BlackjackAgent) -> Work:
+    """The plain step."""
     # It allocates memory when it is imported; llamagym, imported before, has said how.
     from peft import LoraConfig, get_peft_model
 
-    agent = make_agent(free_text=True)
     config = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(plain_model(agent), config)
     optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=1e-5)
@@ -60,7 +57,7 @@ def plain_turns() -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    return median_rate(BATCH, work)
+    return BATCH, work
 
 
 def main() -> None:
@@ -69,15 +66,17 @@ def main() -> None:
     torch.manual_seed(0)
     agent = make_agent(free_text=True)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
-    bare = bare_rates(plain_model(agent), BATCH, length)
-    result = {
-        "unit": "turns per second, median of all that are shown",
-        "llamagym_free_text": llamagym_turns(free_text=True),
-        "llamagym_choices": llamagym_turns(free_text=False),
-        "plain_step": plain_turns(),
-        **run_rivals(pythons, embedded_model_folder(), "learn"),
-    }
-    add_bare(result, bare, result["llamagym_free_text"]["tokens_per_second"])
+    tokens: dict[str, list[float]] = {"llamagym_free_text": [], "llamagym_choices": []}
+    works = {name: llamagym_work(name == "llamagym_free_text", forwarded) for name, forwarded in tokens.items()}
+    works["plain_step"] = plain_work(agent)
+    rates = rates_in_turn(works | bare_works(plain_model(agent), BATCH, length))
+    for name, forwarded in tokens.items():
+        turns = works[name][0]
+        rates[name] |= {"turns": turns, "tokens_per_second": forwarded[-1] * rates[name]["median"] / turns}
+    rivals = run_rivals(pythons, embedded_model_folder(), "learn")
+    unit = "turns per second, median of all that are shown"
+    result = {"unit": unit, **{name: rates[name] for name in works}, **rivals}
+    add_bare(result, rates, rates["llamagym_free_text"]["tokens_per_second"])
     add_ratios(result, ("plain_step", *pythons))
     save("learning", result)
 

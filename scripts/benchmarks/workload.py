@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from common import ROOT, median_rate
+from common import BARE, ROOT, Work
 from gymnasium.vector import AutoresetMode
 from transformers import AutoModelForCausalLM
 
@@ -79,9 +79,8 @@ def prompts(agent: BlackjackAgent, count: int) -> list[str]:
     return texts
 
 
-@torch.no_grad()
-def bare_rates(model: Any, batch: int, length: int) -> dict[str, dict[str, Any]]:
-    """What the hardware gives, in tokens a second on random ids: the same model, and nothing around it.
+def bare_works(model: Any, batch: int, length: int) -> dict[str, Work]:
+    """What the hardware gives, tokens of random ids: the same model, and nothing around it.
 
     Args:
         model: From `plain_model`.
@@ -89,20 +88,29 @@ def bare_rates(model: Any, batch: int, length: int) -> dict[str, dict[str, Any]]
         length: Tokens a row, the `MAX_NEW_TOKENS` of the reply included.
 
     Returns:
-        `body`: whole rows in one pass, without logits. `causal_lm`: the same with logits at every token. `decode`: the
-        reply's tokens one at a time, with logits, on a cache that holds the rest; what free text must do at best.
+        `bare_body`: whole rows in one pass, without logits. `bare_causal_lm`: the same with logits at every token.
+        `bare_decode`: the reply's tokens one at a time, with logits, on a cache that holds the rest; what free text
+        must do at best.
     """
     ids = torch.randint(1000, 40_000, (batch, length), generator=torch.Generator().manual_seed(0))
     prompt_length = length - MAX_NEW_TOKENS
-    cache = model(ids[:, :prompt_length], use_cache=True).past_key_values
+    with torch.no_grad():
+        cache = model(ids[:, :prompt_length], use_cache=True).past_key_values
 
+    @torch.no_grad()
+    def body() -> None:
+        model.model(ids, use_cache=False)
+
+    @torch.no_grad()
+    def causal_lm() -> None:
+        model(ids, use_cache=False)
+
+    @torch.no_grad()
     def decode() -> None:
         for position in range(prompt_length, length):
             model(ids[:, position : position + 1], past_key_values=cache)
         cache.crop(-MAX_NEW_TOKENS)
 
-    return {
-        "body": median_rate(ids.numel(), lambda: model.model(ids, use_cache=False)),
-        "causal_lm": median_rate(ids.numel(), lambda: model(ids, use_cache=False)),
-        "decode": median_rate(batch * MAX_NEW_TOKENS, decode),
-    }
+    works: dict[str, Work] = {"body": (ids.numel(), body), "causal_lm": (ids.numel(), causal_lm)}
+    works["decode"] = (batch * MAX_NEW_TOKENS, decode)
+    return {BARE + name: work for name, work in works.items()}
