@@ -60,7 +60,7 @@ class Backbone(Memory):
     def _decide(self, part: nn.Module, batch: Batch, inputs: Tensor, cache: Cache, adapted: bool = True) -> Tensor:
         """Run `part` on decision nodes, given as ids (B, D) or hidden states (B, D, H)."""
         self.tokens_forwarded += batch.ids.numel()
-        with acting_on_every_token(self._lm) if adapted else nullcontext():
+        with acting_on_every_token(part) if adapted else nullcontext():
             return self._run(part, inputs, batch.positions, batch.visible, batch.key_positions, cache)
 
     def _read_anew(self, batch: Batch) -> DynamicCache:

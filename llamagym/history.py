@@ -168,11 +168,11 @@ class Room:
         of_rows[..., end : stop or end, :].zero_()
 
     def rearrange(self, sources: Sequence[int]) -> None:
-        """Let row i be what row `sources[i]` was; only rows that change are copied."""
-        moves = [(row, source) for row, source in enumerate(sources) if row != source]
-        if moves:
-            rows, origins = map(list, zip(*moves, strict=True))
-            self.entries[:, rows] = self.entries[:, origins]
+        """Let row i be what row `sources[i]` was; a row that is copied must itself stay, or be beyond these."""
+        for row, source in enumerate(sources):
+            if row != source:
+                assert source >= len(sources) or sources[source] == source, "copied after it was overwritten"
+                self.entries[:, row] = self.entries[:, source]
 
     def cache(self, rows: slice, columns: int, first_layer: int = 0) -> Cache:
         """A cache that shows the first `columns` of some rows; what it is given is written behind them.

@@ -115,7 +115,7 @@ class Memory(Transformer):
             below = self._embedded(inputs)
         else:
             below = self._run(self._trunk, inputs, positions, visible, key_positions, cache)
-        with acting_on_every_token(self._lm):
+        with acting_on_every_token(self._top):
             return self._run(self._top, below, positions, visible, key_positions, cache), below
 
     def spoken(self, prefix: Ids, history: Ids, opening: Ids, said: Ids) -> tuple[Written, ...]:
