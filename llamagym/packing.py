@@ -1,9 +1,9 @@
-"""Frozen weights laid out as the processor reads them, in half precision where that holds them exactly.
+"""Frozen weights laid out as the processor reads them, in half precision where that holds them.
 
 For every matrix product a CPU's library copies the weights into blocks that fit its registers and caches. With few
 rows, as when replies are written, this costs as much as multiplying, and reading the weights costs as much again. Here
 frozen weights are copied once, by FBGEMM, which keeps them in float16 and multiplies in float32: half the bytes, the
-same products. Models are published in float16 or bfloat16, so that their weights lose nothing; others are left alone.
+same products. Weights that were published in float16 or bfloat16 lose nothing by it; others are left alone.
 
 Shapes: I inputs, O outputs.
 """

@@ -21,6 +21,13 @@ def loaded():
     return load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="float32")
 
 
+def test_float16_holds_the_weights(loaded):
+    """Otherwise no layer would be packed, and all would be slower without a word."""
+    weights = [weight for weight in loaded[0].pretrained_model.parameters() if not weight.requires_grad]
+    assert sum(weight.numel() for weight in weights) > 130_000_000
+    assert all(torch.equal(weight, weight.half().float()) for weight in weights)
+
+
 @pytest.mark.parametrize("context", ["episode", "turn"])
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 def test_sampled_recorded_and_trained_are_one(loaded, kind, context):

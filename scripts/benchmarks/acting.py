@@ -60,13 +60,14 @@ def main() -> None:
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
     works = {name: llamagym_work(of_kind) for name, of_kind in agents.items()}
     works |= {f"transformers_batch_{batch}": plain_work(agent, model, batch) for batch in (1, ENVS)}
-    rates = rates_in_turn(works | bare_works(model, ENVS, length))
+    bare = bare_works(model, ENVS, length)
+    rates = rates_in_turn(works | bare)
     for name, of_kind in agents.items():
         rates[name]["tokens_per_turn"] = of_kind.policy.tokens_forwarded / (6 * ENVS * STEPS)
     rivals = run_rivals(pythons, embedded_model_folder(), "act")
     result = {"unit": "turns per second, median of 5", **{name: rates[name] for name in works}, **rivals}
     free_text = rates["llamagym_free_text"]
-    add_bare(result, rates, free_text["tokens_per_turn"] * free_text["median"])
+    add_bare(result, {name: rates[name] for name in bare}, free_text["tokens_per_turn"] * free_text["median"])
     add_ratios(result, ("transformers_batch_1", "transformers_batch_64", *pythons))
     save("acting", result)
 

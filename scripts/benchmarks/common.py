@@ -24,8 +24,6 @@ PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "gymnasium", "
 ENVIRONMENT = dict(os.environ)
 RIVALS = {"llamagym_0.1.1": "llamagym_011.py", "agilerl_2.58": "agilerl_258.py"}
 """The scripts in rivals/, by the name that their results get."""
-BARE = "bare_"
-"""What the names of the bare model's rates begin with."""
 
 
 def setting() -> dict[str, Any]:
@@ -138,11 +136,10 @@ def add_ratios(result: dict[str, Any], rivals: Iterable[str]) -> None:
 
 
 def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_per_second: float) -> None:
-    """The rates of `bare_works`, and our tokens a second in free text over each."""
-    bare = {name.removeprefix(BARE): of_bare for name, of_bare in rates.items() if name.startswith(BARE)}
-    result["bare_tokens_per_second"] = bare
+    """Bare rates, and our tokens a second in free text over each."""
+    result["bare_tokens_per_second"] = rates
     result["free_text_tokens_per_second_over"] = {
-        name: tokens_per_second / of_bare["median"] for name, of_bare in bare.items()
+        name: tokens_per_second / of_bare["median"] for name, of_bare in rates.items()
     }
 
 

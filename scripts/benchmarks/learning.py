@@ -69,14 +69,15 @@ def main() -> None:
     tokens: dict[str, list[float]] = {"llamagym_free_text": [], "llamagym_choices": []}
     works = {name: llamagym_work(name == "llamagym_free_text", forwarded) for name, forwarded in tokens.items()}
     works["plain_step"] = plain_work(agent)
-    rates = rates_in_turn(works | bare_works(plain_model(agent), BATCH, length))
+    bare = bare_works(plain_model(agent), BATCH, length)
+    rates = rates_in_turn(works | bare)
     for name, forwarded in tokens.items():
         turns = works[name][0]
         rates[name] |= {"turns": turns, "tokens_per_second": forwarded[-1] * rates[name]["median"] / turns}
     rivals = run_rivals(pythons, embedded_model_folder(), "learn")
     unit = "turns per second, median of all that are shown"
     result = {"unit": unit, **{name: rates[name] for name in works}, **rivals}
-    add_bare(result, rates, rates["llamagym_free_text"]["tokens_per_second"])
+    add_bare(result, {name: rates[name] for name in bare}, rates["llamagym_free_text"]["tokens_per_second"])
     add_ratios(result, ("plain_step", *pythons))
     save("learning", result)
 

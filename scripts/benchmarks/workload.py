@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from common import BARE, ROOT, Work
+from common import ROOT, Work
 from gymnasium.vector import AutoresetMode
 from transformers import AutoModelForCausalLM
 
@@ -88,9 +88,8 @@ def bare_works(model: Any, batch: int, length: int) -> dict[str, Work]:
         length: Tokens a row, the `MAX_NEW_TOKENS` of the reply included.
 
     Returns:
-        `bare_body`: whole rows in one pass, without logits. `bare_causal_lm`: the same with logits at every token.
-        `bare_decode`: the reply's tokens one at a time, with logits, on a cache that holds the rest; what free text
-        must do at best.
+        `body`: whole rows in one pass, without logits. `causal_lm`: the same with logits at every token. `decode`: the
+        reply's tokens one at a time, with logits, on a cache that holds the rest; what free text must do at best.
     """
     ids = torch.randint(1000, 40_000, (batch, length), generator=torch.Generator().manual_seed(0))
     prompt_length = length - MAX_NEW_TOKENS
@@ -111,6 +110,8 @@ def bare_works(model: Any, batch: int, length: int) -> dict[str, Work]:
             model(ids[:, position : position + 1], past_key_values=cache)
         cache.crop(-MAX_NEW_TOKENS)
 
-    works: dict[str, Work] = {"body": (ids.numel(), body), "causal_lm": (ids.numel(), causal_lm)}
-    works["decode"] = (batch * MAX_NEW_TOKENS, decode)
-    return {BARE + name: work for name, work in works.items()}
+    return {
+        "body": (ids.numel(), body),
+        "causal_lm": (ids.numel(), causal_lm),
+        "decode": (batch * MAX_NEW_TOKENS, decode),
+    }
