@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from transformers import Cache, DynamicCache
 
 from .adapter import acting_on_every_token
 from .batching import Batch, Ids, TokenTree
-from .history import Recall, cache_of
+from .history import Recall, Room, cache_of, entries_of
 from .masks import causal
 from .memory import Memory
 
@@ -43,16 +42,19 @@ class Backbone(Memory):
             batch: The same as rectangles.
             adapted: Whether an activated LoRA acts on the decisions; a plain one always does.
         """
-        size = batch.history.shape[1]
+        size, width = batch.history.shape[1], batch.ids.shape[1]
         if self.history_is_frozen:
             recalls = self._recall(trees)
             hidden = pad_sequence([recall.hidden for recall in recalls], batch_first=True)
             prefix = self.read_prefix(trees[0].prefix)[self._bottom :]
             rows = [recall.entries for recall in recalls]
-            cache = cache_of(prefix, rows, size, batch.ids.shape[1], self._first_top_layer)
+            is_shared = self.shares(prefix, batch.ids.numel())
+            cache = cache_of(prefix, rows, size, width, is_shared, self._first_top_layer)
             return self._decide(self._top, batch, hidden, cache, adapted)
         if adapted and not torch.is_grad_enabled():
-            cache = cache_of(self.read_prefix(trees[0].prefix), self.read(trees), size, batch.ids.shape[1])
+            prefix = self.read_prefix(trees[0].prefix)
+            is_shared = self.shares(prefix, batch.ids.numel())
+            cache = cache_of(prefix, self.read(trees), size, width, is_shared)
         else:
             cache = self._read_anew(batch)
         return self._decide(self._body, batch, batch.ids, cache, adapted)
@@ -63,17 +65,17 @@ class Backbone(Memory):
         with acting_on_every_token(part) if adapted else nullcontext():
             return self._run(part, inputs, batch.positions, batch.visible, batch.key_positions, cache)
 
-    def _read_anew(self, batch: Batch) -> DynamicCache:
+    def _read_anew(self, batch: Batch) -> Cache:
         """Keys and values of prefix and history, P + S a row, padding included, with gradients."""
-        cache, length = DynamicCache(), batch.prefix_length
+        prefix, length = self._nothing, batch.prefix_length
         count, size = batch.history.shape
         self.tokens_forwarded += length + batch.history.numel()
         if length:
-            positions = torch.arange(length)[None]
-            self._run(self._body, batch.prefix, positions, causal(0, length)[None], positions, cache)
-            layers: list[Any] = cache.layers
-            for layer in layers:
-                layer.keys, layer.values = layer.keys.expand(count, -1, -1, -1), layer.values.expand(count, -1, -1, -1)
+            read, positions = DynamicCache(), torch.arange(length)[None]
+            self._run(self._body, batch.prefix, positions, causal(0, length)[None], positions, read)
+            prefix = entries_of(read, slice(None))[0]
+        room = Room(prefix, count, length + size + batch.ids.shape[1], self.shares(prefix, batch.ids.numel()))
+        cache = room.cache(slice(None), length)
         if size:
             keys = torch.arange(length + size).expand(count, -1)
             visible = causal(length, size).expand(count, -1, -1)

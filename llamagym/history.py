@@ -141,19 +141,27 @@ class Recent(Generic[K, V]):
 
 
 class Room:
-    """Keys and values of several rows, with columns free for more.
+    """Keys and values of several rows, with columns free for more; the first columns are a prefix of all rows."""
 
-    Attributes:
-        entries: Keys and values, one layer after the other, (2L, B, heads, columns, head size).
-    """
+    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool) -> None:
+        """Make room for several rows.
 
-    def __init__(self, like: Tensor, rows: int, columns: int) -> None:
-        """Make room for entries such as `like`, (2L, heads, S, head size)."""
-        layers, heads, _, width = like.shape
-        self.entries = like.new_empty(layers, rows, heads, columns, width)
+        Args:
+            prefix: Entries (2L, heads, P, head size) that all rows begin with.
+            rows: How many.
+            columns: How many entries a row can hold, those of the prefix included.
+            is_shared: Whether attention looks at the prefix where it is (see `attention`); otherwise each row has a
+                copy.
+        """
+        layers, heads, length, width = prefix.shape
+        self._prefix = prefix if is_shared else None
+        self._first = length if is_shared else 0
+        self._entries = prefix.new_empty(layers, rows, heads, columns - self._first, width)
+        if not is_shared:
+            self._entries[..., :length, :] = prefix[:, None]
 
     def fill(self, row: int | slice, start: int, entries: Tensor, stop: int | None = None) -> None:
-        """Put entries into columns, and zeros behind them, since what is masked must be finite.
+        """Put entries into columns behind the prefix, and zeros behind them, since what is masked must be finite.
 
         Args:
             row: Which, or a slice of rows.
@@ -162,29 +170,51 @@ class Room:
                 if they are fewer.
             stop: The first column that stays as it is; None for the one behind the entries.
         """
+        start -= self._first
         end = start + entries.shape[-2]
-        of_rows = self.entries[: len(entries), row]
+        of_rows = self._entries[: len(entries), row]
         of_rows[..., start:end, :].copy_(entries)
-        of_rows[..., end : stop or end, :].zero_()
+        if stop is not None:
+            of_rows[..., end : stop - self._first, :].zero_()
+
+    def copy(self, row: int, start: int, stop: int) -> Tensor:
+        """What a row's columns behind the prefix hold, (2L, heads, S, head size)."""
+        return self._entries[:, row, :, start - self._first : stop - self._first].clone()
 
     def rearrange(self, sources: Sequence[int]) -> None:
         """Let row i be what row `sources[i]` was; a row that is copied must itself stay, or be beyond these."""
         for row, source in enumerate(sources):
             if row != source:
                 assert source >= len(sources) or sources[source] == source, "copied after it was overwritten"
-                self.entries[:, row] = self.entries[:, source]
+                self._entries[:, row] = self._entries[:, source]
 
-    def cache(self, rows: slice, columns: int, first_layer: int = 0) -> Cache:
+    def cache(self, rows: slice, columns: int, first_layer: int = 0) -> RoomyCache:
         """A cache that shows the first `columns` of some rows; what it is given is written behind them.
 
         Args:
             rows: Which.
-            columns: How many are filled.
+            columns: How many are filled, those of the prefix included.
             first_layer: The model's layer that the entries begin with.
         """
-        below: list[DynamicLayer] = [DynamicLayer() for _ in range(first_layer)]
-        pairs = self.entries[:, rows].unflatten(0, (-1, 2))
-        return Cache(layers=[*below, *(_RoomyLayer(keys, values, columns) for keys, values in pairs)])
+        below: list[Any] = [DynamicLayer() for _ in range(first_layer)]
+        pairs = self._entries[:, rows].unflatten(0, (-1, 2))
+        layers = [_RoomyLayer(keys, values, columns - self._first) for keys, values in pairs]
+        prefix = None if self._prefix is None else [None] * first_layer + list(self._prefix.unflatten(0, (-1, 2)))
+        return RoomyCache([*below, *layers], prefix)
+
+
+class RoomyCache(Cache):
+    """Keys and values of rows, beside those that they share.
+
+    Attributes:
+        prefix: For each layer, keys and values (2, heads, P, head size) that all rows see before their own; None if
+            rows hold all that they see.
+    """
+
+    def __init__(self, layers: list[Any], prefix: list[Any] | None) -> None:
+        """Show `layers` and share `prefix`."""
+        super().__init__(layers=layers)
+        self.prefix = prefix
 
 
 class _RoomyLayer(DynamicLayer):
@@ -219,7 +249,14 @@ def entries_of(cache: Cache, columns: slice, first_layer: int = 0) -> Tensor:
     return torch.stack([part[:, :, columns] for layer in layers for part in (layer.keys, layer.values)], dim=1)
 
 
-def cache_of(prefix: Tensor, histories: Sequence[Tensor], size: int, new_columns: int, first_layer: int = 0) -> Cache:
+def cache_of(
+    prefix: Tensor,
+    histories: Sequence[Tensor],
+    size: int,
+    new_columns: int,
+    is_shared: bool,
+    first_layer: int = 0,
+) -> Cache:
     """A cache that holds the prefix and then each row's history, padded to `size` columns.
 
     Args:
@@ -227,11 +264,11 @@ def cache_of(prefix: Tensor, histories: Sequence[Tensor], size: int, new_columns
         histories: Entries (2L, heads, S, head size) of each row.
         size: At least the largest S.
         new_columns: How many more entries a row will be given.
+        is_shared: Whether attention looks at the prefix where it is.
         first_layer: The model's layer that the entries begin with.
     """
     shared = prefix.shape[2]
-    room = Room(prefix, len(histories), shared + size + new_columns)
-    room.fill(slice(None), 0, prefix[:, None])
+    room = Room(prefix, len(histories), shared + size + new_columns, is_shared)
     for row, history in enumerate(histories):
         room.fill(row, shared, history, shared + size)
     return room.cache(slice(None), shared + size, first_layer)

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter
 
 import torch
@@ -22,7 +23,7 @@ from .batching import Batch, Ids, TokenTree
 from .hardware import memory_bytes
 from .history import Opening, Recent, Unread, Written, cache_of, entries_of
 from .masks import causal
-from .transformer import Transformer
+from .transformer import Transformer, probe
 from .value_head import AutoModelForCausalLMWithValueHead
 
 # Kept at most, of what was read: so many bytes or this share of the device's memory. 20 tokens take 900 kB in a 135M
@@ -35,6 +36,9 @@ _WRITTEN_BYTES = 512 * 2**20
 _STATES_BYTES = 512 * 2**20
 # Of what opens replies, in the frozen layers: 36 kB a token.
 _OPENINGS_BYTES = 128 * 2**20
+# Attention in two parts, to what is shared and to a row's own, takes longer than in one where there is less to share:
+# fewer pairs of tokens than these.
+_SHARED_SCORES = 1024
 # Tokens of history in one pass.
 _HISTORY_TOKENS = 2048
 
@@ -65,6 +69,7 @@ class Memory(Transformer):
         self._openings: Recent[tuple[Ids, Ids, Ids], Opening] = Recent(nbytes, _OPENINGS_BYTES)
         self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(nbytes, _WRITTEN_BYTES)
         self._nothing = self._no_entries()
+        self._can_share = self._sees_what_is_shared()
         if self.history_is_frozen:
             self._split()
 
@@ -146,6 +151,10 @@ class Memory(Transformer):
         for chunk in chunks:
             found |= self._read_on(chunk)[0]
         return [found[tree] for tree in trees]
+
+    def shares(self, prefix: Tensor, queries: int) -> bool:
+        """Whether `queries` tokens in one pass had better look at a prefix where it is than at copies of it."""
+        return self._can_share and queries * prefix.shape[2] >= _SHARED_SCORES
 
     @property
     def _bottom(self) -> int:
@@ -280,7 +289,7 @@ class Memory(Transformer):
         (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
         width = 0 if decisions is None else decisions.ids.shape[1]
         known = [row[:, :, :mark] for row, mark in zip(rows, marks[:, 0].tolist(), strict=True)]
-        cache = cache_of(prefix, known, seen, size + width, first_layer)
+        cache = cache_of(prefix, known, seen, size + width, self.shares(prefix, count * (size + width)), first_layer)
         if not size + width:
             return fed, cache
         positions = shared + marks + torch.arange(size)
@@ -296,7 +305,7 @@ class Memory(Transformer):
             fed, positions = torch.cat([fed, decisions.ids], dim=1), torch.cat([positions, decisions.positions], dim=1)
             keys = torch.cat([keys, decisions.positions], dim=1)
         hidden = self._run(part, fed, positions, visible, keys, cache)
-        new = entries_of(cache, slice(shared + seen, shared + seen + size), first_layer)
+        new = entries_of(cache, slice(-size - width, -width or None), first_layer)
         for row, of_row, own in zip(rows, new, inputs, strict=True):
             row[:, :, row.shape[2] - len(own) :] = of_row[:, :, : len(own)]
         return hidden, cache
@@ -307,3 +316,20 @@ class Memory(Transformer):
         with torch.no_grad():
             self._run(self._body, nobody, nobody, causal(0, 1)[None], nobody, cache)
         return entries_of(cache, slice(0, 0))[0]
+
+    @torch.no_grad()
+    def _sees_what_is_shared(self) -> bool:
+        """Whether the model's attention is what ours is, on a processor, where it was measured."""
+        if self.device.type != "cpu" or self._body.config._attn_implementation != "sdpa":
+            return False
+        ids, positions, visible = probe()
+        alone = DynamicCache()
+        self._run(self._body, ids, positions, visible, positions, alone)
+        cache = cache_of(entries_of(alone, slice(0, 2))[0], [self._nothing], 0, 3, True)
+        with suppress(TypeError, AttributeError, RuntimeError):
+            self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)
+            # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16
+            # drifts as far as an error would.
+            expected, received = (entries_of(of, slice(-3, None), 1)[:, :2] for of in (alone, cache))
+            return torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0)
+        return False

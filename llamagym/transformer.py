@@ -18,6 +18,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
+from .attention import sharing
 from .errors import ModelLoadError
 from .masks import attention_mask, causal
 from .packing import Packed
@@ -93,13 +94,14 @@ class Transformer:
             self._layer_types,
             self._lm.dtype,
         )
-        with self._packed:
+        with self._packed, sharing(self._body, cache) as shared:
             output = part(
                 **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs.to(device)},
                 position_ids=positions.to(device),
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
+                **shared,
             )
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -107,7 +109,7 @@ class Transformer:
     @torch.no_grad()
     def _check_parts(self) -> None:
         """Compare with the model's own forward pass, and raise if they disagree."""
-        ids, positions, visible = _probe()
+        ids, positions, visible = probe()
         expected = self._lm(input_ids=ids.to(self.device)).logits[0].float()
         received = self.logits(self._run(self._body, ids, positions, visible, positions, DynamicCache())[0])
         # Kernels differ in rounding; an architecture that scales or caps its logits elsewhere is off by far more.
@@ -125,7 +127,7 @@ class Transformer:
         if first == 0:
             return
         trunk, top = split(self._body, first)
-        ids, positions, visible = _probe()
+        ids, positions, visible = probe()
         expected = self._run(self._body, ids, positions, visible, positions, DynamicCache())
         with suppress(TypeError, ValueError):
             hidden = self._run(trunk, ids, positions, visible, positions, DynamicCache())
@@ -136,6 +138,6 @@ class Transformer:
             logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
 
 
-def _probe() -> tuple[Tensor, Tensor, Tensor]:
+def probe() -> tuple[Tensor, Tensor, Tensor]:
     """Five tokens to compare computations on: ids (1, 5), positions (1, 5), a causal mask (1, 5, 5)."""
     return torch.arange(1, 6)[None], torch.arange(5)[None], causal(0, 5)[None]

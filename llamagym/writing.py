@@ -106,8 +106,8 @@ class Writer:
         histories, openings = (self._backbone.read(trees), []) if is_begun else self._backbone.open(trees)
         prefix = self._backbone.read_prefix(trees[0].prefix)
         if self._room is None:
-            self._room = Room(prefix, self._max_rows, self._context + self._opening + self._max_new_tokens)
-        self._room.fill(slice(first, first + len(fresh)), 0, prefix[:, None])
+            columns = self._context + self._opening + self._max_new_tokens
+            self._room = Room(prefix, self._max_rows, columns, self._backbone.shares(prefix, self._max_rows))
         for row, history in enumerate(histories, first):
             self._room.fill(row, prefix.shape[2], history, self._context + self._opening)
         for row, opening in enumerate(openings, first):
@@ -146,10 +146,11 @@ class Writer:
         states = hidden[:, -1] if said else hidden[torch.arange(len(beginnings)), openings[:, 0].to(hidden.device) - 1]
         found = {}
         for row, beginning in enumerate(beginnings):
-            new = slice(end - 1, end) if said else slice(self._context, self._context + beginning[0].node_count)
-            entries = self._room.entries[:, first_row + row, :, new]
+            new = (end - 1, end) if said else (self._context, self._context + beginning[0].node_count)
             states_below = below[row, -1:] if said else below[row, : openings[row]]
-            found[beginning] = Written(states[row].clone(), entries.clone(), states_below.clone())
+            found[beginning] = Written(
+                states[row].clone(), self._room.copy(first_row + row, *new), states_below.clone()
+            )
             self._backbone.written.put(_key(beginning), found[beginning])
         return found
 

@@ -156,7 +156,13 @@ def benchmarks() -> str:
         "llamagym_0.1.1": "times LlamaGym 0.1.1",
         "agilerl_2.58": "times AgileRL 2.58's LLM PPO",
     }
-    for file, what in (("acting", "acting, 64 environments"), ("learning", "learning")):
+    files = {
+        "acting": "acting, 64 environments",
+        "learning": "learning",
+        "acting-bfloat16": "acting in bfloat16",
+        "learning-bfloat16": "learning in bfloat16",
+    }
+    for file, what in files.items():
         path = BENCHMARKS / "results" / f"{file}.json"
         if not path.exists():
             continue
@@ -168,6 +174,7 @@ def benchmarks() -> str:
                 ratios = (result[f"{kind}_over_{rival}"] for kind in ("free_text", "choices"))
                 rate = result[rival]["median"]
                 lines.append(f"| {label} ({rate:.2f}) | " + " | ".join(f"{ratio:.1f}" for ratio in ratios) + " |")
+    lines += ["", f"On 2 cores of an {result['hardware']['processor']}, in float32 where nothing else is said."]
     if (BENCHMARKS / "results" / "memory.png").exists():
         lines += ["", "![Resident memory of a Blackjack run](scripts/benchmarks/results/memory.png)"]
     return "\n".join(lines)

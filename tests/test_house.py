@@ -32,6 +32,7 @@ ORDER = [
     "loading",
     "adapter",
     "history",
+    "attention",
     "parts",
     "masks",
     "packing",

@@ -12,11 +12,12 @@ import torch
 from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from llamagym.errors import ModelLoadError
 from llamagym.model_registry import FAMILIES
 from llamagym.value_head import AutoModelForCausalLMWithValueHead, ValueHead
-from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_base_model, tiny_config, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[72, 101, 108, 108, 111], [1, 2, 3, 4, 5]])
 
@@ -263,7 +264,10 @@ def test_quantised_base_trains_its_adapter_only(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    tiny_base_model("llama").save_pretrained(tmp_path)
+    # bitsandbytes quantises blocks of 64, which must fit into a row where the processor has AVX512-BF16.
+    config = tiny_config("llama")
+    config.hidden_size, config.head_dim = 64, 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     quantized = AutoModelForCausalLMWithValueHead.from_pretrained(
         tmp_path, lora, quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map={"": "cpu"}

@@ -1,6 +1,6 @@
 """Claim (a): turns a second while acting, against a plain transformers loop, LlamaGym 0.1.1 and AgileRL 2.58.
 
-python scripts/benchmarks/acting.py [--llamagym-python PATH] [--agilerl-python PATH]
+python scripts/benchmarks/acting.py [--dtype bfloat16] [--llamagym-python PATH] [--agilerl-python PATH]
 
 PATH is the interpreter of an environment made as the script in rivals/ says. What runs in this process is measured in
 turn, rivals afterwards. An update of the weights is feigned every 512 turns: what depends on them is computed anew.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import Work, add_bare, add_ratios, parse_rivals, rates_in_turn, run_rivals, save
+from common import Work, add_bare, add_ratios, named, parse_args, rates_in_turn, run_rivals, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -52,9 +52,9 @@ def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    pythons = parse_rivals(__doc__)
+    dtype, pythons = parse_args(__doc__)
     torch.manual_seed(0)
-    agents = {"llamagym_free_text": make_agent(free_text=True), "llamagym_choices": make_agent(free_text=False)}
+    agents = {f"llamagym_{kind}": make_agent(kind == "free_text", dtype=dtype) for kind in ("free_text", "choices")}
     agent = agents["llamagym_free_text"]
     model = plain_model(agent)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
@@ -65,11 +65,12 @@ def main() -> None:
     for name, of_kind in agents.items():
         rates[name]["tokens_per_turn"] = of_kind.policy.tokens_forwarded / (6 * ENVS * STEPS)
     rivals = run_rivals(pythons, embedded_model_folder(), "act")
-    result = {"unit": "turns per second, median of 5", **{name: rates[name] for name in works}, **rivals}
+    unit = "turns per second, median of 5"
+    result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in works}, **rivals}
     free_text = rates["llamagym_free_text"]
     add_bare(result, {name: rates[name] for name in bare}, free_text["tokens_per_turn"] * free_text["median"])
     add_ratios(result, ("transformers_batch_1", "transformers_batch_64", *pythons))
-    save("acting", result)
+    save(named("acting", dtype), result)
 
 
 if __name__ == "__main__":

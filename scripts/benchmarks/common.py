@@ -105,13 +105,18 @@ def median_of(rate: Callable[[], float], budget_s: float = math.inf) -> dict[str
     return {"median": statistics.median(rates), "all": rates}
 
 
-def parse_rivals(description: str | None) -> dict[str, Path]:
-    """The command line's options: for each rival an interpreter that has it. Rivals left out are not measured."""
+def parse_args(description: str | None) -> tuple[str, dict[str, Path]]:
+    """The command line's options: a dtype, and for each rival an interpreter that has it.
+
+    Rivals left out are not measured.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model's weights")
     for name in RIVALS:
         package = name.split("_")[0]
         parser.add_argument(f"--{package}-python", dest=name, type=Path, metavar="PATH", help=f"has {name}")
-    return {name: path for name, path in vars(parser.parse_args()).items() if path}
+    given = vars(parser.parse_args())
+    return given.pop("dtype"), {name: path for name, path in given.items() if path}
 
 
 def run_rivals(pythons: dict[str, Path], *arguments: object) -> dict[str, Any]:
@@ -141,6 +146,11 @@ def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_pe
     result["free_text_tokens_per_second_over"] = {
         name: tokens_per_second / of_bare["median"] for name, of_bare in rates.items()
     }
+
+
+def named(claim: str, dtype: str) -> str:
+    """The result's name: the claim's, and the dtype where it is not the usual one."""
+    return claim if dtype == "float32" else f"{claim}-{dtype}"
 
 
 def save(name: str, result: dict[str, Any]) -> None:

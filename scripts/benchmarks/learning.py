@@ -1,6 +1,6 @@
 """Claim (b): turns a second while learning, against a plain step, LlamaGym 0.1.1 and AgileRL 2.58.
 
-python scripts/benchmarks/learning.py [--llamagym-python PATH] [--agilerl-python PATH]
+python scripts/benchmarks/learning.py [--dtype bfloat16] [--llamagym-python PATH] [--agilerl-python PATH]
 
 A turn is counted once for each pass over the batch. The plain step is what a direct reading of PPO gives: prompt and
 reply of every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and
@@ -12,7 +12,7 @@ fewer times, and the result shows how many.
 from __future__ import annotations
 
 import torch
-from common import Work, add_bare, add_ratios, parse_rivals, rates_in_turn, run_rivals, save
+from common import Work, add_bare, add_ratios, named, parse_args, rates_in_turn, run_rivals, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -20,9 +20,9 @@ from llamagym.loading import embedded_model_folder
 TURNS, BATCH = 256, 16
 
 
-def llamagym_work(free_text: bool, forwarded: list[float]) -> Work:
+def llamagym_work(free_text: bool, dtype: str, forwarded: list[float]) -> Work:
     """Our update, one pass over the batch; appends the tokens that each forwards."""
-    agent = make_agent(free_text, ppo_epochs=1, mini_batch_size=TURNS, learning_rate=1e-5)
+    agent = make_agent(free_text, dtype=dtype, ppo_epochs=1, mini_batch_size=TURNS, learning_rate=1e-5)
     play = player(agent, 128)
     while agent.buffered_turns < TURNS:
         play(1)
@@ -62,12 +62,12 @@ def plain_work(agent: BlackjackAgent) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    pythons = parse_rivals(__doc__)
+    dtype, pythons = parse_args(__doc__)
     torch.manual_seed(0)
-    agent = make_agent(free_text=True)
+    agent = make_agent(free_text=True, dtype=dtype)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
     tokens: dict[str, list[float]] = {"llamagym_free_text": [], "llamagym_choices": []}
-    works = {name: llamagym_work(name == "llamagym_free_text", forwarded) for name, forwarded in tokens.items()}
+    works = {name: llamagym_work(name == "llamagym_free_text", dtype, forwarded) for name, forwarded in tokens.items()}
     works["plain_step"] = plain_work(agent)
     bare = bare_works(plain_model(agent), BATCH, length)
     rates = rates_in_turn(works | bare)
@@ -76,10 +76,10 @@ def main() -> None:
         rates[name] |= {"turns": turns, "tokens_per_second": forwarded[-1] * rates[name]["median"] / turns}
     rivals = run_rivals(pythons, embedded_model_folder(), "learn")
     unit = "turns per second, median of all that are shown"
-    result = {"unit": unit, **{name: rates[name] for name in works}, **rivals}
+    result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in works}, **rivals}
     add_bare(result, {name: rates[name] for name in bare}, rates["llamagym_free_text"]["tokens_per_second"])
     add_ratios(result, ("plain_step", *pythons))
-    save("learning", result)
+    save(named("learning", dtype), result)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from blackjack import BlackjackAgent
 MAX_NEW_TOKENS = 8
 
 
-def make_agent(free_text: bool, context: Context = "turn", **ppo: Any) -> BlackjackAgent:
+def make_agent(free_text: bool, context: Context = "turn", dtype: str = "float32", **ppo: Any) -> BlackjackAgent:
     """The example's agent on a freshly loaded model; `ppo` holds options of `PPOConfig`."""
-    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu")
+    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
     settings = {"batch_size": 10**9, **ppo}
     agent = BlackjackAgent(
         model, tokenizer, device, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context=context, seed=0

@@ -1,0 +1,131 @@
+"""Attention to a prefix where it is: the same as to a copy in each row, in every family, acting and learning."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from llamagym import attention, memory
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.tiny import FAMILIES
+from tests.tiny import tiny_model as tiny
+
+TOLERANCE = 2e-4
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How many queries looked at a shared prefix, by layer and pass."""
+    rows, attend = [], ALL_ATTENTION_FUNCTIONS[attention._NAME]
+
+    def counted(module, query, *others, **more):
+        rows.append(query.shape[0] * query.shape[2])
+        return attend(module, query, *others, **more)
+
+    ALL_ATTENTION_FUNCTIONS.register(attention._NAME, counted)
+    yield rows
+    ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
+
+
+@pytest.mark.parametrize("scores", [0, 2**23], ids=["too many to hold", "held"])
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatch):
+    monkeypatch.setattr(attention, "_SCORES", scores)
+    rows, groups, shared, own, size = 3, 2, 7, 6, 4
+    inputs = [
+        torch.randn(rows, length, heads, size),
+        *torch.randn(2, rows, groups, own, size),
+        torch.randn(2, groups, shared, size),
+    ]
+    visible = torch.rand(rows, 1, length, shared + own) < 0.6
+    visible[..., -1] = True
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    module = SimpleNamespace(layer_idx=1, num_key_value_groups=heads // groups, is_causal=True)
+
+    def seen_and_gradients(is_shared):
+        query, key, value, prefix = leaves = [part.clone().requires_grad_() for part in inputs]
+        if is_shared:
+            more = {"shared_prefix": [None, prefix]}
+        else:
+            more = {}
+            prefixes = prefix[:, None].expand(-1, rows, -1, -1, -1)
+            key, value = torch.cat([prefixes, torch.stack([key, value])], dim=3)
+        attend = ALL_ATTENTION_FUNCTIONS[attention._NAME if is_shared else "sdpa"]
+        seen, _ = attend(module, query.transpose(1, 2), key, value, mask, scaling=0.3, dropout=0.0, **more)
+        seen.square().sum().backward()
+        return [seen.detach(), *(leaf.grad for leaf in leaves)]
+
+    for received, expected in zip(seen_and_gradients(True), seen_and_gradients(False), strict=True):
+        assert torch.allclose(received, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, activated, passes, monkeypatch):
+    monkeypatch.setattr(memory, "_SHARED_SCORES", 0)
+    agent = make_agent(kind, family, activated)
+    backbone = agent.policy._backbone
+    for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
+        agent.act_batch(texts)
+        agent.assign_rewards([0.0] * 3)
+    segments = [agent.conversation(index).current_segment() for index in range(3)]
+    recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
+    weights = [weight for weight in agent.policy.model.parameters() if weight.requires_grad]
+
+    def learnt():
+        passes.clear()
+        backbone.forget_histories()
+        now = agent.policy.evaluate(segments)
+        gradients = torch.autograd.grad(now.logprobs[now.mask].square().sum() + now.values.square().sum(), weights)
+        return now, gradients
+
+    assert passes
+    shared, shared_gradients = learnt()
+    assert passes
+    if kind is WordAgent:
+        assert shared.logprobs[shared.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+    backbone._can_share = False
+    copied, copied_gradients = learnt()
+    assert not passes
+    for name in ("logprobs", "values", "entropy"):
+        assert torch.allclose(getattr(shared, name), getattr(copied, name), atol=TOLERANCE)
+    for one, other in zip(shared_gradients, copied_gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-3 * max(1.0, other.abs().max().item()))
+
+
+def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
+    model = tiny("llama")
+    model.pretrained_model.get_base_model().set_attn_implementation("eager")
+    assert not memory.Memory(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
+    assert not passes
+
+
+def test_few_queries_get_a_copy():
+    backbone = make_agent().policy._backbone
+    prefix = torch.zeros(8, 2, 32, 8)
+    assert backbone.shares(prefix, 32)
+    assert not backbone.shares(prefix, 31)
+    assert not backbone.shares(prefix[:, :, :0], 10_000)
+
+
+def test_the_model_attends_as_before_once_a_pass_has_ended():
+    backbone = make_agent().policy._backbone
+    config = backbone._body.config
+    prefix = backbone.read_prefix((1, 2, 3))
+    cache = memory.cache_of(prefix, [backbone._nothing], 0, 1, True)
+    with attention.sharing(backbone._body, cache) as given:
+        assert given["shared_prefix"]
+        assert config._attn_implementation == attention._NAME
+    assert config._attn_implementation == "sdpa"
+    with pytest.raises(RuntimeError), attention.sharing(backbone._body, cache):
+        raise RuntimeError
+    assert config._attn_implementation == "sdpa"
+    with attention.sharing(backbone._body, DynamicCache()) as given:
+        assert given == {}
+        assert config._attn_implementation == "sdpa"
