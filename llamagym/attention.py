@@ -69,7 +69,7 @@ def _attend(
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
-    # In bfloat16, scores would be rounded to three digits, and products this small take as long.
+    # In bfloat16, scores would be rounded to 8 bits, and products this small take as long.
     key, value, shared_key, shared_value = (part.float() for part in (key, value, shared_key, shared_value))
     # Heads that share keys stand beside each other: (B, K, N/K T, D).
     grouped = (scaling * query.float()).reshape(rows, groups, -1, size)

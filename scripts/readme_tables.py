@@ -174,7 +174,11 @@ def benchmarks() -> str:
                 ratios = (result[f"{kind}_over_{rival}"] for kind in ("free_text", "choices"))
                 rate = result[rival]["median"]
                 lines.append(f"| {label} ({rate:.2f}) | " + " | ".join(f"{ratio:.1f}" for ratio in ratios) + " |")
-    lines += ["", f"On 2 cores of an {result['hardware']['processor']}, in float32 where nothing else is said."]
+    lines += [
+        "",
+        f"On {result['hardware']['cores']} cores of an {result['hardware']['processor']}, in float32 where nothing",
+        "else is said; LlamaGym 0.1.1 always in float32, as it comes.",
+    ]
     if (BENCHMARKS / "results" / "memory.png").exists():
         lines += ["", "![Resident memory of a Blackjack run](scripts/benchmarks/results/memory.png)"]
     return "\n".join(lines)

@@ -30,7 +30,12 @@ def setting() -> dict[str, Any]:
     """Commit, versions and hardware."""
     return {
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        # But for results, which the run before may have written.
+        "uncommitted_changes": bool(
+            git(
+                "status", "--porcelain", "--untracked-files=no", "--", ":(exclude,glob)scripts/benchmarks/**/results/**"
+            )
+        ),
         "python": platform.python_version(),
         "packages": versions(*PACKAGES),
         "hardware": {
