@@ -16,6 +16,7 @@ _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 # How experiments are called; others go by the name of their files.
 TITLES = {
     "blackjack": "Blackjack",
+    "blackjack-bfloat16": "Blackjack in bfloat16",
     "blackjack-free-text": "Blackjack in free text",
     "frozenlake": "FrozenLake",
     "cartpole": "CartPole",
