@@ -68,7 +68,8 @@ class Transformer:
         """Logits in float32, (M, K), of the target tokens (M, K) alone."""
         if type(self._head) is not nn.Linear:
             return self.logits(hidden).gather(1, targets)
-        logits = (self._head.weight[targets] @ hidden[:, :, None])[:, :, 0]
+        # In bfloat16 logits near 20 would lie an eighth apart, and probabilities with them.
+        logits = (self._head.weight[targets].float() @ hidden.float()[:, :, None])[:, :, 0]
         return self._cap(logits if self._head.bias is None else logits + self._head.bias[targets])
 
     def _cap(self, logits: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from llamagym import reading
 from llamagym.losses import entropy_from_logits
 from llamagym.reading import _PickedAndEntropy
+from llamagym.transformer import Transformer
+from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("impossible", [False, True])
@@ -31,3 +33,12 @@ def test_gradients_are_autograd_s(impossible, monkeypatch):
     expected = outputs_and_gradient(lambda leaf: (leaf.log_softmax(-1).gather(1, targets), entropy_from_logits(leaf)))
     for one, other in zip(received, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_words_logits_keep_what_bfloat16_would_round_away():
+    transformer = Transformer(tiny_model("llama").bfloat16())
+    hidden, words = 5 * torch.randn(9, 32).bfloat16(), torch.randint(200, (9, 3))
+    received = transformer.logits_of(hidden, words)
+    weights = transformer._head.weight.detach().double()
+    assert torch.allclose(received.double(), (hidden.double() @ weights.T).gather(1, words), atol=1e-4)
+    assert not torch.equal(received, received.bfloat16().float())
