@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 LEARNING = "scripts/benchmarks/learning/results"
 # What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
 _GOAL = -0.12
-# What was to be reached, set before the runs; by the name of the result files.
+# What was to be reached, set before the runs, in any dtype; by the name of the result files.
 _TARGETS = {
     "blackjack": "greedy -0.060, worst -0.075",
     "blackjack-free-text": "greedy -0.080",
@@ -84,7 +84,7 @@ def results() -> str:
             f"{title} {seeds}",
             number(statistics.mean(run["expected_return_before"] for run in runs)),
             *(over_seeds([run[f"expected_return_{how}"] for run in runs]) for how in ("after", "greedy")),
-            _TARGETS.get(name, ""),
+            _TARGETS.get(name.removesuffix("-bfloat16"), ""),
             ", ".join(
                 f"{baseline.replace('_', ' ')} {number(value)}" for baseline, value in runs[0]["baselines"].items()
             ),

@@ -18,6 +18,7 @@ TITLES = {
     "blackjack": "Blackjack",
     "blackjack-bfloat16": "Blackjack in bfloat16",
     "blackjack-free-text": "Blackjack in free text",
+    "blackjack-free-text-bfloat16": "Blackjack in free text, bfloat16",
     "frozenlake": "FrozenLake",
     "cartpole": "CartPole",
     "text-world": "TextWorld, unseen games",
