@@ -173,6 +173,7 @@ def main() -> None:
     summary = {
         "seed": args.seed,
         "model": args.model,
+        "dtype": script.dtype_name(agent),
         "episodes": finished,
         "turns": turns,
         "updates": updates,

@@ -177,6 +177,7 @@ def learn(
     summary = {
         "seed": args.seed,
         "model": args.model,
+        "dtype": dtype_name(agent),
         "episodes": len(result.returns),
         "turns": result.turns,
         "updates": len(result.updates),
@@ -196,6 +197,11 @@ def learn(
     print(f"Expected return: {before:.3f} before, {after:.3f} ± {after_error:.3f} after ({greedy:.3f} if greedy).")
     print("Baselines: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()) + ".")
     print(f"{len(result.returns)} episodes, {result.turns} turns, {minutes:.1f} min. Results: {run_dir}")
+
+
+def dtype_name(agent: Agent) -> str:
+    """What the weights are held in; by default it depends on the processor."""
+    return str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
 
 
 def peak_memory_gib() -> float:

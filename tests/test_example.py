@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from llamagym.model_registry import lookup
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "blackjack.py"
 
 
@@ -39,6 +41,7 @@ def test_a_short_run_trains_and_writes_what_it_promises(tmp_path):
     expected = "seed model episodes turns minutes turns_per_second peak_memory_gib expected_return_before "
     expected += "expected_return_after expected_return_greedy baselines policy_table"
     assert set(expected.split()) <= set(summary)
+    assert summary["dtype"] == str(lookup("smollm2-135m").dtype_for("cpu")).removeprefix("torch.")
     assert summary["episodes"] >= 5
     assert summary["updates"] >= 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == summary["updates"]

@@ -13,7 +13,7 @@ import pytest
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 SMALL = "--num-envs 4 --batch-size 32 --mini-batch-size 16 --eval-every 1"
-FACTS = "seed model episodes turns updates minutes turns_per_second peak_memory_gib baselines settings"
+FACTS = "seed model dtype episodes turns updates minutes turns_per_second peak_memory_gib baselines settings"
 TIMES = ("before", "after", "greedy")
 
 
