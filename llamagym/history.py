@@ -216,6 +216,12 @@ class RoomyCache(Cache):
         super().__init__(layers=layers)
         self.prefix = prefix
 
+    def grow(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, heads, S, head size) of a layer, the last `count` columns new and yet to be filled."""
+        of_layer: Any = self.layers[layer]
+        kept: tuple[Tensor, Tensor] = of_layer.grow(count)
+        return kept
+
 
 class _RoomyLayer(DynamicLayer):
     """Keys and values that grow in place, unless gradients must flow through them."""
@@ -232,10 +238,14 @@ class _RoomyLayer(DynamicLayer):
             result: tuple[Tensor, Tensor] = super().update(key_states, value_states)
             return result
         start = self.get_seq_length()
-        shown = self._show(start + key_states.shape[2])
+        shown = self.grow(key_states.shape[2])
         for kept, new in zip(shown, (key_states, value_states), strict=True):
             kept[:, :, start:] = new
         return shown
+
+    def grow(self, count: int) -> tuple[Tensor, Tensor]:
+        """Show `count` more columns, whatever they hold; returns all."""
+        return self._show(self.get_seq_length() + count)
 
     def _show(self, columns: int) -> tuple[Tensor, Tensor]:
         keys, values = (part[:, :, :columns] for part in self._room)

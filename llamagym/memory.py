@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -25,6 +26,8 @@ from .history import Opening, Recent, Unread, Written, cache_of, entries_of
 from .masks import causal
 from .transformer import Transformer, probe
 from .value_head import AutoModelForCausalLMWithValueHead
+
+logger = logging.getLogger(__name__)
 
 # Kept at most, of what was read: so many bytes or this share of the device's memory. 20 tokens take 900 kB in a 135M
 # model, and 250 kB more where 8 layers are adapted. Conversations under way, or observations that come again and again,
@@ -69,9 +72,14 @@ class Memory(Transformer):
         self._openings: Recent[tuple[Ids, Ids, Ids], Opening] = Recent(nbytes, _OPENINGS_BYTES)
         self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(nbytes, _WRITTEN_BYTES)
         self._nothing = self._no_entries()
+        if not self._sees_as_alone(is_shared=False):
+            logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
+            self._fused.give_up()
         self._can_share = self._sees_what_is_shared()
         if self.history_is_frozen:
             self._split()
+        # Passes to come multiply by other copies than these first ones, which were not fused.
+        self._packed.forget()
 
     def forget(self) -> None:
         """Drop what depends on weights that have changed."""
@@ -317,16 +325,19 @@ class Memory(Transformer):
             self._run(self._body, nobody, nobody, causal(0, 1)[None], nobody, cache)
         return entries_of(cache, slice(0, 0))[0]
 
-    @torch.no_grad()
     def _sees_what_is_shared(self) -> bool:
-        """Whether the model's attention is what ours is, on a processor, where it was measured."""
+        """Whether the model's attention is what ours is, learning and acting, on a processor, where it was measured."""
         if self.device.type != "cpu" or self._body.config._attn_implementation != "sdpa":
             return False
+        return all(self._sees_as_alone(is_shared=True, is_learning=is_learning) for is_learning in (True, False))
+
+    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False) -> bool:
+        """Whether tokens see what was kept, shared or their own, as they would see it in a sequence of their own."""
         ids, positions, visible = probe()
         alone = DynamicCache()
-        self._run(self._body, ids, positions, visible, positions, alone)
-        cache = cache_of(entries_of(alone, slice(0, 2))[0], [self._nothing], 0, 3, True)
-        with suppress(TypeError, AttributeError, RuntimeError):
+        with torch.set_grad_enabled(is_learning), suppress(TypeError, AttributeError, RuntimeError):
+            self._run(self._body, ids, positions, visible, positions, alone)
+            cache = cache_of(entries_of(alone, slice(0, 2))[0].detach(), [self._nothing], 0, 3, is_shared)
             self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)
             # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16
             # drifts as far as an error would.

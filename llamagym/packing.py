@@ -40,17 +40,20 @@ class Packed:
     def __init__(self, model: nn.Module) -> None:
         """Find the layers of `model` that can be copied."""
         adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-        adapter_of = {inner: layer for layer in adapters for inner in layer.modules()}
+        self._adapter_of = {inner: layer for layer in adapters for inner in layer.modules()}
         # One whose `forward` was replaced, by hooks of accelerate, say, does more than multiply.
         self._forwards = {
-            layer: partial(self._forward, layer, adapter_of.get(layer))
+            layer: partial(self._forward, layer)
             for layer in model.modules()
             if type(layer) is nn.Linear and "forward" not in vars(layer) and _can_be_packed(layer.weight)
         }
-        self._copies: dict[nn.Linear, tuple[object, _Copy | None]] = {}
+        self._copies: dict[tuple[nn.Linear, ...], tuple[object, _Copy | None]] = {}
 
     def __enter__(self) -> None:
-        """Let the layers multiply by their copies."""
+        """Let the layers multiply by their copies, but for copies of weights that have changed."""
+        for layers, (state, _) in list(self._copies.items()):
+            if state != self._state_of(layers):
+                del self._copies[layers]
         for layer, forward in self._forwards.items():
             vars(layer)["forward"] = forward
 
@@ -59,29 +62,50 @@ class Packed:
         for layer in self._forwards:
             vars(layer).pop("forward", None)
 
-    def _forward(self, layer: nn.Linear, adapter: BaseTunerLayer | None, inputs: Tensor) -> Tensor:
+    def forget(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()
+
+    def multiply(self, layers: tuple[nn.Linear, ...], inputs: Tensor) -> tuple[Tensor, ...]:
+        """What each of several layers makes of inputs (..., I), without gradients: outputs (..., O) of one product."""
+        copy = self._copy_of(layers)
+        if copy is None:
+            return tuple(nn.functional.linear(inputs, layer.weight, layer.bias) for layer in layers)
+        product = copy.multiply(inputs)
+        outputs = product.split([layer.out_features for layer in layers], -1) if len(layers) > 1 else (product,)
+        return tuple(
+            output if layer.bias is None else output + layer.bias for layer, output in zip(layers, outputs, strict=True)
+        )
+
+    def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
         """What the layer makes of inputs (..., I): outputs (..., O)."""
-        copy = self._copy_of(layer, adapter)
+        if not torch.is_grad_enabled():
+            return self.multiply((layer,), inputs)[0]
+        copy = self._copy_of((layer,))
         if copy is None:
             return nn.functional.linear(inputs, layer.weight, layer.bias)
-        is_learning = torch.is_grad_enabled()
-        product: Tensor = _Product.apply(inputs, layer.weight, copy) if is_learning else copy.multiply(inputs)
+        product: Tensor = _Product.apply(inputs, layer.weight, copy)
         return product if layer.bias is None else product + layer.bias
 
-    def _copy_of(self, layer: nn.Linear, adapter: BaseTunerLayer | None) -> _Copy | None:
-        """A packed copy of the layer's weight; None if it cannot be packed or there is no room."""
-        weight = layer.weight
-        # Merging an adapter into a weight does not change its version.
-        merged = tuple(adapter.merged_adapters) if adapter else ()
-        state = weight._version, weight.data_ptr(), weight.dtype, weight.requires_grad, merged
-        known_state, copy = self._copies.get(layer, (None, None))
-        if state != known_state:
-            self._copies.pop(layer, None)
-            room = int(_SHARE * memory_bytes(weight.device))
-            room -= sum(known.nbytes for _, known in self._copies.values() if known is not None)
-            copy = _pack(weight.detach(), room) if _can_be_packed(weight) else None
-            self._copies[layer] = state, copy
-        return copy
+    def _copy_of(self, layers: tuple[nn.Linear, ...]) -> _Copy | None:
+        """A packed copy of the layers' weights; None if they cannot be packed or there is no room."""
+        if layers not in self._copies:
+            weights = [layer.weight.detach() for layer in layers if _can_be_packed(layer.weight)]
+            room = int(_SHARE * memory_bytes(layers[0].weight.device))
+            room -= sum(copy.nbytes for _, copy in self._copies.values() if copy is not None)
+            copy = _pack(torch.cat(weights), room) if len(weights) == len(layers) else None
+            self._copies[layers] = self._state_of(layers), copy
+        return self._copies[layers][1]
+
+    def _state_of(self, layers: tuple[nn.Linear, ...]) -> list[object]:
+        """What is another after a layer's weight has changed."""
+        state: list[object] = []
+        for layer in layers:
+            weight, adapter = layer.weight, self._adapter_of.get(layer)
+            # Merging an adapter into a weight does not change its version.
+            merged = tuple(adapter.merged_adapters) if adapter else ()
+            state += weight._version, weight.data_ptr(), weight.dtype, weight.requires_grad, merged
+        return state
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,8 @@ class Policy:
         longest = self.generation.max_new_tokens
         for rows in self._chunks([trees[row] for row in texts], _WRITING_NODES, longest):
             chunk = [trees[texts[row]] for row in rows]
-            features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
+            with self._backbone.ready():
+                features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts_written, strict=True):
                 replies[texts[row]] = Reply(

@@ -10,7 +10,8 @@ vocabulary.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import Cache, DynamicCache
 
 from .attention import sharing
 from .errors import ModelLoadError
+from .fusing import Fused
 from .masks import attention_mask, causal
 from .packing import Packed
 from .parts import first_trained_layer, split
@@ -48,6 +50,8 @@ class Transformer:
         self._layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
         self.max_length: int = config.max_position_embeddings
         self._packed = Packed(lm)
+        self._fused = Fused(self._body, self._packed)
+        self._is_ready = False
         self._trunk: Any = None
         self._top = self._body
         self._first_top_layer = 0
@@ -59,9 +63,26 @@ class Transformer:
         device: torch.device = self._lm.device
         return device
 
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """While open, the model runs as fast as it can, and its frozen weights must not change.
+
+        Every pass opens it for itself. Where many passes follow each other, it is opened once for all of them, since
+        looking whether weights have changed takes as long as a layer.
+        """
+        if self._is_ready:
+            yield
+            return
+        self._is_ready = True
+        try:
+            with self._packed, self._fused:
+                yield
+        finally:
+            self._is_ready = False
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits in float32, (M, V), of hidden states (M, H)."""
-        with self._packed:
+        with self.ready():
             return self._cap(self._head(hidden))
 
     def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -95,7 +116,7 @@ class Transformer:
             self._layer_types,
             self._lm.dtype,
         )
-        with self._packed, sharing(self._body, cache) as shared:
+        with self.ready(), sharing(self._body, cache) as shared:
             output = part(
                 **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs.to(device)},
                 position_ids=positions.to(device),

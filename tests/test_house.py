@@ -36,6 +36,8 @@ ORDER = [
     "parts",
     "masks",
     "packing",
+    "kernels",
+    "fusing",
     "transformer",
     "memory",
     "backbone",

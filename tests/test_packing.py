@@ -106,10 +106,12 @@ def test_outside_the_context_the_model_is_as_it_was(products):
 )
 def test_a_copy_follows_its_weight(change, is_packed, products):
     layer = frozen_layer()
-    with Packed(layer):
+    packed = Packed(layer)
+    with packed:
         layer(torch.randn(3, 24))
-        change(layer)
-        products.clear()
+    change(layer)
+    products.clear()
+    with packed:
         inputs = torch.randn(3, 24, dtype=layer.weight.dtype)
         received = layer(inputs)
     assert torch.allclose(received, layer(inputs), atol=1e-5, rtol=1e-4)

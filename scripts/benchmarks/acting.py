@@ -9,6 +9,7 @@ Replies are up to 8 sampled tokens, or one of two choices.
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ from llamagym.loading import embedded_model_folder
 ENVS, STEPS = 64, 8
 
 
-def llamagym_work(agent: BlackjackAgent) -> Work:
-    """Turns of our agent at all tables, with weights that have just changed."""
+def llamagym_work(agent: BlackjackAgent, forwarded: list[int]) -> Work:
+    """Turns of our agent at all tables, with weights that have just changed; notes how many tokens were forwarded."""
     play = player(agent, ENVS)
 
     def work() -> None:
         agent.policy.weights_version += 1
+        before = agent.policy.tokens_forwarded
         play(STEPS)
+        forwarded.append(agent.policy.tokens_forwarded - before)
 
     return ENVS * STEPS, work
 
@@ -58,17 +61,21 @@ def main() -> None:
     agent = agents["llamagym_free_text"]
     model = plain_model(agent)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
-    works = {name: llamagym_work(of_kind) for name, of_kind in agents.items()}
+    forwarded: dict[str, list[int]] = {name: [] for name in agents}
+    works = {name: llamagym_work(of_kind, forwarded[name]) for name, of_kind in agents.items()}
     works |= {f"transformers_batch_{batch}": plain_work(agent, model, batch) for batch in (1, ENVS)}
     bare = bare_works(model, ENVS, length)
     rates = rates_in_turn(works | bare)
-    for name, of_kind in agents.items():
-        rates[name]["tokens_per_turn"] = of_kind.policy.tokens_forwarded / (6 * ENVS * STEPS)
+    for name, of_kind in forwarded.items():
+        # Of the rounds that are counted; in later ones fewer observations are new.
+        per_turn = [tokens / (ENVS * STEPS) for tokens in of_kind[1:]]
+        tokens = [count * rate for count, rate in zip(per_turn, rates[name]["all"], strict=True)]
+        rates[name] |= {"tokens_per_turn": statistics.median(per_turn), "tokens_per_second": statistics.median(tokens)}
     rivals = run_rivals(pythons, embedded_model_folder(), "act")
     unit = "turns per second, median of 5"
     result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in works}, **rivals}
-    free_text = rates["llamagym_free_text"]
-    add_bare(result, {name: rates[name] for name in bare}, free_text["tokens_per_turn"] * free_text["median"])
+    tokens_per_second = rates["llamagym_free_text"]["tokens_per_second"]
+    add_bare(result, {name: rates[name] for name in bare}, tokens_per_second)
     add_ratios(result, ("transformers_batch_1", "transformers_batch_64", *pythons))
     save(named("acting", dtype), result)
 

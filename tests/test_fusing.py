@@ -1,0 +1,183 @@
+"""Layers that run as one function: they say what the model's own modules say, and step aside where they must."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from llamagym import fusing, kernels, memory
+from llamagym.adapter import acting_on_every_token
+from llamagym.history import cache_of
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.tiny import FAMILIES, tiny_model
+
+FUSED = {"llama", "smollm", "qwen2", "qwen3"}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The layers that have run as one function so far."""
+    layers, run = [], fusing._Layer._run
+
+    def counted(fused, *given, **more):
+        layers.append(fused._layer)
+        return run(fused, *given, **more)
+
+    monkeypatch.setattr(fusing._Layer, "_run", counted)
+    return layers
+
+
+def backbone_of(family, activated=True, dtype=torch.float32):
+    """A backbone whose adapter does something."""
+    model = tiny_model(family, activated=activated).to(dtype)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    return memory.Memory(model)
+
+
+def states_of(backbone, is_shared):
+    """What two rows of three tokens after a shared prefix become, and the entries that they leave."""
+    prefix = torch.randn(len(backbone._nothing), backbone._nothing.shape[1], 4, backbone._nothing.shape[3])
+    prefix = prefix.to(backbone._nothing)
+    cache = cache_of(prefix, [backbone._nothing] * 2, 0, 3, is_shared)
+    positions = torch.arange(4, 7).expand(2, -1)
+    visible = memory.causal(4, 3).expand(2, -1, -1).clone()
+    visible[1, :, 1] = False
+    with acting_on_every_token(backbone._body):
+        hidden = backbone._run(
+            backbone._body,
+            torch.tensor([[1, 2, 3], [4, 5, 6]]),
+            positions,
+            visible,
+            torch.arange(7).expand(2, -1),
+            cache,
+        )
+    return hidden, memory.entries_of(cache, slice(-3, None))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
+    backbone = backbone_of(family, activated, dtype)
+    runs.clear()
+    torch.manual_seed(1)
+    fused = states_of(backbone, is_shared)
+    assert len(runs) == (len(backbone._body.layers) if family in FUSED else 0)
+    runs.clear()
+    backbone._fused.give_up()
+    torch.manual_seed(1)
+    for received, expected in zip(fused, states_of(backbone, is_shared), strict=True):
+        # In bfloat16 the two round at different places, and what differs grows from layer to layer.
+        scale = expected.float().std().item()
+        assert (received - expected).float().abs().mean() <= TOLERANCE[dtype] * scale
+    assert not runs
+
+
+@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+def test_acting_is_fused_and_learning_below_the_adapter_alone(kind, runs):
+    agent = make_agent(kind)
+    backbone = agent.policy._backbone
+    layers = list(backbone._body.layers)
+    runs.clear()
+    agent.act_batch(["a", "bb", "ccc"])
+    agent.assign_rewards([0.0] * 3)
+    assert set(runs) == set(layers)
+    runs.clear()
+    backbone.forget_histories()
+    agent.policy.evaluate([agent.conversation(index).current_segment() for index in range(3)])
+    assert set(layers[: backbone._first_top_layer]) <= set(runs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_hooks_are_called(family, runs):
+    backbone = backbone_of(family)
+    called = []
+    attention = backbone._body.layers[0].self_attn
+    for module in (attention, attention.q_proj, backbone._body.layers[1].mlp.act_fn):
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    runs.clear()
+    states_of(backbone, True)
+    assert len(called) == 3
+    assert set(runs) == set(backbone._body.layers[2:])
+
+
+@torch.no_grad()
+def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
+    model = tiny_model("llama")
+    layers = model.pretrained_model.get_base_model().model.layers
+    norm = layers[0].input_layernorm
+    norm.forward = lambda states, usual=norm.forward: 2 * usual(states)
+    backbone = memory.Memory(model)
+    replaced = layers[1].forward
+    layers[1].forward = lambda *given, **more: replaced(*given, **more)
+    kept = layers[1].forward
+    runs.clear()
+    states_of(backbone, True)
+    assert set(runs) == set(layers[2:])
+    assert layers[1].forward is kept
+    assert all("forward" not in vars(layer) for layer in layers[2:])
+
+
+@torch.no_grad()
+def test_mixed_precision_and_gradients_run_as_they_are(runs):
+    backbone = backbone_of("llama")
+    runs.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states_of(backbone, True)
+    with torch.enable_grad():
+        states_of(backbone, True)
+    assert not runs
+
+
+@pytest.mark.parametrize("fault", ["wrong", "failing"])
+def test_a_layer_that_computes_otherwise_is_found_out(fault, monkeypatch, runs):
+    def gated(gate, up):
+        if fault == "failing":
+            raise TypeError("no such argument")
+        return kernels.gated(up, gate)
+
+    monkeypatch.setattr(fusing, "gated", gated)
+    agent = make_agent(WordAgent)
+    runs.clear()
+    agent.act_batch(["a", "bb"])
+    assert not runs
+    assert agent.policy._backbone._can_share
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["merged", "off", "two", "dropout"])
+def test_an_adapter_that_does_more_than_add_is_the_adapter_s_own(change):
+    backbone = backbone_of("llama", activated=False)
+    model = backbone._lm
+    peft_layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert peft_layers
+    for layer in peft_layers:
+        if change == "merged":
+            layer.merge()
+        elif change == "off":
+            layer.enable_adapters(False)
+        elif change == "dropout":
+            layer.lora_dropout["default"] = nn.Dropout(0.5)
+        else:
+            layer.update_layer("other", 2, 4, config=peft_config(backbone))
+            layer.set_adapter(["default", "other"])
+            nn.init.normal_(layer.lora_B["other"].weight)
+    torch.manual_seed(1)
+    received, _ = states_of(backbone, True)
+    backbone._fused.give_up()
+    torch.manual_seed(1)
+    expected, _ = states_of(backbone, True)
+    assert torch.allclose(received, expected, atol=1e-4)
+
+
+def peft_config(backbone):
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, lora_alpha=4)

@@ -1,0 +1,113 @@
+"""Compiled functions: what PyTorch and transformers compute, in both number formats and for all layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from llamagym import kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Of numbers near one: float32's sums differ in order, bfloat16's last result is rounded to 8 bits.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_added", [True, False])
+@pytest.mark.parametrize("shape", [(3, 1, 24), (2, 5, 4, 7), (0, 1, 8)])
+def test_a_norm_is_the_model_s(shape, is_added, dtype):
+    norm = LlamaRMSNorm(shape[-1], eps=0.1).to(dtype)
+    norm.weight.normal_()
+    states, addend = torch.randn(2, *shape).to(dtype)
+    total, received = kernels.normalize(states, norm.weight, 0.1, addend if is_added else None)
+    expected = states + addend if is_added else states
+    assert torch.equal(total, expected)
+    assert torch.allclose(received, norm(expected), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_is_silu_even_far_out(dtype):
+    numbers = torch.tensor([0.0, -0.0, 1e-30, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, torch.inf])
+    both = torch.cat([numbers, torch.randn(20)]).repeat(2, 3, 2).to(dtype)
+    gate, up = both.split(32, dim=-1)
+    up.copy_(torch.randn_like(up))
+    expected = torch.nn.functional.silu(gate) * up
+    assert torch.allclose(kernels.gated(gate, up), expected, atol=1e-30, rtol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("before", "own"), [(0, 5), (7, 5), (9, 40)])
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(is_joint, heads, length, before, own, dtype):
+    rows, groups, size = 3, 2, 8
+    widths = [heads * size, groups * size, groups * size]
+    joint = torch.randn(rows, length, sum(widths)).to(dtype).split(widths, dim=-1)
+    query, key, value = joint if is_joint else (part.contiguous() for part in joint)
+    angles = torch.randn(rows, length, size // 2).repeat(1, 1, 2)
+    angles = angles.cos().to(dtype), angles.sin().to(dtype)
+    room = torch.randn(2, rows + 1, groups, own + 3, size).to(dtype)
+    kept = room[:, 1:, :, :own].unbind()
+    shared = torch.randn(2, groups, before, size).to(dtype)
+    visible = torch.rand(rows, 1, length, before + own) < 0.6
+    visible[..., -1] = True
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(dtype).min).to(dtype)
+    untouched = room.clone()
+
+    received = kernels.attend(query, key, value, angles, kept, shared if before else None, mask, 0.3)
+
+    heads_apart = [part.unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value)]
+    turned, new_keys = apply_rotary_pos_emb(*heads_apart[:2], *angles)
+    for part, new, old in zip(kept, (new_keys, heads_apart[2]), untouched[:, 1:], strict=True):
+        assert torch.allclose(part[:, :, -length:], new, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert torch.equal(part[:, :, :-length], old[:, :, : own - length])
+    assert torch.equal(room[:, 0], untouched[:, 0])
+    assert torch.equal(room[:, :, :, own:], untouched[:, :, :, own:])
+    seen = [torch.cat([of.expand(rows, -1, -1, -1), part], dim=2) for of, part in zip(shared, kept, strict=True)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        turned.float(), *(part.float() for part in seen), mask.float(), scale=0.3, enable_gqa=True
+    )
+    expected = expected.transpose(1, 2).flatten(2)
+    assert torch.allclose(received.float(), expected, atol=TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
+def test_numbers_of_two_formats_are_refused():
+    states = torch.randn(2, 1, 8)
+    with pytest.raises(TypeError, match=r"torch\.bfloat16.*torch\.float32.*expected one"):
+        kernels.normalize(states, torch.ones(8, dtype=torch.bfloat16), 1e-5)
+    with pytest.raises(TypeError):
+        kernels.gated(states, states.bfloat16())
+
+
+def test_they_are_for_numbers_they_know_and_have_no_gradients():
+    assert kernels.has_kernels(torch.zeros(1))
+    assert kernels.has_kernels(torch.zeros(1, dtype=torch.bfloat16))
+    assert not kernels.has_kernels(torch.zeros(1, dtype=torch.float64))
+    assert not kernels.has_kernels(torch.zeros(1, device="meta"))
+    with torch.enable_grad():
+        assert not kernels.has_kernels(torch.zeros(1))
+
+
+def test_they_run_where_nothing_can_be_kept(monkeypatch):
+    def refuse(function):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    def double(numbers):
+        for i in range(len(numbers)):
+            numbers[i] *= 2
+
+    monkeypatch.setattr("numba.core.caching.FunctionCache", refuse)
+    monkeypatch.setattr("numba.core.dispatcher.FunctionCache", refuse)
+    numbers = torch.ones(3)
+    kernels._compiled(double)(numbers.numpy())
+    assert numbers.tolist() == [2.0, 2.0, 2.0]
