@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import carray
@@ -30,6 +32,8 @@ from torch import Tensor
 _KINDS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
 # Sums may be added up in any order and products be fused with sums; infinities are respected.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
+# Products in attention that are worth a second thread, which takes some microseconds to start.
+_WORTH_A_THREAD = 2**18
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
 
@@ -85,17 +89,21 @@ def attend(
     """
     cosines, sines, mask = angles[0].contiguous(), angles[1].contiguous(), mask.contiguous()
     (rows, tokens, width), (_, groups, own, size) = query.shape, kept[0].shape
+    before = 0 if shared is None else shared.shape[2]
     result = torch.empty_like(query, memory_format=torch.contiguous_format)
-    _attend(
+    products = rows * tokens * width * (before + own)
+    parts = min(torch.get_num_threads(), products // _WORTH_A_THREAD + 1)
+    (_attend_in_threads if parts > 1 and _HAS_THREADS else _attend_alone)(
         _kind_of(query, key, value, cosines, sines, mask, *kept, *([] if shared is None else [shared])),
         (query.data_ptr(), key.data_ptr(), value.data_ptr()),
         (cosines.data_ptr(), sines.data_ptr(), mask.data_ptr()),
         (kept[0].data_ptr(), kept[1].data_ptr(), 0 if shared is None else shared.data_ptr()),
         result.data_ptr(),
         (rows, tokens, width // size, groups, size),
-        (0 if shared is None else shared.shape[2], own),
+        (before, own),
         (query.stride(1), key.stride(1), value.stride(1), *kept[0].stride()[:2]),
         scaling,
+        parts,
     )
     return result
 
@@ -108,9 +116,21 @@ def _kind_of(*tensors: Tensor) -> Any:
     return _KINDS[kinds.pop()]
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def _has_threads() -> bool:
+    """Whether numba has threads that several of Python's may start at once: OpenMP's or TBB's, not its own."""
+    for pool in ("tbbpool", "omppool"):
+        with suppress(ImportError):
+            import_module(f"numba.np.ufunc.{pool}")
+            return True
+    return False
+
+
+_HAS_THREADS = _has_threads()
+
+
+def _compiled(function: Callable[..., None], parallel: bool = False) -> Callable[..., None]:
     """The function, compiled at its first call for what it is given."""
-    compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy")(function)
+    compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy", parallel=parallel)(function)
     with suppress(RuntimeError):  # There may be no folder to keep it in.
         compiled.enable_caching()
     return compiled
@@ -213,8 +233,9 @@ def _rotate(kind, head, cosines, sines, result):  # type: ignore[no-untyped-def]
         result[j] = _wide(_as(kind, _wide(highs[0]) + _wide(highs[1])))
 
 
-@_compiled
-def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling):  # type: ignore[no-untyped-def]
+@njit(fastmath=_FAST, error_model="numpy")
+def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, part, parts):  # type: ignore[no-untyped-def]
+    """One part of all pairs of a row and a group of heads that share keys and values."""
     rows, tokens, heads, groups, size = sizes
     before, own = columns
     cosines = carray(_pointer(given_at[0]), (rows, tokens, size), kind.dtype)
@@ -222,54 +243,68 @@ def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides,
     mask = carray(_pointer(given_at[2]), (rows, tokens, before + own), kind.dtype)
     shared = carray(_pointer(kept_at[2]), (2, groups, before, size), kind.dtype)
     result = carray(_pointer(result_at), (rows, tokens, heads, size), kind.dtype)
-    # What one group of heads sees of one row, in float32. Values are summed up four columns at a time.
+    # What one group sees of one row, in float32. Values are summed up four columns at a time.
     keys = np.empty((before + own, size), np.float32)
     values = np.zeros((before + own + 3, size), np.float32)
     asked = np.empty(size, np.float32)
     weights = np.zeros(before + own + 3, np.float32)
     seen = np.empty(size, np.float32)
-    for group in range(groups):
-        for column in range(before):
+    first, last = part * rows * groups // parts, (part + 1) * rows * groups // parts
+    for pair in range(first, last):
+        group, row = pair // rows, pair % rows
+        if pair == first or row == 0:
+            for column in range(before):
+                for i in range(size):
+                    keys[column, i] = _wide(shared[0, group, column, i])
+                    values[column, i] = _wide(shared[1, group, column, i])
+        offset = kind.itemsize * (row * strides[3] + group * strides[4])
+        own_keys = carray(_pointer(kept_at[0] + offset), (own, size), kind.dtype)
+        own_values = carray(_pointer(kept_at[1] + offset), (own, size), kind.dtype)
+        for token in range(tokens):
+            nth = kind.itemsize * (row * tokens + token)
+            key = carray(_pointer(new_at[1] + nth * strides[1]), (groups, size), kind.dtype)
+            value = carray(_pointer(new_at[2] + nth * strides[2]), (groups, size), kind.dtype)
+            _rotate(kind, key[group], cosines[row, token], sines[row, token], asked)
             for i in range(size):
-                keys[column, i] = _wide(shared[0, group, column, i])
-                values[column, i] = _wide(shared[1, group, column, i])
-        for row in range(rows):
-            offset = kind.itemsize * (row * strides[3] + group * strides[4])
-            own_keys = carray(_pointer(kept_at[0] + offset), (own, size), kind.dtype)
-            own_values = carray(_pointer(kept_at[1] + offset), (own, size), kind.dtype)
-            for token in range(tokens):
-                nth = kind.itemsize * (row * tokens + token)
-                key = carray(_pointer(new_at[1] + nth * strides[1]), (groups, size), kind.dtype)
-                value = carray(_pointer(new_at[2] + nth * strides[2]), (groups, size), kind.dtype)
-                _rotate(kind, key[group], cosines[row, token], sines[row, token], asked)
-                for i in range(size):
-                    own_keys[own - tokens + token, i] = _as(kind, asked[i])
-                    own_values[own - tokens + token, i] = value[group, i]
-            for column in range(own):
-                for i in range(size):
-                    keys[before + column, i] = _wide(own_keys[column, i])
-                    values[before + column, i] = _wide(own_values[column, i])
-            for token in range(tokens):
-                nth = kind.itemsize * (row * tokens + token)
-                query = carray(_pointer(new_at[0] + nth * strides[0]), (heads, size), kind.dtype)
-                for head in range(group * (heads // groups), (group + 1) * (heads // groups)):
-                    _rotate(kind, query[head], cosines[row, token], sines[row, token], asked)
-                    largest = np.float32(-np.inf)
-                    for column in range(before + own):
-                        score = np.float32(0)
-                        for i in range(size):
-                            score += asked[i] * keys[column, i]
-                        weights[column] = np.float32(scaling) * score + _wide(mask[row, token, column])
-                        largest = max(largest, weights[column])
-                    total = np.float32(0)
-                    for column in range(before + own):
-                        weights[column] = _exp(weights[column] - largest)
-                        total += weights[column]
-                    seen[:] = 0
-                    for c in range(0, before + own, 4):
-                        first, second, third, fourth = weights[c], weights[c + 1], weights[c + 2], weights[c + 3]
-                        for i in range(size):
-                            early = first * values[c, i] + second * values[c + 1, i]
-                            seen[i] += early + third * values[c + 2, i] + fourth * values[c + 3, i]
+                own_keys[own - tokens + token, i] = _as(kind, asked[i])
+                own_values[own - tokens + token, i] = value[group, i]
+        for column in range(own):
+            for i in range(size):
+                keys[before + column, i] = _wide(own_keys[column, i])
+                values[before + column, i] = _wide(own_values[column, i])
+        for token in range(tokens):
+            nth = kind.itemsize * (row * tokens + token)
+            query = carray(_pointer(new_at[0] + nth * strides[0]), (heads, size), kind.dtype)
+            for head in range(group * (heads // groups), (group + 1) * (heads // groups)):
+                _rotate(kind, query[head], cosines[row, token], sines[row, token], asked)
+                largest = np.float32(-np.inf)
+                for column in range(before + own):
+                    score = np.float32(0)
                     for i in range(size):
-                        result[row, token, head, i] = _as(kind, seen[i] / total)
+                        score += asked[i] * keys[column, i]
+                    weights[column] = np.float32(scaling) * score + _wide(mask[row, token, column])
+                    largest = max(largest, weights[column])
+                total = np.float32(0)
+                for column in range(before + own):
+                    weights[column] = _exp(weights[column] - largest)
+                    total += weights[column]
+                seen[:] = 0
+                for c in range(0, before + own, 4):
+                    one, two, three, four = weights[c], weights[c + 1], weights[c + 2], weights[c + 3]
+                    for i in range(size):
+                        early = one * values[c, i] + two * values[c + 1, i]
+                        seen[i] += early + three * values[c + 2, i] + four * values[c + 3, i]
+                for i in range(size):
+                    result[row, token, head, i] = _as(kind, seen[i] / total)
+
+
+@_compiled
+def _attend_alone(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, parts):  # type: ignore[no-untyped-def]
+    for part in range(parts):
+        _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, part, parts)
+
+
+@partial(_compiled, parallel=True)
+def _attend_in_threads(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, parts):  # type: ignore[no-untyped-def]
+    for part in prange(parts):
+        _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, part, parts)

@@ -49,7 +49,12 @@ def test_a_gate_is_silu_even_far_out(dtype):
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("is_joint", [True, False])
-def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(is_joint, heads, length, before, own, dtype):
+@pytest.mark.parametrize("threads", [1, 4])
+def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
+    threads, is_joint, heads, length, before, own, dtype, monkeypatch
+):
+    monkeypatch.setattr(kernels, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows, groups, size = 3, 2, 8
     widths = [heads * size, groups * size, groups * size]
     joint = torch.randn(rows, length, sum(widths)).to(dtype).split(widths, dim=-1)
@@ -79,6 +84,25 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(is_joint, head
     )
     expected = expected.transpose(1, 2).flatten(2)
     assert torch.allclose(received.float(), expected, atol=TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
+def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch):
+    calls = []
+    for name in ("_attend_alone", "_attend_in_threads"):
+        monkeypatch.setattr(kernels, name, lambda *given, name=name: calls.append((name, given[-1])))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+    def attend(rows, columns):
+        part, kept = torch.zeros(rows, 1, 64), torch.zeros(2, rows, 1, columns, 64)
+        kernels.attend(part, part, part, (part, part), kept.unbind(), None, torch.zeros(rows, 1, 1, columns), 1.0)
+
+    monkeypatch.setattr(kernels, "_HAS_THREADS", True)
+    attend(4, 100)
+    attend(64, 100)
+    attend(64, 1000)
+    monkeypatch.setattr(kernels, "_HAS_THREADS", False)
+    attend(64, 1000)
+    assert calls == [("_attend_alone", 1), ("_attend_in_threads", 2), ("_attend_in_threads", 4), ("_attend_alone", 4)]
 
 
 def test_numbers_of_two_formats_are_refused():
