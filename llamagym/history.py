@@ -228,7 +228,8 @@ class _RoomyLayer(DynamicLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, columns: int) -> None:
         super().__init__()
-        self.lazy_initialization(keys, values)
+        # What `lazy_initialization` sets, without the empty tensors that it makes.
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._room = keys, values
         self._show(columns)
 

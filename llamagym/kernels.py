@@ -80,16 +80,21 @@ def attend(
         query: As projected, (B, T, N D), tokens at equal distances.
         key: (B, T, K D), likewise.
         value: (B, T, K D), likewise.
-        angles: Cosines and sines of the tokens' positions, (B, T, D) each.
+        angles: Cosines and sines of the tokens' positions, (B, T, D) each, or (1, T, D) for all rows.
         kept: Keys and values of each row's own columns, (B, K, S, D) each with columns side by side; the last T are
             filled in.
         shared: Keys and values (2, K, P, D) that all rows see before their own.
-        mask: Additive, of shared and own columns, (B, 1, T, P + S).
+        mask: Additive, of shared and own columns, (B, 1, T, P + S) or (1, 1, T, P + S).
         scaling: Factor of the scores.
+
+    Raises:
+        ValueError: If angles or mask are not of these tokens and columns.
     """
-    cosines, sines, mask = angles[0].contiguous(), angles[1].contiguous(), mask.contiguous()
     (rows, tokens, width), (_, groups, own, size) = query.shape, kept[0].shape
     before = 0 if shared is None else shared.shape[2]
+    cosines = _of_rows(rows, angles[0], (tokens, size))
+    sines = _of_rows(rows, angles[1], (tokens, size))
+    mask = _of_rows(rows, mask, (1, tokens, before + own))
     result = torch.empty_like(query, memory_format=torch.contiguous_format)
     products = rows * tokens * width * (before + own)
     parts = min(torch.get_num_threads(), products // _WORTH_A_THREAD + 1)
@@ -106,6 +111,13 @@ def attend(
         parts,
     )
     return result
+
+
+def _of_rows(rows: int, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """What is the same for all rows or not, as (B, *sizes)."""
+    if part.shape[1:] != sizes:
+        raise ValueError(f"attention was given what is of shape {tuple(part.shape)}; expected ({rows}, *{sizes})")
+    return (part if len(part) == rows else part.expand(rows, *sizes)).contiguous()
 
 
 def _kind_of(*tensors: Tensor) -> Any:

@@ -334,8 +334,8 @@ class Memory(Transformer):
     def _sees_as_alone(self, is_shared: bool, is_learning: bool = False) -> bool:
         """Whether tokens see what was kept, shared or their own, as they would see it in a sequence of their own."""
         ids, positions, visible = probe()
-        alone = DynamicCache()
-        with torch.set_grad_enabled(is_learning), suppress(TypeError, AttributeError, RuntimeError):
+        alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
+        with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
             self._run(self._body, ids, positions, visible, positions, alone)
             cache = cache_of(entries_of(alone, slice(0, 2))[0].detach(), [self._nothing], 0, 3, is_shared)
             self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)

@@ -123,6 +123,13 @@ def test_attention_that_sees_otherwise_is_found_out(family):
         ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_shared_is_seen_with_an_activated_adapter_over_packed_weights(family, dtype):
+    model = tiny_model(family).to(torch.bfloat16).to(dtype)
+    assert memory.Memory(model)._can_share
+
+
 def test_few_queries_get_a_copy():
     backbone = make_agent().policy._backbone
     prefix = torch.zeros(8, 2, 32, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from llamagym import fusing, kernels, memory
@@ -136,6 +137,33 @@ def test_mixed_precision_and_gradients_run_as_they_are(runs):
     assert not runs
 
 
+def test_many_passes_open_the_model_once_and_leave_it_as_it_was():
+    backbone = backbone_of("llama")
+    layers = list(backbone._body.layers)
+
+    def open_it():
+        with backbone.ready():
+            with backbone.ready():
+                backbone.logits(torch.zeros(1, backbone._head.in_features))
+            assert all("forward" in vars(layer) for layer in layers)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_it()
+    assert not any("forward" in vars(module) for module in backbone._lm.modules())
+
+
+def test_no_weight_is_copied_twice():
+    agent = make_agent(WordAgent)
+    for _ in range(2):
+        agent.act_batch(["a", "bb"])
+        agent.assign_rewards([1.0, 0.0])
+        agent.terminate_episodes([0, 1])
+        agent.policy._backbone.forget_histories()
+    copied = [layer for layers in agent.policy._backbone._packed._copies for layer in layers]
+    assert len(copied) == len(set(copied)) > 0
+
+
 @pytest.mark.parametrize("fault", ["wrong", "failing"])
 def test_a_layer_that_computes_otherwise_is_found_out(fault, monkeypatch, runs):
     def gated(gate, up):
@@ -166,7 +194,7 @@ def test_an_adapter_that_does_more_than_add_is_the_adapter_s_own(change):
         elif change == "dropout":
             layer.lora_dropout["default"] = nn.Dropout(0.5)
         else:
-            layer.update_layer("other", 2, 4, config=peft_config(backbone))
+            layer.update_layer("other", 2, 4, config=LoraConfig(r=2, lora_alpha=4))
             layer.set_adapter(["default", "other"])
             nn.init.normal_(layer.lora_B["other"].weight)
     torch.manual_seed(1)
@@ -175,9 +203,3 @@ def test_an_adapter_that_does_more_than_add_is_the_adapter_s_own(change):
     torch.manual_seed(1)
     expected, _ = states_of(backbone, True)
     assert torch.allclose(received, expected, atol=1e-4)
-
-
-def peft_config(backbone):
-    from peft import LoraConfig
-
-    return LoraConfig(r=2, lora_alpha=4)

@@ -105,6 +105,22 @@ def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch)
     assert calls == [("_attend_alone", 1), ("_attend_in_threads", 2), ("_attend_in_threads", 4), ("_attend_alone", 4)]
 
 
+def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
+    rows, columns = 3, 5
+    query, angles, mask = torch.randn(rows, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(1, 1, 2, columns)
+    kept = torch.randn(2, rows, 1, columns, 8)
+
+    def attend(cosines, sines, mask):
+        return kernels.attend(query, query, query, (cosines, sines), kept.clone().unbind(), None, mask, 1.0)
+
+    expected = attend(*angles.expand(-1, rows, -1, -1), mask.expand(rows, -1, -1, -1))
+    assert torch.equal(attend(*angles, mask), expected)
+    with pytest.raises(ValueError, match=r"given what is of shape \(1, 1, 2, 4\); expected \(3, \*\(1, 2, 5\)\)"):
+        attend(*angles, mask[..., 1:])
+    with pytest.raises(ValueError, match="shape"):
+        attend(*angles[..., 1:, :], mask)
+
+
 def test_numbers_of_two_formats_are_refused():
     states = torch.randn(2, 1, 8)
     with pytest.raises(TypeError, match=r"torch\.bfloat16.*torch\.float32.*expected one"):
