@@ -135,9 +135,9 @@ def low_rank_of(layer: Any) -> tuple[nn.Module, Tensor, Tensor, float] | None:
     if type(layer) is not LoraLinear or layer.disable_adapters or layer.merged or layer.lora_variant:
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1 or layer.lora_bias[names[0]] or layer.lora_dropout[names[0]].training:
+    name = names[0] if len(names) == 1 else None
+    if name is None or layer.lora_bias[name] or layer.lora_dropout[name].training:
         return None
-    (name,) = names
     down: Any = layer.lora_A[name]
     up: Any = layer.lora_B[name]
     return layer.base_layer, down.weight, up.weight, layer.scaling[name]

@@ -81,7 +81,7 @@ def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_acting_is_fused_and_learning_below_the_adapter_alone(kind, runs):
+def test_acting_is_fused_and_what_learning_reads_below_the_adapter_too(kind, runs):
     agent = make_agent(kind)
     backbone = agent.policy._backbone
     layers = list(backbone._body.layers)

@@ -146,7 +146,6 @@ def test_they_run_where_nothing_can_be_kept(monkeypatch):
         for i in range(len(numbers)):
             numbers[i] *= 2
 
-    monkeypatch.setattr("numba.core.caching.FunctionCache", refuse)
     monkeypatch.setattr("numba.core.dispatcher.FunctionCache", refuse)
     numbers = torch.ones(3)
     kernels._compiled(double)(numbers.numpy())
