@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -198,29 +199,25 @@ class Batch:
         assert all(tree.prefix == prefix for tree in trees), "a batch has one prefix"
         count, shared = len(trees), len(prefix)
         size, width = max(len(tree.history) for tree in trees), max(tree.node_count for tree in trees)
-        history = torch.zeros(count, size, dtype=torch.long)
-        ids = torch.zeros(count, width, dtype=torch.long)
-        positions = torch.zeros(count, width, dtype=torch.long)
+        history, ids, positions, starts = (np.zeros((count, of), np.int64) for of in (size, width, width, width))
         # Padding sees itself: a query without a key would be NaN.
-        own = torch.eye(width, dtype=torch.bool).repeat(count, 1, 1)
-        starts = torch.zeros(count, width, dtype=torch.long)
+        own = np.tile(np.eye(width, dtype=np.bool_), (count, 1, 1))
         for row, tree in enumerate(trees):
-            history[row, : len(tree.history)] = torch.tensor(tree.history, dtype=torch.long)
+            history[row, : len(tree.history)] = tree.history
             base = 0
             for decision in tree.decisions:
                 end = base + len(decision.ids)
-                ids[row, base:end] = torch.tensor(decision.ids)
-                starts[row, base:end] = decision.start
-                depths = [0] * len(decision.ids)
-                for node, parent in enumerate(decision.parents):
+                ids[row, base:end] = decision.ids
+                starts[row, base:end] = positions[row, base:end] = decision.start
+                for node, parent in enumerate(decision.parents, base):
                     if parent >= 0:
-                        own[row, base + node] |= own[row, base + parent]
-                        depths[node] = depths[parent] + 1
-                positions[row, base:end] = decision.start + torch.tensor(depths)
+                        own[row, node] |= own[row, base + parent]
+                        positions[row, node] = positions[row, base + parent] + 1
                 base = end
-        seen = torch.arange(shared + size) < starts[:, :, None]
-        visible = torch.cat([seen, own], dim=2)
-        return cls(torch.tensor([prefix], dtype=torch.long), history, ids, positions, visible)
+        seen = np.arange(shared + size) < starts[:, :, None]
+        visible = np.concatenate([seen, own], axis=2)
+        parts = np.array([prefix], np.int64), history, ids, positions, visible
+        return cls(*map(torch.from_numpy, parts))
 
 
 @dataclass(frozen=True, slots=True)

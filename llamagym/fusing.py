@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from .adapter import low_rank_of
+from .compiling import has_kernels
 from .history import RoomyCache
-from .kernels import attend, gated, has_kernels, normalize
+from .kernels import attend, gated, normalize
 from .packing import Packed
 
 _KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
@@ -71,7 +72,8 @@ class _Layer:
 
     def __call__(self, hidden: Tensor, past_key_values: Cache | None = None, **others: Any) -> Tensor:
         """What the layer makes of hidden states (B, T, H), given as to the layer itself."""
-        if has_kernels(hidden) and isinstance(past_key_values, RoomyCache) and not torch.is_autocast_enabled("cpu"):
+        is_bare = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        if is_bare and has_kernels(hidden) and isinstance(past_key_values, RoomyCache):
             return self._run(hidden, past_key_values, **others)
         layer = self._layer
         result: Tensor = type(layer).forward(layer, hidden, past_key_values=past_key_values, **others)

@@ -47,13 +47,13 @@ class Packed:
             for layer in model.modules()
             if type(layer) is nn.Linear and "forward" not in vars(layer) and _can_be_packed(layer.weight)
         }
-        self._copies: dict[tuple[nn.Linear, ...], tuple[object, _Copy | None]] = {}
+        self._copies: dict[tuple[tuple[nn.Linear, ...], bool], tuple[object, _Copy | None]] = {}
 
     def __enter__(self) -> None:
         """Let the layers multiply by their copies, but for copies of weights that have changed."""
-        for layers, (state, _) in list(self._copies.items()):
-            if state != self._state_of(layers):
-                del self._copies[layers]
+        for key, (state, _) in list(self._copies.items()):
+            if state != self._state_of(key[0]):
+                del self._copies[key]
         for layer, forward in self._forwards.items():
             vars(layer)["forward"] = forward
 
@@ -82,20 +82,25 @@ class Packed:
         if not torch.is_grad_enabled():
             return self.multiply((layer,), inputs)[0]
         copy = self._copy_of((layer,))
-        if copy is None:
+        transposed = self._copy_of((layer,), is_transposed=True) if copy and inputs.requires_grad else None
+        if copy is None or (transposed is None and inputs.requires_grad):
             return nn.functional.linear(inputs, layer.weight, layer.bias)
-        product: Tensor = _Product.apply(inputs, layer.weight, copy)
+        product: Tensor = _Product.apply(inputs, copy, transposed)
         return product if layer.bias is None else product + layer.bias
 
-    def _copy_of(self, layers: tuple[nn.Linear, ...]) -> _Copy | None:
+    def _copy_of(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> _Copy | None:
         """A packed copy of the layers' weights; None if they cannot be packed or there is no room."""
-        if layers not in self._copies:
+        key = layers, is_transposed
+        if key not in self._copies:
             weights = [layer.weight.detach() for layer in layers if _can_be_packed(layer.weight)]
             room = int(_SHARE * memory_bytes(layers[0].weight.device))
             room -= sum(copy.nbytes for _, copy in self._copies.values() if copy is not None)
-            copy = _pack(torch.cat(weights), room) if len(weights) == len(layers) else None
-            self._copies[layers] = self._state_of(layers), copy
-        return self._copies[layers][1]
+            copy = None
+            if len(weights) == len(layers):
+                weight = torch.cat(weights)
+                copy = _pack(weight.T.contiguous() if is_transposed else weight, room)
+            self._copies[key] = self._state_of(layers), copy
+        return self._copies[key][1]
 
     def _state_of(self, layers: tuple[nn.Linear, ...]) -> list[object]:
         """What is another after a layer's weight has changed."""
@@ -139,14 +144,13 @@ def _pack(weight: Tensor, room: int) -> _Copy | None:
 
 
 class _Product(torch.autograd.Function):
-    """inputs (..., I) times a frozen weight (O, I), transposed; the gradient takes the weight as it is."""
+    """inputs (..., I) times a frozen weight (O, I), transposed; the gradient is a product by the weight as it is."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, copy: _Copy) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, inputs: Tensor, copy: _Copy, transposed: _Copy | None) -> Tensor:
+        ctx.transposed = transposed
         return copy.multiply(inputs)
 
     @staticmethod
     def backward(ctx: Any, of_product: Tensor) -> tuple[Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        return of_product @ weight, None, None
+        return ctx.transposed.multiply(of_product), None, None

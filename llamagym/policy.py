@@ -41,6 +41,8 @@ _FIT_CONTEXTS = 512
 _FORWARD_NODES = 1024
 # The same while replies are written, each with room for its longest.
 _WRITING_NODES = 2048
+# Nodes of padding that are worth a pass with gradients of their own.
+_LEARNING_PADDING = 32
 
 
 class Policy:
@@ -221,15 +223,17 @@ class Policy:
 
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
         """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
-        for rows in self._chunks([TokenTree.from_segment(segment) for segment in segments], nodes):
+        trees = [TokenTree.from_segment(segment) for segment in segments]
+        for rows in self._chunks(trees, nodes, padding=_LEARNING_PADDING):
             yield [segments[row] for row in rows]
 
     def _chunks(
-        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0
+        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0, padding: int | None = None
     ) -> Iterator[list[int]]:
         """Rows in chunks of one prefix that cost at most `nodes`, of which each adds `new_nodes`.
 
-        Equal trees lie together and count once.
+        Equal trees lie together and count once. Rows that differ in length are parted where they would be padded by
+        more than `padding` nodes in all.
         """
         sizes = [self._backbone.size(tree) + new_nodes for tree in trees]
 
@@ -237,15 +241,17 @@ class Policy:
             return trees[row].prefix, sizes[row], trees[row].history
 
         chunk: list[int] = []
-        distinct = 0
+        distinct = filled = 0
         for row in sorted(range(len(trees)), key=order):
             is_new = not chunk or trees[row] != trees[chunk[-1]]
             is_full = is_new and (distinct + 1) * sizes[row] > nodes
-            if chunk and (is_full or trees[row].prefix != trees[chunk[-1]].prefix):
+            is_uneven = padding is not None and distinct * sizes[row] - filled > padding
+            if chunk and (is_full or is_uneven or trees[row].prefix != trees[chunk[-1]].prefix):
                 yield chunk
-                chunk, distinct = [], 0
+                chunk, distinct, filled = [], 0, 0
             chunk.append(row)
             distinct += is_new
+            filled += is_new * sizes[row]
         if chunk:
             yield chunk
 
@@ -289,7 +295,7 @@ class Policy:
     def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
         self._forget_outdated()
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
-        with self._as_reference() if reference else nullcontext():
+        with self._as_reference() if reference else nullcontext(), backbone.ready():
             return read(
                 backbone,
                 self.model.v_head,

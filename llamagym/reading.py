@@ -6,9 +6,8 @@ C choices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from .backbone import Backbone
 from .batching import Batch, ReadPlan, TokenTree
 from .choices import ChoiceLength, choice_logprobs, choice_scores
+from .likelihood import logprobs_and_entropy
 
-# Nodes whose logits are computed at once: 128 of a 50,000-word vocabulary are 25 MB.
-_LOGITS_CHUNK = 128
-# Nodes whose probabilities a CPU computes at once: of a 50,000-word vocabulary some MB.
-_CACHED_ROWS = 16
+# Bytes of logits that are computed at once: in bfloat16, those of 256 nodes over 50,000 words.
+_LOGITS_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def read(
     if not full.all():
         picked = picked.index_put((~full,), backbone.logits_of(hidden[~full], plan.targets[~full]))
     if full.any():
-        temperatures = torch.where(plan.is_text, temperature, 1.0)[full, None]
+        temperatures = torch.where(plan.is_text, temperature, 1.0)[full]
         read_full, entropy_full = _read_nodes(backbone, hidden[full], plan.targets[full], temperatures)
         picked = picked.index_put((full,), read_full)
         entropy = entropy.index_put((full,), entropy_full)
@@ -95,59 +93,10 @@ def read(
 
 def _read_nodes(backbone: Backbone, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets (M, K) and entropies (M,) of the next token."""
-    parts = (tensor.split(_LOGITS_CHUNK) for tensor in (hidden, targets, temperatures))
+    rows = max(1, _LOGITS_BYTES // (backbone.vocabulary * hidden.element_size()))
+    parts = (tensor.split(rows) for tensor in (hidden, targets, temperatures))
     chunks = [
-        _PickedAndEntropy.apply(_cooled(backbone.logits(hidden), temperatures), targets)
+        logprobs_and_entropy(backbone.logits(hidden), targets, temperatures)
         for hidden, targets, temperatures in zip(*parts, strict=True)
     ]
     return torch.cat([picked for picked, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
-
-
-def _cooled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Logits (M, V) divided by temperatures (M, 1), where that changes anything."""
-    return logits if (temperatures == 1).all() else logits / temperatures
-
-
-class _PickedAndEntropy(torch.autograd.Function):
-    """Log-probs of the targets (M, K) and entropy (M,) of softmax(logits), logits (M, V).
-
-    With p = softmax(z) and H its entropy, d log p_k / dz = 1_k - p and dH / dz = -p (log p + H). Autograd would keep
-    three tensors of the logits' size. This keeps the logits alone; what else has their width is made of a few rows at a
-    time, which stay in the processor's cache, since on the way through memory it takes nearly twice as long.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        picked, entropy = logits.new_empty(targets.shape), logits.new_empty(len(logits))
-        for rows in _blocks(logits):
-            logprobs = _logprobs(logits[rows])
-            picked[rows] = logprobs.gather(1, targets[rows])
-            entropy[rows] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
-        ctx.save_for_backward(logits, targets, entropy)
-        return picked, entropy
-
-    @staticmethod
-    def backward(ctx: Any, of_picked: Tensor, of_entropy: Tensor) -> tuple[Tensor, None]:
-        logits, targets, entropy = ctx.saved_tensors
-        shift = of_picked.sum(1) + of_entropy * entropy
-        slope = torch.empty_like(logits)
-        for rows in _blocks(logits):
-            logprobs = _logprobs(logits[rows])
-            of_rows = torch.addcmul(-shift[rows, None], logprobs, of_entropy[rows, None], value=-1, out=slope[rows])
-            of_rows.mul_(logprobs.exp_()).scatter_add_(1, targets[rows], of_picked[rows])
-        return slope, None
-
-
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    """All rows of logits (M, V): on a CPU, a few at a time."""
-    size = _CACHED_ROWS if logits.device.type == "cpu" else len(logits)
-    return (slice(start, start + size) for start in range(0, len(logits), size))
-
-
-def _logprobs(logits: Tensor) -> Tensor:
-    """Log-probabilities (M, V) under softmax(logits), where no probability is quite 0.
-
-    An impossible token's log-probability of -inf times its probability of 0 would not be a number; here and times any
-    gradient it stays finite.
-    """
-    return logits.log_softmax(-1).clamp_min_(-(torch.finfo(logits.dtype).max ** 0.5))

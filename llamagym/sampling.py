@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from .backbone import Backbone
 from .batching import TokenTree
 from .conversation import FinishReason
 from .generation import GenerationConfig
+from .likelihood import sums_in_groups
 from .writing import Beginning, Writer
 
 
@@ -38,20 +37,22 @@ def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
 
 
-def draw_tokens(probabilities: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
-    """For each of `rows` (N,) of probabilities (B, V) a token drawn from that row, int64 (N,), on the CPU.
+def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
+    """For each of `rows` (N,) a token drawn from softmax(logits) of that row, int64 (N,), on the CPU.
 
-    First a group of tokens, then one of the group: what must be added up and moved is the groups' sums and one group.
+    First a group of tokens, then one of the group: what must be looked at are the groups' sums and one group.
+
+    Args:
+        logits: Float (B, V).
+        largest: The largest of each row, see `sums_in_groups`.
+        sums: Likewise, of its groups.
+        rows: int64 (N,).
+        rng: Random numbers.
     """
-    groups = probabilities.unflatten(-1, (-1, _group_size(probabilities.shape[-1])))
-    chosen = draw(groups.sum(-1)[rows], rng)
-    return groups.shape[-1] * chosen + draw(groups[rows, chosen.to(rows.device)], rng)
-
-
-@cache
-def _group_size(vocabulary: int) -> int:
-    """The divisor of the vocabulary's size that is closest below its root."""
-    return next(size for size in range(math.isqrt(vocabulary), 0, -1) if vocabulary % size == 0)
+    groups = logits.unflatten(-1, (sums.shape[1], -1))
+    chosen = draw(sums[rows], rng)
+    weights = (groups[rows, chosen.to(rows.device)].float() - largest[rows, None]).exp()
+    return groups.shape[-1] * chosen + draw(weights, rng)
 
 
 @torch.no_grad()
@@ -91,13 +92,17 @@ def write_text(
             first = states[rows]
         logits = backbone.logits(states)
         if config.temperature != 1.0:
-            logits = logits / config.temperature
-        probabilities = logits.softmax(-1)
-        if config.do_sample:
-            tokens = draw_tokens(_cut(logits, probabilities, config), rows, rng)
-        else:
+            logits = logits.float() / config.temperature
+        largest, sums = sums_in_groups(logits)
+        if not config.do_sample:
             tokens = logits.argmax(-1)[rows]
-        taken = probabilities[rows, tokens.to(rows.device)].log()
+        elif config.top_k or config.top_p < 1.0:
+            cut = _cut(logits.float(), config)
+            tokens = draw_tokens(cut, *sums_in_groups(cut), rows, rng)
+        else:
+            tokens = draw_tokens(logits, largest, sums, rows, rng)
+        total = largest + sums.sum(-1).log()
+        taken = logits[rows, tokens.to(rows.device)].float() - total[rows]
         for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):
             said[i], logprobs[i] = (*said[i], token), (*logprobs[i], logprob)
             if token in eos_ids:
@@ -111,10 +116,10 @@ def write_text(
     return first, [Text(*text) for text in zip(said, logprobs, reasons, strict=True)]
 
 
-def _cut(logits: Tensor, probabilities: Tensor, config: GenerationConfig) -> Tensor:
-    """Probabilities after top-k and top-p."""
+def _cut(logits: Tensor, config: GenerationConfig) -> Tensor:
+    """Logits (B, V) of which only top-k and top-p's are possible."""
     if config.top_k:
         logits = TopKLogitsWarper(config.top_k)(None, logits)
     if config.top_p < 1.0:
         logits = TopPLogitsWarper(config.top_p)(None, logits)
-    return logits.softmax(-1) if config.top_k or config.top_p < 1.0 else probabilities
+    return logits

@@ -35,6 +35,7 @@ class Transformer:
 
     Attributes:
         max_length: Tokens that it can hold.
+        vocabulary: Tokens that it knows.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
@@ -49,6 +50,7 @@ class Transformer:
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
         self.max_length: int = config.max_position_embeddings
+        self.vocabulary: int = config.vocab_size
         self._packed = Packed(lm)
         self._fused = Fused(self._body, self._packed)
         self._is_ready = False
@@ -81,14 +83,15 @@ class Transformer:
             self._is_ready = False
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits in float32, (M, V), of hidden states (M, H)."""
+        """Next-token logits (M, V) of hidden states (M, H), in the model's number format or in float32."""
         with self.ready():
-            return self._cap(self._head(hidden))
+            logits: Tensor = self._head(hidden)
+        return logits if self._softcap is None else self._cap(logits)
 
     def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Logits in float32, (M, K), of the target tokens (M, K) alone."""
         if type(self._head) is not nn.Linear:
-            return self.logits(hidden).gather(1, targets)
+            return self.logits(hidden).gather(1, targets).float()
         # In bfloat16 logits near 20 would lie an eighth apart, and probabilities with them.
         logits = (self._head.weight[targets].float() @ hidden.float()[:, :, None])[:, :, 0]
         return self._cap(logits if self._head.bias is None else logits + self._head.bias[targets])
@@ -133,7 +136,7 @@ class Transformer:
         """Compare with the model's own forward pass, and raise if they disagree."""
         ids, positions, visible = probe()
         expected = self._lm(input_ids=ids.to(self.device)).logits[0].float()
-        received = self.logits(self._run(self._body, ids, positions, visible, positions, DynamicCache())[0])
+        received = self.logits(self._run(self._body, ids, positions, visible, positions, DynamicCache())[0]).float()
         # Kernels differ in rounding; an architecture that scales or caps its logits elsewhere is off by far more.
         if not torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0):
             raise ModelLoadError(

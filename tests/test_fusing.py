@@ -160,8 +160,10 @@ def test_no_weight_is_copied_twice():
         agent.assign_rewards([1.0, 0.0])
         agent.terminate_episodes([0, 1])
         agent.policy._backbone.forget_histories()
-    copied = [layer for layers in agent.policy._backbone._packed._copies for layer in layers]
-    assert len(copied) == len(set(copied)) > 0
+    copies = agent.policy._backbone._packed._copies
+    for is_transposed in (False, True):
+        copied = [layer for layers, of_transposed in copies if of_transposed == is_transposed for layer in layers]
+        assert len(copied) == len(set(copied)) > 0
 
 
 @pytest.mark.parametrize("fault", ["wrong", "failing"])

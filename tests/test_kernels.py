@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from llamagym import kernels
+from llamagym import compiling, kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of numbers near one: float32's sums differ in order, bfloat16's last result is rounded to 8 bits.
@@ -35,7 +35,10 @@ def test_a_norm_is_the_model_s(shape, is_added, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gate_is_silu_even_far_out(dtype):
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_gate_is_silu_even_far_out(threads, dtype, monkeypatch):
+    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     numbers = torch.tensor([0.0, -0.0, 1e-30, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, torch.inf])
     both = torch.cat([numbers, torch.randn(20)]).repeat(2, 3, 2).to(dtype)
     gate, up = both.split(32, dim=-1)
@@ -53,7 +56,7 @@ def test_a_gate_is_silu_even_far_out(dtype):
 def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
     threads, is_joint, heads, length, before, own, dtype, monkeypatch
 ):
-    monkeypatch.setattr(kernels, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows, groups, size = 3, 2, 8
     widths = [heads * size, groups * size, groups * size]
@@ -96,13 +99,13 @@ def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch)
         part, kept = torch.zeros(rows, 1, 64), torch.zeros(2, rows, 1, columns, 64)
         kernels.attend(part, part, part, (part, part), kept.unbind(), None, torch.zeros(rows, 1, 1, columns), 1.0)
 
-    monkeypatch.setattr(kernels, "_HAS_THREADS", True)
+    monkeypatch.setattr(compiling, "_HAS_THREADS", True)
     attend(4, 100)
     attend(64, 100)
     attend(64, 1000)
-    monkeypatch.setattr(kernels, "_HAS_THREADS", False)
+    monkeypatch.setattr(compiling, "_HAS_THREADS", False)
     attend(64, 1000)
-    assert calls == [("_attend_alone", 1), ("_attend_in_threads", 2), ("_attend_in_threads", 4), ("_attend_alone", 4)]
+    assert calls == [("_attend_alone", 1), ("_attend_in_threads", 2), ("_attend_in_threads", 4), ("_attend_alone", 1)]
 
 
 def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
@@ -129,13 +132,11 @@ def test_numbers_of_two_formats_are_refused():
         kernels.gated(states, states.bfloat16())
 
 
-def test_they_are_for_numbers_they_know_and_have_no_gradients():
-    assert kernels.has_kernels(torch.zeros(1))
-    assert kernels.has_kernels(torch.zeros(1, dtype=torch.bfloat16))
-    assert not kernels.has_kernels(torch.zeros(1, dtype=torch.float64))
-    assert not kernels.has_kernels(torch.zeros(1, device="meta"))
-    with torch.enable_grad():
-        assert not kernels.has_kernels(torch.zeros(1))
+def test_they_are_for_numbers_they_know():
+    assert compiling.has_kernels(torch.zeros(1))
+    assert compiling.has_kernels(torch.zeros(1, dtype=torch.bfloat16))
+    assert not compiling.has_kernels(torch.zeros(1, dtype=torch.float64))
+    assert not compiling.has_kernels(torch.zeros(1, device="meta"))
 
 
 def test_they_run_where_nothing_can_be_kept(monkeypatch):
@@ -148,5 +149,5 @@ def test_they_run_where_nothing_can_be_kept(monkeypatch):
 
     monkeypatch.setattr("numba.core.dispatcher.FunctionCache", refuse)
     numbers = torch.ones(3)
-    kernels._compiled(double)(numbers.numpy())
+    compiling.compiled(double)(numbers.numpy())
     assert numbers.tolist() == [2.0, 2.0, 2.0]

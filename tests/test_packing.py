@@ -64,7 +64,7 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
     expected = outputs_and_gradient()
     with Packed(layer):
         received = outputs_and_gradient()
-    assert len(products) == 2
+    assert len(products) == 3
     for one, other in zip(received, expected, strict=True):
         assert one.dtype == layer.weight.dtype
         assert torch.allclose(one, other, atol=0.02 if rounding == "bfloat16" else 1e-5)
@@ -140,6 +140,17 @@ def test_copies_take_a_share_of_the_memory(room, is_packed, products, monkeypatc
         output = second(hidden)
     assert [any(given is fed for given in products) for fed in (inputs, hidden)] == is_packed
     assert torch.allclose(output, second(first(inputs)), atol=1e-5)
+
+
+@pytest.mark.parametrize(("room", "is_packed"), [(1, False), (2, True)])
+def test_learning_needs_room_for_the_weight_both_ways(room, is_packed, products, monkeypatch):
+    layer = frozen_layer()
+    monkeypatch.setattr(packing, "memory_bytes", lambda device: 16 * room * layer.weight.nbytes // 2)
+    leaf = torch.randn(3, 24, requires_grad=True)
+    with Packed(layer):
+        layer(leaf).sum().backward()
+    assert bool(products) == is_packed
+    assert torch.allclose(leaf.grad, layer.weight.sum(0).expand(3, -1), atol=1e-5)
 
 
 @pytest.mark.parametrize(("rounding", "share"), [("half", 1 / 2), ("single", 1)])

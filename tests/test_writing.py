@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from llamagym.likelihood import sums_in_groups
 from llamagym.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent
 from tests.tiny import FAMILIES
@@ -93,7 +94,8 @@ def test_nothing_is_read_from_memory_that_was_never_written(activated):
 def test_draws_follow_the_distribution(probabilities):
     rng = torch.Generator().manual_seed(0)
     rows = torch.arange(2).repeat(50_000)
-    drawn = draw_tokens(torch.tensor([probabilities, probabilities[::-1]]), rows, rng)
+    logits = torch.tensor([probabilities, probabilities[::-1]]).log()
+    drawn = draw_tokens(logits, *sums_in_groups(logits), rows, rng)
     for row, expected in enumerate((probabilities, probabilities[::-1])):
         share = drawn[rows == row].bincount(minlength=len(expected)) / 50_000
         assert share[torch.tensor(expected) == 0].sum() == 0

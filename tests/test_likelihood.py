@@ -1,0 +1,97 @@
+"""Log-probabilities, entropies and their gradients, and sums by groups, against PyTorch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llamagym import compiling, likelihood
+from llamagym.likelihood import logprobs_and_entropy, sums_in_groups
+from llamagym.losses import entropy_from_logits
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
+
+
+@pytest.fixture(params=["alone", "threads", "plain"], autouse=True)
+def way(request, monkeypatch):
+    """Each of the ways to compute: compiled for one thread, for several, and by PyTorch's operations."""
+    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1 if request.param == "threads" else 2**62)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    if request.param == "plain":
+        monkeypatch.setattr(likelihood, "has_kernels", lambda _: False)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("impossible", [False, True])
+@pytest.mark.parametrize("vocabulary", [11, 200])
+def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(5, vocabulary, generator=generator)
+    if impossible:
+        logits[:, 7] = -torch.inf
+    logits = logits.to(dtype)
+    targets = torch.tensor([[0, 1], [2, 2], [10, 0], [3, 4], [5, 6]])
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.3])
+    of_picked = torch.randn(5, 2, generator=generator)
+    of_entropy = torch.randn(5, generator=generator)
+
+    def plain(leaf, targets, temperatures):
+        cooled = leaf.double() / temperatures[:, None].double()
+        return cooled.log_softmax(-1).gather(1, targets), entropy_from_logits(cooled)
+
+    def outputs_and_gradient(read):
+        leaf = logits.clone().requires_grad_()
+        picked, entropy = read(leaf.clone(), targets, temperatures)
+        ((picked * of_picked).sum() + (entropy * of_entropy).sum()).backward()
+        return picked, entropy, leaf.grad
+
+    *values, slope = outputs_and_gradient(logprobs_and_entropy)
+    *expected, expected_slope = outputs_and_gradient(plain)
+    for received, wanted in zip(values, expected, strict=True):
+        assert received.dtype == torch.float32
+        assert torch.allclose(received.double(), wanted, atol=2e-5)
+    assert slope.dtype == dtype
+    assert torch.allclose(slope.double(), expected_slope.double(), atol=2e-5, rtol=TOLERANCE[dtype])
+
+
+def test_a_likely_token_s_gradient_keeps_what_is_left_of_one():
+    logits = torch.zeros(1, 64, dtype=torch.bfloat16)
+    logits[0, 5] = 12
+    leaf = logits.requires_grad_()
+    picked, _ = logprobs_and_entropy(leaf.clone(), torch.tensor([[5]]), torch.ones(1))
+    picked.sum().backward()
+    assert leaf.grad[0, 5].item() == pytest.approx(1 - picked.exp().item(), rel=0.01)
+
+
+def test_a_number_that_is_none_stays_none():
+    logits = torch.zeros(2, 64)
+    logits[1, 3] = torch.nan
+    picked, entropy = logprobs_and_entropy(logits, torch.tensor([[0], [0]]), torch.ones(2))
+    assert picked[0].isfinite().all()
+    assert entropy[0].isfinite()
+    assert picked[1].isnan().all()
+    assert entropy[1].isnan()
+
+
+def test_a_second_way_back_is_refused_where_the_first_has_replaced_the_logits():
+    leaf = torch.randn(2, 64, requires_grad=True)
+    picked, _ = logprobs_and_entropy(leaf.clone(), torch.tensor([[0], [0]]), torch.ones(2))
+    picked.sum().backward(retain_graph=True)
+    if likelihood.has_kernels(leaf):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            picked.sum().backward()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("vocabulary", "groups"), [(200, 20), (49, 7), (127, 127)])
+def test_groups_add_up(vocabulary, groups, dtype):
+    logits = 3 * torch.randn(3, vocabulary).to(dtype)
+    logits[:, : vocabulary // groups] = -torch.inf
+    largest, sums = sums_in_groups(logits)
+    powers = (logits.double() - logits.double().amax(-1, keepdim=True)).exp()
+    assert sums.shape == (3, groups)
+    assert torch.equal(largest, logits.float().amax(-1))
+    assert torch.allclose(sums.double(), powers.unflatten(-1, (groups, -1)).sum(-1), atol=1e-6, rtol=1e-5)
+    # Nothing impossible may ever be drawn.
+    assert torch.equal(sums == 0, (powers.unflatten(-1, (groups, -1)) == 0).all(-1))
