@@ -21,9 +21,6 @@ from torch import Tensor
 
 from .compiling import as_element, compiled, exponential, inlined, kind_of, parts_of, pointer, wide
 
-# What the exponential and the rest take for each element.
-_GATE_PRODUCTS = 16
-
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The sum of states (..., H) and an addend; and this divided by its root mean square, times a weight (H,)."""
@@ -43,10 +40,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     result = torch.empty_like(gate, memory_format=torch.contiguous_format)
     at = gate.data_ptr(), up.data_ptr(), result.data_ptr()
     rows, width = gate.shape[0] * gate.shape[1], gate.shape[2]
-    parts = parts_of(_GATE_PRODUCTS * rows * width)
-    (_gated_in_threads if parts > 1 else _gated_alone)(
-        kind_of(gate, up), at, (gate.stride(1), up.stride(1)), rows, width, parts
-    )
+    _gated(kind_of(gate, up), at, (gate.stride(1), up.stride(1)), rows, width)
     return result
 
 
@@ -125,10 +119,10 @@ def _normalize(kind, given_at, results_at, rows, width, epsilon):  # type: ignor
             result[row, i] = as_element(kind, wide(weight[i]) * wide(as_element(kind, wide(sums[row, i]) * scale)))
 
 
-@inlined
-def _gate(kind, at, strides, rows, width, part, parts):  # type: ignore[no-untyped-def]
+@compiled
+def _gated(kind, at, strides, rows, width):  # type: ignore[no-untyped-def]
     result = carray(pointer(at[2]), (rows, width), kind.dtype)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
+    for row in range(rows):
         gate = carray(pointer(at[0] + kind.itemsize * row * strides[0]), (width,), kind.dtype)
         up = carray(pointer(at[1] + kind.itemsize * row * strides[1]), (width,), kind.dtype)
         for i in range(width):
@@ -136,18 +130,6 @@ def _gate(kind, at, strides, rows, width, part, parts):  # type: ignore[no-untyp
             power = exponential(-abs(number))
             sigmoid = (np.float32(1) if number >= 0 else power) / (np.float32(1) + power)
             result[row, i] = as_element(kind, wide(as_element(kind, number * sigmoid)) * wide(up[i]))
-
-
-@compiled
-def _gated_alone(kind, at, strides, rows, width, parts):  # type: ignore[no-untyped-def]
-    for part in range(parts):
-        _gate(kind, at, strides, rows, width, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _gated_in_threads(kind, at, strides, rows, width, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _gate(kind, at, strides, rows, width, part, parts)
 
 
 @inlined
