@@ -1,8 +1,8 @@
 """How likely tokens are under logits of the whole vocabulary, and how uncertain the next one is.
 
 A vocabulary has so many words that this takes as long as some of the model's layers. On a processor it is one compiled
-function either way, which reads the logits as the model gives them and writes nothing else of their size but their
-gradient.
+function either way, which reads the logits as the model gives them and writes nothing of their size but their gradient,
+in their place.
 
 Shapes: M nodes, V vocabulary, K targets.
 """
@@ -24,7 +24,7 @@ from .compiling import as_element, compiled, exponential, has_kernels, inlined, 
 
 # No log-probability is less: an impossible token's of -inf, times its probability of 0, would not be a number.
 _LEAST = np.float32(-(torch.finfo(torch.float32).max ** 0.5))
-# Largest logits are looked for so many at a time.
+# Logits among which the largest is looked for at once.
 _LANES = 64
 
 
@@ -32,10 +32,18 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor) 
     """Log-probabilities (M, K) of targets and entropies (M,), float32, of softmax(logits / temperature).
 
     Args:
-        logits: Of next tokens, (M, V); gradients flow back to them.
+        logits: Of next tokens, (M, V); gradients flow back to them, and may then take their place in memory.
         targets: Tokens, int64 (M, K).
         temperatures: Positive, float (M,).
+
+    Raises:
+        IndexError: If a target is none of the vocabulary's tokens.
     """
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
+        raise IndexError(
+            f"asked for tokens {int(targets.min())} to {int(targets.max())} of {logits.shape[1]} that the model knows; "
+            "the tokenizer may be another model's"
+        )
     result: tuple[Tensor, Tensor] = _Likelihood.apply(logits, targets, temperatures)
     return result
 

@@ -82,10 +82,10 @@ class Packed:
         if not torch.is_grad_enabled():
             return self.multiply((layer,), inputs)[0]
         copy = self._copy_of((layer,))
-        transposed = self._copy_of((layer,), is_transposed=True) if copy and inputs.requires_grad else None
-        if copy is None or (transposed is None and inputs.requires_grad):
+        if copy is None:
             return nn.functional.linear(inputs, layer.weight, layer.bias)
-        product: Tensor = _Product.apply(inputs, copy, transposed)
+        transposed = self._copy_of((layer,), is_transposed=True) if inputs.requires_grad else None
+        product: Tensor = _Product.apply(inputs, layer.weight, copy, transposed)
         return product if layer.bias is None else product + layer.bias
 
     def _copy_of(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> _Copy | None:
@@ -147,10 +147,14 @@ class _Product(torch.autograd.Function):
     """inputs (..., I) times a frozen weight (O, I), transposed; the gradient is a product by the weight as it is."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, copy: _Copy, transposed: _Copy | None) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, copy: _Copy, transposed: _Copy | None) -> Tensor:
+        ctx.save_for_backward(weight)
         ctx.transposed = transposed
         return copy.multiply(inputs)
 
     @staticmethod
-    def backward(ctx: Any, of_product: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transposed.multiply(of_product), None, None
+    def backward(ctx: Any, of_product: Tensor) -> tuple[Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        transposed: _Copy | None = ctx.transposed
+        of_inputs = of_product @ weight if transposed is None else transposed.multiply(of_product)
+        return of_inputs, None, None, None

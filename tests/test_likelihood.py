@@ -82,6 +82,12 @@ def test_a_second_way_back_is_refused_where_the_first_has_replaced_the_logits():
             picked.sum().backward()
 
 
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_token_that_the_model_does_not_know_is_refused(token):
+    with pytest.raises(IndexError, match="of 64 that the model knows"):
+        logprobs_and_entropy(torch.zeros(1, 64), torch.tensor([[token]]), torch.ones(1))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("vocabulary", "groups"), [(200, 20), (49, 7), (127, 127)])
