@@ -66,7 +66,10 @@ def sums_in_groups(logits: Tensor) -> tuple[Tensor, Tensor]:
     sums = torch.empty(len(logits), groups, dtype=torch.float32)
     results, sizes = (largest.data_ptr(), sums.data_ptr()), (len(logits), groups, size)
     parts = parts_of(logits.numel())
-    (_sum_in_threads if parts > 1 else _sum_alone)(kind_of(logits), logits.data_ptr(), results, sizes, parts)
+    if parts > 1:
+        _sum_in_threads(kind_of(logits), logits.data_ptr(), results, sizes, parts)
+    else:
+        _sum(kind_of(logits), logits.data_ptr(), results, sizes, 0, 1)
     return largest, sums
 
 
@@ -90,7 +93,10 @@ class _Likelihood(torch.autograd.Function):
             given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr()
             results = picked.data_ptr(), entropy.data_ptr(), total.data_ptr()
             sizes, parts = (*logits.shape, targets.shape[1]), parts_of(logits.numel())
-            (_measure_in_threads if parts > 1 else _measure_alone)(kind_of(logits), given, results, sizes, parts)
+            if parts > 1:
+                _measure_in_threads(kind_of(logits), given, results, sizes, parts)
+            else:
+                _measure(kind_of(logits), given, results, sizes, 0, 1)
         else:
             logprobs, total = _logprobs(logits, scales)
             picked, entropy = logprobs.gather(1, targets), -torch.linalg.vecdot(logprobs.exp(), logprobs)
@@ -108,7 +114,10 @@ class _Likelihood(torch.autograd.Function):
             given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr(), total.data_ptr()
             gradients = of_picked.data_ptr(), of_entropy.data_ptr(), shift.data_ptr()
             sizes, parts = (*logits.shape, targets.shape[1]), parts_of(logits.numel())
-            (_slope_in_threads if parts > 1 else _slope_alone)(kind_of(logits), given, gradients, sizes, parts)
+            if parts > 1:
+                _slope_in_threads(kind_of(logits), given, gradients, sizes, parts)
+            else:
+                _slope(kind_of(logits), given, gradients, sizes, 0, 1)
             return logits, None, None
         logprobs, _ = _logprobs(logits, scales)
         of_logits = torch.addcmul(-shift[:, None], logprobs, of_entropy[:, None], value=-1).mul_(logprobs.exp_())
@@ -143,7 +152,7 @@ def _largest(logits):  # type: ignore[no-untyped-def]
     return highest.max()
 
 
-@inlined
+@compiled
 def _sum(kind, logits_at, results_at, sizes, part, parts):  # type: ignore[no-untyped-def]
     """Largest logits, and sums of exponentials by groups, of one part of the rows."""
     rows, groups, size = sizes
@@ -161,7 +170,7 @@ def _sum(kind, logits_at, results_at, sizes, part, parts):  # type: ignore[no-un
             sums[row, group] = powers
 
 
-@inlined
+@compiled
 def _measure(kind, given_at, results_at, sizes, part, parts):  # type: ignore[no-untyped-def]
     """Log-probabilities of targets, entropy, and logarithm of the sum of exponentials, of one part of the rows."""
     rows, vocabulary, count = sizes
@@ -186,7 +195,7 @@ def _measure(kind, given_at, results_at, sizes, part, parts):  # type: ignore[no
             picked[row, k] = _at_least(scale * wide(logits[row, targets[row, k]]) - total[row])
 
 
-@inlined
+@compiled
 def _slope(kind, given_at, gradients_at, sizes, part, parts):  # type: ignore[no-untyped-def]
     """Replace the logits of one part of the rows by their gradient."""
     rows, vocabulary, count = sizes
@@ -216,34 +225,16 @@ def _slope(kind, given_at, gradients_at, sizes, part, parts):  # type: ignore[no
             logits[row, targets[row, k]] = as_element(kind, scale * of_logit)
 
 
-@compiled
-def _sum_alone(kind, logits_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
-    for part in range(parts):
-        _sum(kind, logits_at, results_at, sizes, part, parts)
-
-
 @partial(compiled, parallel=True)
 def _sum_in_threads(kind, logits_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
     for part in prange(parts):
         _sum(kind, logits_at, results_at, sizes, part, parts)
 
 
-@compiled
-def _measure_alone(kind, given_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
-    for part in range(parts):
-        _measure(kind, given_at, results_at, sizes, part, parts)
-
-
 @partial(compiled, parallel=True)
 def _measure_in_threads(kind, given_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
     for part in prange(parts):
         _measure(kind, given_at, results_at, sizes, part, parts)
-
-
-@compiled
-def _slope_alone(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyped-def]
-    for part in range(parts):
-        _slope(kind, given_at, gradients_at, sizes, part, parts)
 
 
 @partial(compiled, parallel=True)
