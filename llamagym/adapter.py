@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -125,22 +124,6 @@ def _projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
 
 def _lora_layers(model: nn.Module) -> list[LoraLayer]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
-def low_rank_of(layer: Any) -> tuple[nn.Module, Tensor, Tensor, float] | None:
-    """A linear layer's base, A (r, I), B (O, r) and scale, if all that LoRA does to it now is to add their product.
-
-    None for any other layer, or while LoRA is merged, switched off, or acts only on some tokens.
-    """
-    if type(layer) is not LoraLinear or layer.disable_adapters or layer.merged or layer.lora_variant:
-        return None
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    name = names[0] if len(names) == 1 else None
-    if name is None or layer.lora_bias[name] or layer.lora_dropout[name].training:
-        return None
-    down: Any = layer.lora_A[name]
-    up: Any = layer.lora_B[name]
-    return layer.base_layer, down.weight, up.weight, layer.scaling[name]
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Decoder layers that run as one function each, where no gradients are needed.
+"""Decoder layers that run as one function each.
 
 With few rows, as when replies are written, a layer's dozen modules and their many small operations take as long as its
-matrix products. Most families' layers are Llama's: attention with rotary positions, then a gated product, each
-normalized by root mean squares before and added to what was. Here such a layer is its products, those of the same
-inputs in one, and a compiled function between each two of them.
+matrix products, and in learning a third of the time. Most families' layers are Llama's: attention with rotary
+positions, then a gated product, each normalized by root mean squares before and added to what was. Here such a layer is
+its products, those of the same inputs in one, and a compiled function between each two of them; where gradients flow,
+attention is PyTorch's.
 
 Shapes: B rows, T tokens, H width, O outputs of a projection.
 """
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .adapter import low_rank_of
 from .compiling import has_kernels
 from .history import RoomyCache
-from .kernels import attend, gated, normalize
+from .kernels import attend
+from .low_rank import add_low_rank, low_rank_of
 from .packing import Packed
+from .rowwise import gated, normalize
 
 _KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
@@ -54,14 +58,10 @@ class _Layer:
 
     def __init__(self, layer: Any, packed: Packed) -> None:
         self._layer, self._packed = layer, packed
-        attention, feed_forward = layer.self_attn, layer.mlp
-        self._in = attention.q_proj, attention.k_proj, attention.v_proj
-        self._out = (attention.o_proj,)
-        self._gate_up = feed_forward.gate_proj, feed_forward.up_proj
-        self._down = (feed_forward.down_proj,)
-        # Learning multiplies by each matrix of an adapted layer alone; copies of both kinds would take twice the room.
-        projections = self._in + self._out + self._gate_up + self._down
-        self._is_plain = all(type(module) is nn.Linear for module in projections)
+        attention = layer.self_attn
+        self._in, self._out, self._gate_up, self._down = _projections(layer)
+        self._norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        self._norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         inner = [module for module in layer.modules() if module is not layer]
         self._hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
@@ -72,56 +72,107 @@ class _Layer:
 
     def __call__(self, hidden: Tensor, past_key_values: Cache | None = None, **others: Any) -> Tensor:
         """What the layer makes of hidden states (B, T, H), given as to the layer itself."""
-        is_bare = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        if is_bare and has_kernels(hidden) and isinstance(past_key_values, RoomyCache):
+        if past_key_values is not None and self._can_run(hidden, past_key_values):
             return self._run(hidden, past_key_values, **others)
         layer = self._layer
         result: Tensor = type(layer).forward(layer, hidden, past_key_values=past_key_values, **others)
         return result
 
+    def _can_run(self, hidden: Tensor, cache: Cache) -> bool:
+        if not has_kernels(hidden) or torch.is_autocast_enabled("cpu"):
+            return False
+        if not torch.is_grad_enabled():
+            return isinstance(cache, RoomyCache)
+        are_frozen = not any(norm.weight.requires_grad for norm in self._norms)
+        return are_frozen and self._layer.self_attn.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+
     def _run(
         self,
         hidden: Tensor,
-        cache: RoomyCache,
+        cache: Any,
         *,
         attention_mask: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        shared_prefix: Any = None,
         **others: Any,
     ) -> Tensor:
         attention = self._layer.self_attn
-        before, after = self._layer.input_layernorm, self._layer.post_attention_layernorm
+        before, after = self._norms[:2]
         _, inputs = normalize(hidden, before.weight, before.variance_epsilon)
         query, key, value = self._project(self._in, inputs)
         if hasattr(attention, "q_norm"):
             query = _normalize_heads(query, attention.q_norm, attention.head_dim)
             key = _normalize_heads(key, attention.k_norm, attention.head_dim)
-        kept = cache.grow(attention.layer_idx, hidden.shape[1])
-        shared = None if shared_prefix is None else shared_prefix[attention.layer_idx]
-        seen = attend(query, key, value, position_embeddings, kept, shared, attention_mask, attention.scaling)
+        look = self._look_with_gradients if torch.is_grad_enabled() else self._look
+        seen = look(query, key, value, position_embeddings, cache, attention_mask, **others)
         (added,) = self._project(self._out, seen)
         hidden, inputs = normalize(hidden, after.weight, after.variance_epsilon, added)
         (added,) = self._project(self._down, gated(*self._project(self._gate_up, inputs)))
         return hidden + added
 
-    def _project(self, layers: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
-        """Outputs (B, T, O) of projections of the same inputs."""
-        if self._is_plain:
-            return self._packed.multiply(layers, inputs)
-        return tuple(self._project_one(layer, inputs) for layer in layers)
+    def _look(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: RoomyCache,
+        mask: Tensor,
+        *,
+        shared_prefix: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """What the heads see, (B, T, N D)."""
+        layer = self._layer.self_attn.layer_idx
+        shared = None if shared_prefix is None else shared_prefix[layer]
+        kept = cache.grow(layer, query.shape[1])
+        return attend(query, key, value, angles, kept, shared, mask, self._layer.self_attn.scaling)
 
-    def _project_one(self, layer: nn.Module, inputs: Tensor) -> Tensor:
-        """Output (B, T, O) of a projection that may be adapted, with fewer operations than PEFT's."""
-        if type(layer) is nn.Linear:
-            return self._packed.multiply((layer,), inputs)[0]
-        if (low_rank := low_rank_of(layer)) is None:
-            result: Tensor = layer(inputs)
-            return result
-        base, down, up, scale = low_rank
-        product = self._project_one(base, inputs)
-        low = nn.functional.linear(inputs.to(down.dtype), down).flatten(0, 1)
-        adapted = torch.addmm(product.to(up.dtype).flatten(0, 1), low, up.mT, alpha=scale)
-        return adapted.to(product.dtype).view_as(product)
+    def _look_with_gradients(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: Cache,
+        mask: Tensor,
+        **others: Any,
+    ) -> Tensor:
+        """The same by PyTorch's operations."""
+        attention = self._layer.self_attn
+        heads = [part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in (query, key, value)]
+        query, key = apply_rotary_pos_emb(heads[0], heads[1], *angles)
+        key, value = cache.update(key, heads[2], attention.layer_idx)
+        look = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        seen: Tensor = look(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
+        return seen.flatten(2)
+
+    def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
+        """Outputs (B, T, O) of projections of the same inputs."""
+        added = [low_rank_of(module) for module in modules]
+        if None in added:
+            return tuple(module(inputs) for module in modules)
+        products = self._packed.multiply(tuple(map(_base_of, modules)), inputs)
+        return tuple(
+            add_low_rank(product, inputs, low_rank)
+            for product, low_rank in zip(products, added, strict=True)
+            if low_rank is not None
+        )
+
+
+def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
+    """A layer's projections, those of the same inputs together, in the order in which they run."""
+    attention, feed_forward = layer.self_attn, layer.mlp
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (feed_forward.gate_proj, feed_forward.up_proj),
+        (feed_forward.down_proj,),
+    )
+
+
+def _base_of(module: Any) -> Any:
+    """A projection, without LoRA."""
+    return getattr(module, "base_layer", module)
 
 
 def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
@@ -136,4 +187,5 @@ def _is_usual(layer: Any) -> bool:
         and layer.self_attn.config.hidden_act == "silu"
         and len({weight.dtype for name, weight in layer.named_parameters() if ".lora_" not in name}) == 1
         and not any("forward" in vars(module) for module in layer.modules())
+        and all(type(_base_of(module)) is nn.Linear for modules in _projections(layer) for module in modules)
     )

@@ -1,12 +1,11 @@
-"""What a layer computes between its matrix products, each part as one function compiled for the processor.
+"""Attention of few tokens as one function compiled for the processor; there are no gradients.
 
-With few rows, as when replies are written, a PyTorch operation takes about 10 us whatever it computes, and a layer
-makes dozens of them. Here what normalizes, gates or attends is one call each. numba compiles it at first use, in a few
-seconds, and keeps it on disk where it can. There are no gradients. All is computed in float32 and rounded where
-transformers rounds.
+With few rows, as when replies are written, a PyTorch operation takes about 10 us whatever it computes, and attention
+is a dozen of them for each layer. Here it is one call. All is computed in float32 and rounded where transformers
+rounds.
 
-Shapes: B rows, T tokens, H width, I inner width, N query heads, K heads of keys and values, D head size, P shared
-columns of keys and values, S columns of a row's own.
+Shapes: B rows, T tokens, N query heads, K heads of keys and values, D head size, P shared columns of keys and values, S
+columns of a row's own.
 """
 
 from __future__ import annotations
@@ -20,28 +19,6 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from .compiling import as_element, compiled, exponential, inlined, kind_of, parts_of, pointer, wide
-
-
-def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The sum of states (..., H) and an addend; and this divided by its root mean square, times a weight (H,)."""
-    states = states.contiguous()
-    addend = None if addend is None else addend.contiguous()
-    total = states if addend is None else torch.empty_like(states)
-    result = torch.empty_like(states)
-    rows, width = states.numel() // states.shape[-1], states.shape[-1]
-    kind = kind_of(states, weight, *([] if addend is None else [addend]))
-    at = states.data_ptr(), 0 if addend is None else addend.data_ptr(), weight.data_ptr()
-    _normalize(kind, at, (total.data_ptr(), result.data_ptr()), rows, width, epsilon)
-    return total, result
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU of the gate times the input, both (B, T, I) with tokens at equal distances."""
-    result = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    at = gate.data_ptr(), up.data_ptr(), result.data_ptr()
-    rows, width = gate.shape[0] * gate.shape[1], gate.shape[2]
-    _gated(kind_of(gate, up), at, (gate.stride(1), up.stride(1)), rows, width)
-    return result
 
 
 def attend(
@@ -98,38 +75,6 @@ def _of_rows(rows: int, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
     if part.shape[1:] != sizes:
         raise ValueError(f"attention was given what is of shape {tuple(part.shape)}; expected ({rows}, *{sizes})")
     return (part if len(part) == rows else part.expand(rows, *sizes)).contiguous()
-
-
-@compiled
-def _normalize(kind, given_at, results_at, rows, width, epsilon):  # type: ignore[no-untyped-def]
-    states = carray(pointer(given_at[0]), (rows, width), kind.dtype)
-    addend = carray(pointer(given_at[1]), (rows, width), kind.dtype)
-    weight = carray(pointer(given_at[2]), (width,), kind.dtype)
-    sums = carray(pointer(results_at[0]), (rows, width), kind.dtype)
-    result = carray(pointer(results_at[1]), (rows, width), kind.dtype)
-    for row in range(rows):
-        if given_at[1]:
-            for i in range(width):
-                sums[row, i] = as_element(kind, wide(states[row, i]) + wide(addend[row, i]))
-        squares = np.float32(0)
-        for i in range(width):
-            squares += wide(sums[row, i]) * wide(sums[row, i])
-        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(epsilon))
-        for i in range(width):
-            result[row, i] = as_element(kind, wide(weight[i]) * wide(as_element(kind, wide(sums[row, i]) * scale)))
-
-
-@compiled
-def _gated(kind, at, strides, rows, width):  # type: ignore[no-untyped-def]
-    result = carray(pointer(at[2]), (rows, width), kind.dtype)
-    for row in range(rows):
-        gate = carray(pointer(at[0] + kind.itemsize * row * strides[0]), (width,), kind.dtype)
-        up = carray(pointer(at[1] + kind.itemsize * row * strides[1]), (width,), kind.dtype)
-        for i in range(width):
-            number = wide(gate[i])
-            power = exponential(-abs(number))
-            sigmoid = (np.float32(1) if number >= 0 else power) / (np.float32(1) + power)
-            result[row, i] = as_element(kind, wide(as_element(kind, number * sigmoid)) * wide(up[i]))
 
 
 @inlined

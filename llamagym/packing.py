@@ -67,11 +67,15 @@ class Packed:
         self._copies.clear()
 
     def multiply(self, layers: tuple[nn.Linear, ...], inputs: Tensor) -> tuple[Tensor, ...]:
-        """What each of several layers makes of inputs (..., I), without gradients: outputs (..., O) of one product."""
+        """What each of several layers makes of inputs (..., I): outputs (..., O) of one product."""
         copy = self._copy_of(layers)
         if copy is None:
             return tuple(nn.functional.linear(inputs, layer.weight, layer.bias) for layer in layers)
-        product = copy.multiply(inputs)
+        if torch.is_grad_enabled() and inputs.requires_grad:
+            transposed = self._copy_of(layers, is_transposed=True)
+            product = _Product.apply(inputs, copy, transposed, *[layer.weight for layer in layers])
+        else:
+            product = copy.multiply(inputs)
         outputs = product.split([layer.out_features for layer in layers], -1) if len(layers) > 1 else (product,)
         return tuple(
             output if layer.bias is None else output + layer.bias for layer, output in zip(layers, outputs, strict=True)
@@ -79,14 +83,7 @@ class Packed:
 
     def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
         """What the layer makes of inputs (..., I): outputs (..., O)."""
-        if not torch.is_grad_enabled():
-            return self.multiply((layer,), inputs)[0]
-        copy = self._copy_of((layer,))
-        if copy is None:
-            return nn.functional.linear(inputs, layer.weight, layer.bias)
-        transposed = self._copy_of((layer,), is_transposed=True) if inputs.requires_grad else None
-        product: Tensor = _Product.apply(inputs, layer.weight, copy, transposed)
-        return product if layer.bias is None else product + layer.bias
+        return self.multiply((layer,), inputs)[0]
 
     def _copy_of(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> _Copy | None:
         """A packed copy of the layers' weights; None if they cannot be packed or there is no room."""
@@ -144,17 +141,17 @@ def _pack(weight: Tensor, room: int) -> _Copy | None:
 
 
 class _Product(torch.autograd.Function):
-    """inputs (..., I) times a frozen weight (O, I), transposed; the gradient is a product by the weight as it is."""
+    """inputs (..., I) times frozen weights (O, I), transposed; the gradient is a product by the weights as they are."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, copy: _Copy, transposed: _Copy | None) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, inputs: Tensor, copy: _Copy, transposed: _Copy | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
         ctx.transposed = transposed
         return copy.multiply(inputs)
 
     @staticmethod
-    def backward(ctx: Any, of_product: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
+    def backward(ctx: Any, of_product: Tensor) -> tuple[Tensor | None, ...]:
+        weights = ctx.saved_tensors
         transposed: _Copy | None = ctx.transposed
-        of_inputs = of_product @ weight if transposed is None else transposed.multiply(of_product)
-        return of_inputs, None, None, None
+        of_inputs = of_product @ torch.cat(weights) if transposed is None else transposed.multiply(of_product)
+        return of_inputs, None, None, *[None] * len(weights)

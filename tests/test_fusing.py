@@ -126,13 +126,42 @@ def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
     assert all("forward" not in vars(layer) for layer in layers[2:])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_gradients_are_the_same(family, is_shared, dtype, runs):
+    backbone = backbone_of(family, dtype=dtype)
+    trained = [weight for weight in backbone._body.parameters() if weight.requires_grad]
+
+    def gradients():
+        runs.clear()
+        torch.manual_seed(1)
+        hidden = states_of(backbone, is_shared)[0]
+        return torch.autograd.grad(hidden.float().pow(3).sum(), trained)
+
+    fused = gradients()
+    assert len(runs) == len(backbone._body.layers)
+    backbone._fused.give_up()
+    for received, expected in zip(fused, gradients(), strict=True):
+        assert (received - expected).norm() <= 2 * TOLERANCE[dtype] * expected.norm()
+    assert not runs
+
+
+def test_norms_that_learn_run_as_they_are(runs):
+    backbone = backbone_of("llama")
+    layers = list(backbone._body.layers)
+    layers[0].input_layernorm.weight.requires_grad_()
+    runs.clear()
+    states_of(backbone, True)[0].sum().backward()
+    assert set(runs) == set(layers[1:])
+    assert layers[0].input_layernorm.weight.grad.any()
+
+
 @torch.no_grad()
-def test_mixed_precision_and_gradients_run_as_they_are(runs):
+def test_mixed_precision_runs_as_it_is(runs):
     backbone = backbone_of("llama")
     runs.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        states_of(backbone, True)
-    with torch.enable_grad():
         states_of(backbone, True)
     assert not runs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from llamagym import compiling, kernels
+from llamagym import compiling, kernels, rowwise
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of numbers near one: float32's sums differ in order, bfloat16's last result is rounded to 8 bits.
@@ -28,7 +28,7 @@ def test_a_norm_is_the_model_s(shape, is_added, dtype):
     norm = LlamaRMSNorm(shape[-1], eps=0.1).to(dtype)
     norm.weight.normal_()
     states, addend = torch.randn(2, *shape).to(dtype)
-    total, received = kernels.normalize(states, norm.weight, 0.1, addend if is_added else None)
+    total, received = rowwise.normalize(states, norm.weight, 0.1, addend if is_added else None)
     expected = states + addend if is_added else states
     assert torch.equal(total, expected)
     assert torch.allclose(received, norm(expected), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -41,7 +41,56 @@ def test_a_gate_is_silu_even_far_out(dtype):
     gate, up = both.split(32, dim=-1)
     up.copy_(torch.randn_like(up))
     expected = torch.nn.functional.silu(gate) * up
-    assert torch.allclose(kernels.gated(gate, up), expected, atol=1e-30, rtol=4 * torch.finfo(dtype).eps)
+    assert torch.allclose(rowwise.gated(gate, up), expected, atol=1e-30, rtol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.fixture(params=[True, False], ids=["threads", "alone"])
+def has_threads(request, monkeypatch):
+    monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
+    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 64)
+
+
+@torch.enable_grad()
+def gradients_of(function, *leaves):
+    """Gradients of the leaves, of a sum over what the function gives, weighted at random."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    torch.manual_seed(1)
+    outputs = [output for output in function(*leaves) if output is not None]
+    weighted = [(output.double() * torch.randn(output.shape).to(output).double()).sum() for output in outputs]
+    return torch.autograd.grad(sum(weighted), leaves)
+
+
+@pytest.mark.usefixtures("has_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_added", [True, False])
+@pytest.mark.parametrize("shape", [(3, 7, 24), (2, 5, 4, 7), (0, 1, 8)])
+def test_a_norm_s_gradient(shape, is_added, dtype):
+    weight, given = torch.randn(shape[-1]).to(dtype), torch.randn(1 + is_added, *shape).to(dtype)
+
+    def exact(states, addend=0.0):
+        total = states + addend
+        return total, weight.double() * total / (total.square().mean(-1, keepdim=True) + 0.1).sqrt()
+
+    received = gradients_of(lambda states, *addend: rowwise.normalize(states, weight, 0.1, *addend), *given)
+    for ours, theirs in zip(received, gradients_of(exact, *given.double()), strict=True):
+        assert ours.dtype == dtype
+        assert torch.allclose(ours.double(), theirs, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("has_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_s_gradient_even_far_out(dtype):
+    numbers = torch.tensor([0.0, 1e-30, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4])
+    gate = torch.cat([numbers, torch.randn(22)]).repeat(2, 3, 1).to(dtype)
+    up = torch.randn(2, 3, 32).to(dtype)
+
+    def halves(function):
+        return lambda gate, up: [function(*torch.cat([gate, up], -1).split(32, -1))]
+
+    received = gradients_of(halves(rowwise.gated), gate, up)
+    expected = gradients_of(halves(lambda gate, up: torch.nn.functional.silu(gate) * up), gate.double(), up.double())
+    for ours, theirs in zip(received, expected, strict=True):
+        assert torch.allclose(ours.double(), theirs, atol=1e-30, rtol=2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,9 +173,9 @@ def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
 def test_numbers_of_two_formats_are_refused():
     states = torch.randn(2, 1, 8)
     with pytest.raises(TypeError, match=r"torch\.bfloat16.*torch\.float32.*expected one"):
-        kernels.normalize(states, torch.ones(8, dtype=torch.bfloat16), 1e-5)
+        rowwise.normalize(states, torch.ones(8, dtype=torch.bfloat16), 1e-5)
     with pytest.raises(TypeError):
-        kernels.gated(states, states.bfloat16())
+        rowwise.gated(states, states.bfloat16())
 
 
 def test_they_are_for_numbers_they_know():
