@@ -79,7 +79,7 @@ class Memory(Transformer):
         if self.history_is_frozen:
             self._split()
         # Passes to come multiply by other copies than these first ones, which were not fused.
-        self._packed.forget()
+        self.forget_copies()
 
     def forget(self) -> None:
         """Drop what depends on weights that have changed."""

@@ -216,6 +216,8 @@ class Policy:
                 groups += [words.setdefault(path, len(words)) for tree in chunk for path in tree.paths()]
                 for layer in layers:
                     inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
+        # While they are watched, layers are not fused and multiply by other copies than otherwise.
+        self._backbone.forget_copies()
         for layer in layers:
             aim_(layer, fresh[layer], torch.cat(inputs[layer]), torch.tensor(groups))
         if critic:

@@ -82,6 +82,10 @@ class Transformer:
         finally:
             self._is_ready = False
 
+    def forget_copies(self) -> None:
+        """Drop the packed copies of weights; passes to come make those that they multiply by."""
+        self._packed.forget()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (M, V) of hidden states (M, H), in the model's number format or in float32."""
         with self.ready():
