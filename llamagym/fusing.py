@@ -148,15 +148,11 @@ class _Layer:
 
     def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (B, T, O) of projections of the same inputs."""
-        added = [low_rank_of(module) for module in modules]
-        if None in added:
+        added = [low_rank for module in modules if (low_rank := low_rank_of(module)) is not None]
+        if len(added) < len(modules):
             return tuple(module(inputs) for module in modules)
         products = self._packed.multiply(tuple(map(_base_of, modules)), inputs)
-        return tuple(
-            add_low_rank(product, inputs, low_rank)
-            for product, low_rank in zip(products, added, strict=True)
-            if low_rank is not None
-        )
+        return tuple(add_low_rank(product, inputs, low_rank) for product, low_rank in zip(products, added, strict=True))
 
 
 def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
