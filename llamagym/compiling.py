@@ -6,6 +6,9 @@ halves of float32.
 
 numba looks at a function's own file alone to see whether what it keeps is outdated. Whoever changes the functions here
 that others call has to delete `*.nbi` in `__pycache__`.
+
+A function that is given another one to call is compiled anew in every process, so those that start threads are written
+out, one for each.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class _Normalized(torch.autograd.Function):
         at = *given, total.data_ptr(), result.data_ptr()
         _run_in_parts(_normalize, kind, at, _size_of(states), epsilon)
         ctx.save_for_backward(total, weight)
-        ctx.epsilon, ctx.is_sum = epsilon, addend is not None
+        ctx.epsilon = epsilon
         return (None if addend is None else total), result
 
     @staticmethod
@@ -65,7 +65,7 @@ class _Normalized(torch.autograd.Function):
         given = total.data_ptr(), weight.data_ptr(), 0 if of_total is None else of_total.data_ptr()
         at = *given, of_result.data_ptr(), of_states.data_ptr()
         _run_in_parts(_normalize_back, kind_of(total, of_result), at, _size_of(total), ctx.epsilon)
-        return of_states, of_states if ctx.is_sum else None, None, None
+        return of_states, of_states if ctx.needs_input_grad[1] else None, None, None
 
 
 class _Gated(torch.autograd.Function):

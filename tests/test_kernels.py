@@ -21,6 +21,14 @@ def no_gradients():
         yield
 
 
+@pytest.fixture(params=[True, False], ids=["threads", "alone"])
+def has_threads(request, monkeypatch):
+    monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
+    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.mark.usefixtures("has_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_added", [True, False])
 @pytest.mark.parametrize("shape", [(3, 1, 24), (2, 5, 4, 7), (0, 1, 8)])
@@ -34,6 +42,7 @@ def test_a_norm_is_the_model_s(shape, is_added, dtype):
     assert torch.allclose(received, norm(expected), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("has_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gate_is_silu_even_far_out(dtype):
     numbers = torch.tensor([0.0, -0.0, 1e-30, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, torch.inf])
@@ -42,12 +51,6 @@ def test_a_gate_is_silu_even_far_out(dtype):
     up.copy_(torch.randn_like(up))
     expected = torch.nn.functional.silu(gate) * up
     assert torch.allclose(rowwise.gated(gate, up), expected, atol=1e-30, rtol=4 * torch.finfo(dtype).eps)
-
-
-@pytest.fixture(params=[True, False], ids=["threads", "alone"])
-def has_threads(request, monkeypatch):
-    monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
-    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 64)
 
 
 @torch.enable_grad()
