@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .history import RoomyCache
+from .history import Places, RoomyCache
 
 _NAME = "llamagym_shared_prefix"
 # Larger scores are never held whole: PyTorch's fused attention takes them, on copies of the prefix.
@@ -27,14 +27,14 @@ _SCORES = 2**23
 
 @contextmanager
 def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
-    """While open, a model's attention looks at the prefix that a cache shares; yields what the model must be given."""
-    if not isinstance(cache, RoomyCache) or cache.prefix is None:
+    """While open, a model's attention looks at what a cache shares or spreads; yields what the model must be given."""
+    if not isinstance(cache, RoomyCache) or (cache.prefix is None and cache.places is None):
         yield {}
         return
     usual = body.config._attn_implementation
     body.config._attn_implementation = _NAME
     try:
-        yield {"shared_prefix": cache.prefix}
+        yield {"shared_prefix": cache.prefix, "places": cache.places}
     finally:
         body.config._attn_implementation = usual
 
@@ -47,27 +47,34 @@ def _attend(
     attention_mask: Tensor,
     *,
     scaling: float,
-    shared_prefix: Sequence[Tensor],
+    shared_prefix: Sequence[Tensor] | None = None,
+    places: Places | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer's heads see, (B, T, N, D).
+    """What a layer's heads see, (B, T, N, D), or of tokens in one row (1, all, N, D).
 
     Args:
         module: The layer's attention.
-        query: (B, N, T, D).
+        query: (B, N, T, D), or of tokens in one row (1, N, all, D).
         key: Of each row's own columns, (B, K, S, D).
         value: Likewise.
         attention_mask: Additive, of shared and own columns, (B, 1, T, P + S).
         scaling: Factor of the scores.
-        shared_prefix: For each layer, shared keys and values (2, K, P, D).
+        shared_prefix: For each layer, shared keys and values (2, K, P, D), if there are any.
+        places: Of tokens in one row.
         others: What PyTorch's attention takes.
     """
+    if places is not None:
+        query, given = places.spread(query), {"scaling": scaling, "shared_prefix": shared_prefix, **others}
+        return places.gather(_attend(module, query, key, value, attention_mask, **given)[0]), None
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if shared_prefix is None:
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
     shared_key, shared_value = shared_prefix[module.layer_idx]
     (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
     if attention_mask.numel() * heads > _SCORES:
         key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
     # In bfloat16, scores would be rounded to 8 bits, and products this small take as long.
     key, value, shared_key, shared_value = (part.float() for part in (key, value, shared_key, shared_value))

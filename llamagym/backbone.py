@@ -5,7 +5,7 @@ do not depend on it: what decisions need of them (keys and values of the adapted
 begin) is computed once for as long as the model lives, both in one pass. Otherwise it is kept until the weights change,
 and in training gradients flow through the history, whose shared prefix is computed once a pass.
 
-Shapes: B rows, D decision nodes a row, H width.
+Shapes: B rows, D decision nodes a row, N nodes of all rows, H width.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from .adapter import acting_on_every_token
 from .batching import Batch, Ids, TokenTree
-from .history import Recall, Room, cache_of, entries_of
+from .history import Places, Recall, Room, RoomyCache, cache_of, entries_of
 from .masks import causal
 from .memory import Memory
 
@@ -35,7 +35,7 @@ class Backbone(Memory):
         return tree.node_count + len(tree.history)
 
     def hidden_states(self, trees: Sequence[TokenTree], batch: Batch, adapted: bool = True) -> Tensor:
-        """The last hidden state of every decision node, float (B, D, H).
+        """The last hidden state of every decision node, one tree after the other, float (N, H).
 
         Args:
             trees: What the batch was made from.
@@ -57,13 +57,17 @@ class Backbone(Memory):
             cache = self._read_anew(batch)
         return self._decide(self._body, batch, batch.ids, cache, adapted)
 
-    def _decide(self, part: nn.Module, batch: Batch, inputs: Tensor, cache: Cache, adapted: bool = True) -> Tensor:
-        """Run `part` on decision nodes, given as ids (B, D) or hidden states (B, D, H)."""
-        self.tokens_forwarded += batch.ids.numel()
+    def _decide(self, part: nn.Module, batch: Batch, inputs: Tensor, cache: RoomyCache, adapted: bool = True) -> Tensor:
+        """Run `part` on decision nodes, given as ids (B, D) or hidden states (B, D, H); returns states (N, H)."""
+        places = Places(batch.places, *batch.ids.shape)
+        if torch.is_grad_enabled() and self._can_pack and len(batch.places) < batch.ids.numel():
+            cache.places = places
+        self.tokens_forwarded += batch.ids.numel() if cache.places is None else len(batch.places)
         with acting_on_every_token(part) if adapted else nullcontext():
-            return self._run(part, inputs, batch.positions, batch.visible, batch.key_positions, cache)
+            hidden = self._run(part, inputs, batch.positions, batch.visible, batch.key_positions, cache)
+        return (places.gather(hidden) if cache.places is None else hidden)[0]
 
-    def _read_anew(self, batch: Batch) -> Cache:
+    def _read_anew(self, batch: Batch) -> RoomyCache:
         """Keys and values of prefix and history, P + S a row, padding included, with gradients."""
         prefix, length = self._nothing, batch.prefix_length
         count, size = batch.history.shape

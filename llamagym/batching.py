@@ -6,13 +6,14 @@ decision sees the history up to where the decision branches off, its ancestors a
 stand in the history once more, as text to be read.
 
 Shapes: B rows, P tokens of the prefix that all rows share, S tokens of history after it and D decision nodes (both
-padded), N turns, M nodes that are read.
+padded), N nodes that are no padding, M of them that are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -172,6 +173,7 @@ class Batch:
         ids: Decision nodes, int64 (B, D).
         positions: Where each node stands in its context, int64 (B, D).
         visible: True where a node (query) sees a key, bool (B, D, P + S + D).
+        places: Flat index (row * D + column) of each node that is no padding, int64 (N,).
     """
 
     prefix: Tensor
@@ -179,6 +181,7 @@ class Batch:
     ids: Tensor
     positions: Tensor
     visible: Tensor
+    places: Tensor
 
     @property
     def prefix_length(self) -> int:
@@ -216,17 +219,19 @@ class Batch:
                 base = end
         seen = np.arange(shared + size) < starts[:, :, None]
         visible = np.concatenate([seen, own], axis=2)
-        parts = np.array([prefix], np.int64), history, ids, positions, visible
+        counts = np.array([tree.node_count for tree in trees])
+        places = np.flatnonzero(np.arange(width) < counts[:, None])
+        parts = np.array([prefix], np.int64), history, ids, positions, visible, places
         return cls(*map(torch.from_numpy, parts))
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Where in a batch outputs are read, and how the readings make up the turns' decisions.
+    """Which nodes of a batch, counted without padding, are read, and how the readings make up the turns' decisions.
 
     Attributes:
-        value_nodes: Flat index (row * D + node) of each decision's prompt end, int64 (N,).
-        nodes: Flat indices of the nodes that predict tokens, int64 (M,).
+        value_nodes: Each decision's prompt end, int64 (decisions,).
+        nodes: Those that predict tokens, int64 (M,).
         targets: Tokens to read at each node, padded with 0, int64 (M, K).
         is_text: True at nodes that predict free text, bool (M,).
         is_fork: True at nodes that all choices of a turn branch off, bool (M,).
@@ -263,13 +268,8 @@ class ReadPlan:
     @classmethod
     def from_trees(cls, trees: Sequence[TokenTree]) -> ReadPlan:
         """Collect all readings of a batch."""
-        width = max(tree.node_count for tree in trees)
-        decisions = []
-        for row, tree in enumerate(trees):
-            base = row * width
-            for decision in tree.decisions:
-                decisions.append((base, decision))
-                base += len(decision.ids)
+        every = [decision for tree in trees for decision in tree.decisions]
+        decisions = list(zip(accumulate((len(decision.ids) for decision in every), initial=0), every, strict=False))
         choosing = [(turn, d) for turn, (_, d) in enumerate(decisions) if d.choices is not None]
         choice_width = max((len(d.outcomes) for _, d in choosing), default=0)
         table_row = {turn: row for row, (turn, _) in enumerate(choosing)}

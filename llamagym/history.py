@@ -97,6 +97,33 @@ class Unread:
         return self.tree.history[self.mark + sum(part.entries.shape[2] for part in self.spoken) :]
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where tokens that run side by side in one row, without padding, belong in a rectangle.
+
+    Attributes:
+        index: Flat index (row * T + column) of each, int64 (N,).
+        rows: B.
+        width: T.
+    """
+
+    index: Tensor
+    rows: int
+    width: int
+
+    def spread(self, heads: Tensor) -> Tensor:
+        """Tokens' heads (1, heads, N, head size) in their places, (B, heads, T, head size), 0 elsewhere."""
+        tokens = heads[0].transpose(0, 1)
+        places = tokens.new_zeros(self.rows * self.width, *tokens.shape[1:]).index_copy(
+            0, self.index.to(tokens.device), tokens
+        )
+        return places.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+
+    def gather(self, rectangle: Tensor) -> Tensor:
+        """What lies (B, T, ...) in the tokens' places, side by side (1, N, ...)."""
+        return rectangle.flatten(0, 1).index_select(0, self.index.to(rectangle.device))[None]
+
+
 class Recent(Generic[K, V]):
     """A dictionary of bounded size in bytes, which forgets what was used least recently.
 
@@ -209,12 +236,23 @@ class RoomyCache(Cache):
     Attributes:
         prefix: For each layer, keys and values (2, heads, P, head size) that all rows see before their own; None if
             rows hold all that they see.
+        places: Of the tokens to come, if these run side by side in one row; None if they come as rectangles.
     """
 
     def __init__(self, layers: list[Any], prefix: list[Any] | None) -> None:
         """Show `layers` and share `prefix`."""
         super().__init__(layers=layers)
         self.prefix = prefix
+        self.places: Places | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append entries (B, heads, T, head size) to a layer's, or (1, heads, N, head size); returns all."""
+        if self.places is not None:
+            key_states, value_states = self.places.spread(key_states), self.places.spread(value_states)
+        result: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return result
 
     def grow(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values (B, heads, S, head size) of a layer, the last `count` columns new and yet to be filled."""
@@ -267,7 +305,7 @@ def cache_of(
     new_columns: int,
     is_shared: bool,
     first_layer: int = 0,
-) -> Cache:
+) -> RoomyCache:
     """A cache that holds the prefix and then each row's history, padded to `size` columns.
 
     Args:

@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, Ids, TokenTree
 from .hardware import memory_bytes
-from .history import Opening, Recent, Unread, Written, cache_of, entries_of
+from .history import Opening, Places, Recent, Unread, Written, cache_of, entries_of
 from .masks import causal
 from .transformer import Transformer, probe
 from .value_head import AutoModelForCausalLMWithValueHead
@@ -75,7 +75,12 @@ class Memory(Transformer):
         if not self._sees_as_alone(is_shared=False):
             logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
             self._fused.give_up()
-        self._can_share = self._sees_what_is_shared()
+        is_sdpa = self._body.config._attn_implementation == "sdpa"
+        # On a processor, where it was measured; in learning and acting.
+        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as_alone(is_shared=True)
+        self._can_share = self._can_share and self._sees_as_alone(is_shared=True, is_learning=True)
+        # Tokens of several rows side by side, in learning.
+        self._can_pack = is_sdpa and self._sees_as_alone(self._can_share, is_learning=True, is_packed=True)
         if self.history_is_frozen:
             self._split()
         # Passes to come multiply by other copies than these first ones, which were not fused.
@@ -325,22 +330,19 @@ class Memory(Transformer):
             self._run(self._body, nobody, nobody, causal(0, 1)[None], nobody, cache)
         return entries_of(cache, slice(0, 0))[0]
 
-    def _sees_what_is_shared(self) -> bool:
-        """Whether the model's attention is what ours is, learning and acting, on a processor, where it was measured."""
-        if self.device.type != "cpu" or self._body.config._attn_implementation != "sdpa":
-            return False
-        return all(self._sees_as_alone(is_shared=True, is_learning=is_learning) for is_learning in (True, False))
-
-    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False) -> bool:
+    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False, is_packed: bool = False) -> bool:
         """Whether tokens see what was kept, shared or their own, as they would see it in a sequence of their own."""
         ids, positions, visible = probe()
         alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
         with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
             self._run(self._body, ids, positions, visible, positions, alone)
-            cache = cache_of(entries_of(alone, slice(0, 2))[0].detach(), [self._nothing], 0, 3, is_shared)
+            cache = cache_of(entries_of(alone, slice(0, 2))[0].detach(), [self._nothing] * 2, 0, 3, is_shared)
+            # Packed, the second row has one token less.
+            cache.places = Places(torch.arange(5), 2, 3) if is_packed else None
+            ids, positions, visible = (part.expand(2, *part.shape[1:]) for part in (ids, positions, visible))
             self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)
             # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16
             # drifts as far as an error would.
-            expected, received = (entries_of(of, slice(-3, None), 1)[:, :2] for of in (alone, cache))
+            expected, received = (entries_of(of, slice(-3, -1), 1)[:, :2] for of in (alone, cache))
             return torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0)
         return False

@@ -41,8 +41,6 @@ _FIT_CONTEXTS = 512
 _FORWARD_NODES = 1024
 # The same while replies are written, each with room for its longest.
 _WRITING_NODES = 2048
-# Nodes of padding that are worth a pass with gradients of their own.
-_LEARNING_PADDING = 32
 
 
 class Policy:
@@ -226,16 +224,15 @@ class Policy:
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
         """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
         trees = [TokenTree.from_segment(segment) for segment in segments]
-        for rows in self._chunks(trees, nodes, padding=_LEARNING_PADDING):
+        for rows in self._chunks(trees, nodes):
             yield [segments[row] for row in rows]
 
     def _chunks(
-        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0, padding: int | None = None
+        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0
     ) -> Iterator[list[int]]:
         """Rows in chunks of one prefix that cost at most `nodes`, of which each adds `new_nodes`.
 
-        Equal trees lie together and count once. Rows that differ in length are parted where they would be padded by
-        more than `padding` nodes in all.
+        Equal trees lie together and count once.
         """
         sizes = [self._backbone.size(tree) + new_nodes for tree in trees]
 
@@ -243,17 +240,16 @@ class Policy:
             return trees[row].prefix, sizes[row], trees[row].history
 
         chunk: list[int] = []
-        distinct = filled = 0
+        distinct = 0
         for row in sorted(range(len(trees)), key=order):
             is_new = not chunk or trees[row] != trees[chunk[-1]]
+            # They come by size, so this is what all would cost as a rectangle.
             is_full = is_new and (distinct + 1) * sizes[row] > nodes
-            is_uneven = padding is not None and distinct * sizes[row] - filled > padding
-            if chunk and (is_full or is_uneven or trees[row].prefix != trees[chunk[-1]].prefix):
+            if chunk and (is_full or trees[row].prefix != trees[chunk[-1]].prefix):
                 yield chunk
-                chunk, distinct, filled = [], 0, 0
+                chunk, distinct = [], 0
             chunk.append(row)
             distinct += is_new
-            filled += is_new * sizes[row]
         if chunk:
             yield chunk
 

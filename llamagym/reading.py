@@ -70,7 +70,7 @@ def read(
             by different lengths it is no longer the same, so a `length` implies it.
     """
     plan = ReadPlan.from_trees(trees).to(backbone.device)
-    flat = backbone.hidden_states(trees, Batch.from_trees(trees), adapted).flatten(0, 1)
+    flat = backbone.hidden_states(trees, Batch.from_trees(trees), adapted)
     # The critic learns on the policy's features but does not shape them: its gradient stops here.
     features = flat[plan.value_nodes].detach()
     values = v_head(features).squeeze(-1)

@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache
 from .attention import sharing
 from .errors import ModelLoadError
 from .fusing import Fused
+from .history import RoomyCache
 from .masks import attention_mask, causal
 from .packing import Packed
 from .parts import first_trained_layer, split
@@ -113,7 +114,10 @@ class Transformer:
         key_positions: Tensor,
         cache: Cache,
     ) -> Tensor:
-        """Last hidden states of `part`, given token ids (B, T) or hidden states (B, T, H)."""
+        """Last hidden states (B, T, H) of `part`, given token ids (B, T) or hidden states (B, T, H).
+
+        If the cache tells the tokens' places, these run side by side in one row: (1, N, H).
+        """
         device = self.device
         mask = attention_mask(
             visible.to(device),
@@ -123,9 +127,11 @@ class Transformer:
             self._layer_types,
             self._lm.dtype,
         )
+        if isinstance(cache, RoomyCache) and cache.places is not None:
+            inputs, positions = cache.places.gather(inputs), cache.places.gather(positions)
         with self.ready(), sharing(self._body, cache) as shared:
             output = part(
-                **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs.to(device)},
+                **{"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs.to(device)},
                 position_ids=positions.to(device),
                 attention_mask=mask,
                 past_key_values=cache,

@@ -115,10 +115,14 @@ def test_attention_that_sees_otherwise_is_found_out(family):
         mask[..., 0] = torch.finfo(mask.dtype).min
         return attend(module, query, key, value, mask, **more)
 
-    assert memory.Memory(tiny_model(family))._can_share
+    usual = memory.Memory(tiny_model(family))
+    assert usual._can_share
+    assert usual._can_pack
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
-        assert not memory.Memory(tiny_model(family))._can_share
+        misled = memory.Memory(tiny_model(family))
+        assert not misled._can_share
+        assert not misled._can_pack
     finally:
         ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 
