@@ -39,6 +39,11 @@ def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
         body.config._attn_implementation = usual
 
 
+def may_hold_scores(mask: Tensor, heads: int) -> bool:
+    """Whether the scores of all heads under a mask (B, 1, T, P + S) may be held in memory."""
+    return mask.numel() * heads <= _SCORES
+
+
 def _attend(
     module: Any,
     query: Tensor,
@@ -72,7 +77,7 @@ def _attend(
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
     shared_key, shared_value = shared_prefix[module.layer_idx]
     (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
-    if attention_mask.numel() * heads > _SCORES:
+    if not may_hold_scores(attention_mask, heads):
         key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)

@@ -78,6 +78,7 @@ class Backbone(Memory):
             prefix = entries_of(read, slice(None))[0]
         room = Room(prefix, count, length + size + batch.ids.shape[1], self.shares(prefix, batch.ids.numel()))
         cache = room.cache(slice(None), length)
+        cache.keeps_gradients = True
         if size:
             keys = torch.arange(length + size).expand(count, -1)
             visible = causal(length, size).expand(count, -1, -1)

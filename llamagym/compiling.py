@@ -116,9 +116,13 @@ def _compile_as(kind: Any, number: Any) -> Callable[..., Any]:
 
 @inlined
 def exponential(number):  # type: ignore[no-untyped-def]
-    """The exponential of a float32 that is not positive, to two units in the last place (Cephes' `expf`)."""
+    """The exponential of a float32 that is not positive, to two units in the last place (Cephes' `expf`).
+
+    Below e^-87 it is 0: processors take long for the numbers that would come next.
+    """
     # What is no number is not less.
-    number = np.float32(-87) if number < np.float32(-87) else number
+    is_nothing = number < np.float32(-87)
+    number = np.float32(-87) if is_nothing else number
     doublings = np.floor(number * _LOG2_E + np.float32(0.5))
     rest = number - doublings * _LN_2
     series = np.float32(1.9875691e-4)
@@ -128,4 +132,4 @@ def exponential(number):  # type: ignore[no-untyped-def]
     series = series * rest + np.float32(1.6666666e-1)
     series = series * rest + np.float32(5.0000001e-1)
     power = np.uint32((np.int32(doublings) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return (series * rest * rest + rest + np.float32(1)) * power
+    return np.float32(0) if is_nothing else (series * rest * rest + rest + np.float32(1)) * power

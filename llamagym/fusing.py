@@ -3,8 +3,7 @@
 With few rows, as when replies are written, a layer's dozen modules and their many small operations take as long as its
 matrix products, and in learning a third of the time. Most families' layers are Llama's: attention with rotary
 positions, then a gated product, each normalized by root mean squares before and added to what was. Here such a layer is
-its products, those of the same inputs in one, and a compiled function between each two of them; where gradients flow,
-attention is PyTorch's.
+its products, those of the same inputs in one, and a compiled function between each two of them.
 
 Shapes: B rows, T tokens, H width, O outputs of a projection.
 """
@@ -19,6 +18,8 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from .attention import may_hold_scores
+from .attention_gradients import attend_with_gradients
 from .compiling import has_kernels
 from .history import RoomyCache
 from .kernels import attend
@@ -102,8 +103,7 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             query = _normalize_heads(query, attention.q_norm, attention.head_dim)
             key = _normalize_heads(key, attention.k_norm, attention.head_dim)
-        look = self._look_with_gradients if torch.is_grad_enabled() else self._look
-        seen = look(query, key, value, position_embeddings, cache, attention_mask, **others)
+        seen = self._look(query, key, value, position_embeddings, cache, attention_mask, **others)
         (added,) = self._project(self._out, seen)
         hidden, inputs = normalize(hidden, after.weight, after.variance_epsilon, added)
         (added,) = self._project(self._down, gated(*self._project(self._gate_up, inputs)))
@@ -115,19 +115,27 @@ class _Layer:
         key: Tensor,
         value: Tensor,
         angles: tuple[Tensor, Tensor],
-        cache: RoomyCache,
+        cache: Any,
         mask: Tensor,
-        *,
-        shared_prefix: Any = None,
         **others: Any,
     ) -> Tensor:
         """What the heads see, (B, T, N D)."""
-        layer = self._layer.self_attn.layer_idx
-        shared = None if shared_prefix is None else shared_prefix[layer]
-        kept = cache.grow(layer, query.shape[1])
-        return attend(query, key, value, angles, kept, shared, mask, self._layer.self_attn.scaling)
+        attention, look = self._layer.self_attn, attend
+        if torch.is_grad_enabled():
+            look = attend_with_gradients
+            is_simple = isinstance(cache, RoomyCache) and not cache.keeps_gradients
+            if not is_simple or not may_hold_scores(mask, query.shape[2] // attention.head_dim):
+                return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
+        shared, places = others.get("shared_prefix"), others.get("places")
+        if places is not None:
+            query, key, value, *turns = map(places.fill, (query, key, value, *angles))
+            angles = turns[0], turns[1]
+        of_layer = None if shared is None else shared[attention.layer_idx]
+        kept = cache.grow(attention.layer_idx, query.shape[1])
+        seen = look(query, key, value, angles, kept, of_layer, mask, attention.scaling)
+        return seen if places is None else places.gather(seen)
 
-    def _look_with_gradients(
+    def _look_by_pytorch(
         self,
         query: Tensor,
         key: Tensor,
@@ -137,7 +145,7 @@ class _Layer:
         mask: Tensor,
         **others: Any,
     ) -> Tensor:
-        """The same by PyTorch's operations."""
+        """The same, by the operations of PyTorch."""
         attention = self._layer.self_attn
         heads = [part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in (query, key, value)]
         query, key = apply_rotary_pos_emb(heads[0], heads[1], *angles)

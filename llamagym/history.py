@@ -111,13 +111,14 @@ class Places:
     rows: int
     width: int
 
+    def fill(self, tokens: Tensor) -> Tensor:
+        """What is known of the tokens (1, N, ...) in their places, (B, T, ...), 0 elsewhere."""
+        places = tokens.new_zeros(self.rows * self.width, *tokens.shape[2:])
+        return places.index_copy(0, self.index.to(tokens.device), tokens[0]).unflatten(0, (self.rows, self.width))
+
     def spread(self, heads: Tensor) -> Tensor:
         """Tokens' heads (1, heads, N, head size) in their places, (B, heads, T, head size), 0 elsewhere."""
-        tokens = heads[0].transpose(0, 1)
-        places = tokens.new_zeros(self.rows * self.width, *tokens.shape[1:]).index_copy(
-            0, self.index.to(tokens.device), tokens
-        )
-        return places.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+        return self.fill(heads.transpose(1, 2)).transpose(1, 2)
 
     def gather(self, rectangle: Tensor) -> Tensor:
         """What lies (B, T, ...) in the tokens' places, side by side (1, N, ...)."""
@@ -237,6 +238,7 @@ class RoomyCache(Cache):
         prefix: For each layer, keys and values (2, heads, P, head size) that all rows see before their own; None if
             rows hold all that they see.
         places: Of the tokens to come, if these run side by side in one row; None if they come as rectangles.
+        keeps_gradients: Whether gradients are to flow through what is kept.
     """
 
     def __init__(self, layers: list[Any], prefix: list[Any] | None) -> None:
@@ -244,6 +246,7 @@ class RoomyCache(Cache):
         super().__init__(layers=layers)
         self.prefix = prefix
         self.places: Places | None = None
+        self.keeps_gradients = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,8 +1,8 @@
 """Attention of few tokens as one function compiled for the processor; there are no gradients.
 
 With few rows, as when replies are written, a PyTorch operation takes about 10 us whatever it computes, and attention
-is a dozen of them for each layer. Here it is one call. All is computed in float32 and rounded where transformers
-rounds.
+is a dozen of them for each layer. Here it is one call. All is computed in float32; what is kept and what is returned is
+rounded.
 
 Shapes: B rows, T tokens, N query heads, K heads of keys and values, D head size, P shared columns of keys and values, S
 columns of a row's own.
@@ -49,9 +49,9 @@ def attend(
     """
     (rows, tokens, width), (_, groups, own, size) = query.shape, kept[0].shape
     before = 0 if shared is None else shared.shape[2]
-    cosines = _of_rows(rows, angles[0], (tokens, size))
-    sines = _of_rows(rows, angles[1], (tokens, size))
-    mask = _of_rows(rows, mask, (1, tokens, before + own))
+    cosines = of_rows(rows, angles[0], (tokens, size))
+    sines = of_rows(rows, angles[1], (tokens, size))
+    mask = of_rows(rows, mask, (1, tokens, before + own))
     result = torch.empty_like(query, memory_format=torch.contiguous_format)
     products = rows * tokens * width * (before + own)
     parts = parts_of(products)
@@ -70,7 +70,7 @@ def attend(
     return result
 
 
-def _of_rows(rows: int, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def of_rows(rows: int, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """What is the same for all rows or not, as (B, *sizes)."""
     if part.shape[1:] != sizes:
         raise ValueError(f"attention was given what is of shape {tuple(part.shape)}; expected ({rows}, *{sizes})")
@@ -78,16 +78,14 @@ def _of_rows(rows: int, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 @inlined
-def _rotate(kind, head, cosines, sines, result):  # type: ignore[no-untyped-def]
-    """Rotate a head (D,) by the angles of its position."""
+def rotate(head, cosines, sines, result):  # type: ignore[no-untyped-def]
+    """Rotate a head (D,) by the angles of its position, in float32."""
     half = len(head) // 2
     for i in range(half):
         j = half + i
         low, high = wide(head[i]), wide(head[j])
-        lows = as_element(kind, low * wide(cosines[i])), as_element(kind, high * wide(sines[i]))
-        highs = as_element(kind, high * wide(cosines[j])), as_element(kind, low * wide(sines[j]))
-        result[i] = wide(as_element(kind, wide(lows[0]) - wide(lows[1])))
-        result[j] = wide(as_element(kind, wide(highs[0]) + wide(highs[1])))
+        result[i] = low * wide(cosines[i]) - high * wide(sines[i])
+        result[j] = high * wide(cosines[j]) + low * wide(sines[j])
 
 
 @inlined
@@ -121,7 +119,7 @@ def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides,
             nth = kind.itemsize * (row * tokens + token)
             key = carray(pointer(new_at[1] + nth * strides[1]), (groups, size), kind.dtype)
             value = carray(pointer(new_at[2] + nth * strides[2]), (groups, size), kind.dtype)
-            _rotate(kind, key[group], cosines[row, token], sines[row, token], asked)
+            rotate(key[group], cosines[row, token], sines[row, token], asked)
             for i in range(size):
                 own_keys[own - tokens + token, i] = as_element(kind, asked[i])
                 own_values[own - tokens + token, i] = value[group, i]
@@ -133,7 +131,7 @@ def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides,
             nth = kind.itemsize * (row * tokens + token)
             query = carray(pointer(new_at[0] + nth * strides[0]), (heads, size), kind.dtype)
             for head in range(group * (heads // groups), (group + 1) * (heads // groups)):
-                _rotate(kind, query[head], cosines[row, token], sines[row, token], asked)
+                rotate(query[head], cosines[row, token], sines[row, token], asked)
                 largest = np.float32(-np.inf)
                 for column in range(before + own):
                     score = np.float32(0)

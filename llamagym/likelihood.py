@@ -164,9 +164,7 @@ def _sum(kind, logits_at, results_at, sizes, part, parts):  # type: ignore[no-un
         for group in range(groups):
             powers = np.float32(0)
             for i in range(group * size, (group + 1) * size):
-                difference = wide(logits[row, i]) - largest[row]
-                # What is impossible must not be drawn.
-                powers += np.float32(0) if difference < np.float32(-87) else exponential(difference)
+                powers += exponential(wide(logits[row, i]) - largest[row])
             sums[row, group] = powers
 
 

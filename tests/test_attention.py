@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llamagym import attention, memory
+from llamagym import attention, fusing, memory
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
@@ -17,9 +17,16 @@ TOLERANCE = 2e-4
 
 
 @pytest.fixture
-def passes():
-    """How many queries looked at a shared prefix, by layer and pass."""
-    rows, attend = [], ALL_ATTENTION_FUNCTIONS[attention._NAME]
+def passes(monkeypatch):
+    """How many queries looked at a shared prefix, by layer and pass, but for fused layers that act."""
+    rows, attend, fused = [], ALL_ATTENTION_FUNCTIONS[attention._NAME], fusing.attend_with_gradients
+
+    def counted_fused(query, key, value, angles, kept, shared, *others):
+        if shared is not None:
+            rows.append(query.shape[0] * query.shape[1])
+        return fused(query, key, value, angles, kept, shared, *others)
+
+    monkeypatch.setattr(fusing, "attend_with_gradients", counted_fused)
 
     def counted(module, query, *others, **more):
         rows.append(query.shape[0] * query.shape[2])
@@ -106,18 +113,25 @@ def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_that_sees_otherwise_is_found_out(family):
-    attend = ALL_ATTENTION_FUNCTIONS[attention._NAME]
+def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
+    attend, fused = ALL_ATTENTION_FUNCTIONS[attention._NAME], fusing.attend_with_gradients
 
-    def blind(module, query, key, value, mask, **more):
-        """To the first shared token."""
+    def narrowed(mask):
+        """Blind to the first shared token."""
         mask = mask.clone()
         mask[..., 0] = torch.finfo(mask.dtype).min
-        return attend(module, query, key, value, mask, **more)
+        return mask
+
+    def blind(module, query, key, value, mask, **more):
+        return attend(module, query, key, value, narrowed(mask), **more)
+
+    def blind_fused(query, key, value, angles, kept, shared, mask, scaling):
+        return fused(query, key, value, angles, kept, shared, narrowed(mask), scaling)
 
     usual = memory.Memory(tiny_model(family))
     assert usual._can_share
     assert usual._can_pack
+    monkeypatch.setattr(fusing, "attend_with_gradients", blind_fused)
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
         misled = memory.Memory(tiny_model(family))

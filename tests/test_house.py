@@ -39,6 +39,7 @@ ORDER = [
     "low_rank",
     "compiling",
     "kernels",
+    "attention_gradients",
     "rowwise",
     "likelihood",
     "fusing",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from llamagym import compiling, kernels, rowwise
+from llamagym import attention_gradients, compiling, kernels, rowwise
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of numbers near one: float32's sums differ in order, bfloat16's last result is rounded to 8 bits.
@@ -109,33 +109,72 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows, groups, size = 3, 2, 8
     widths = [heads * size, groups * size, groups * size]
-    joint = torch.randn(rows, length, sum(widths)).to(dtype).split(widths, dim=-1)
-    query, key, value = joint if is_joint else (part.contiguous() for part in joint)
+    joint = torch.randn(rows, length, sum(widths)).to(dtype)
     angles = torch.randn(rows, length, size // 2).repeat(1, 1, 2)
     angles = angles.cos().to(dtype), angles.sin().to(dtype)
     room = torch.randn(2, rows + 1, groups, own + 3, size).to(dtype)
-    kept = room[:, 1:, :, :own].unbind()
     shared = torch.randn(2, groups, before, size).to(dtype)
     visible = torch.rand(rows, 1, length, before + own) < 0.6
     visible[..., -1] = True
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(dtype).min).to(dtype)
-    untouched = room.clone()
 
-    received = kernels.attend(query, key, value, angles, kept, shared if before else None, mask, 0.3)
+    def rotated_and_kept(joint):
+        """What transformers makes of it, in double precision; new keys are rounded when they are kept."""
+        parts = joint.double().split(widths, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
+        query, key = apply_rotary_pos_emb(query, key, *(part.double() for part in angles))
+        return query, key + (key.to(dtype).double() - key).detach(), value
 
-    heads_apart = [part.unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value)]
-    turned, new_keys = apply_rotary_pos_emb(*heads_apart[:2], *angles)
-    for part, new, old in zip(kept, (new_keys, heads_apart[2]), untouched[:, 1:], strict=True):
-        assert torch.allclose(part[:, :, -length:], new, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        assert torch.equal(part[:, :, :-length], old[:, :, : own - length])
-    assert torch.equal(room[:, 0], untouched[:, 0])
-    assert torch.equal(room[:, :, :, own:], untouched[:, :, :, own:])
-    seen = [torch.cat([of.expand(rows, -1, -1, -1), part], dim=2) for of, part in zip(shared, kept, strict=True)]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        turned.float(), *(part.float() for part in seen), mask.float(), scale=0.3, enable_gqa=True
-    )
-    expected = expected.transpose(1, 2).flatten(2)
-    assert torch.allclose(received.float(), expected, atol=TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+    def exact(joint):
+        query, *new = rotated_and_kept(joint)
+        kept = [
+            torch.cat([old[1:, :, : own - length].double(), part], dim=2) for old, part in zip(room, new, strict=True)
+        ]
+        seen = [torch.cat([of.expand(rows, -1, -1, -1), part], dim=2) for of, part in zip(shared, kept, strict=True)]
+        result = torch.nn.functional.scaled_dot_product_attention(
+            query, *seen, mask.double(), scale=0.3, enable_gqa=True
+        )
+        return [result.transpose(1, 2).flatten(2)]
+
+    def ours(attend, filled):
+        def result(joint):
+            parts = joint.split(widths, dim=-1)
+            query, key, value = parts if is_joint else (part.contiguous() for part in parts)
+            kept = filled[:, 1:, :, :own].unbind()
+            return [attend(query, key, value, angles, kept, shared if before else None, mask, 0.3)]
+
+        return result
+
+    (expected,), (_, *new) = exact(joint), rotated_and_kept(joint)
+    for attend in (kernels.attend, attention_gradients.attend_with_gradients):
+        filled = room.clone()
+        (received,) = ours(attend, filled)(joint)
+        for part, of_new, old in zip(filled[:, 1:, :, :own], new, room[:, 1:], strict=True):
+            assert torch.allclose(part[:, :, -length:].double(), of_new, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            assert torch.equal(part[:, :, :-length], old[:, :, : own - length])
+        assert torch.equal(filled[:, 0], room[:, 0])
+        assert torch.equal(filled[:, :, :, own:], room[:, :, :, own:])
+        assert torch.allclose(received.double(), expected, atol=TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+    (received,) = gradients_of(ours(attention_gradients.attend_with_gradients, room.clone()), joint)
+    (expected,) = gradients_of(exact, joint.double())
+    assert received.dtype == dtype
+    assert torch.allclose(received.double(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+
+
+@torch.enable_grad()
+def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
+    rows, groups, size = 2, 1, 4
+    angles = torch.ones(rows, 3, size), torch.zeros(rows, 3, size)
+    kept, mask = torch.zeros(2, rows, groups, 3, size), torch.zeros(rows, 1, 3, 3)
+    query = torch.full((rows, 3, size), 1e4)
+    query[1, 2, 0] = torch.nan
+    key = torch.zeros(rows, 3, size)
+    key[:, 1] = 1.0
+    value = torch.randn(rows, 3, size).requires_grad_()
+    seen = attention_gradients.attend_with_gradients(query, key, value, angles, kept.unbind(), None, mask, 1.0)
+    assert torch.equal(seen[0], value[0, 1].expand(3, -1))
+    assert seen[1, 2].isnan().all()
+    assert not seen[1, :2].isnan().any()
 
 
 def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch):
