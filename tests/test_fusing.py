@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from llamagym import fusing, memory, rowwise
+from llamagym import attention, fusing, memory, rowwise
 from llamagym.adapter import acting_on_every_token
 from llamagym.history import cache_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
@@ -146,6 +146,25 @@ def test_gradients_are_the_same(family, is_shared, dtype, runs):
         # In bfloat16 either is off by up to 8 % of what float32 gives.
         assert (received - expected).norm() <= 3 * TOLERANCE[dtype] * expected.norm()
     assert not runs
+
+
+def test_scores_that_are_too_many_to_hold_are_not_held(monkeypatch):
+    backbone = backbone_of("llama")
+    trained = [weight for weight in backbone._body.parameters() if weight.requires_grad]
+    held = []
+    attend = fusing.attend_with_gradients
+    monkeypatch.setattr(fusing, "attend_with_gradients", lambda *given: held.append(1) or attend(*given))
+
+    def gradients():
+        torch.manual_seed(1)
+        return torch.autograd.grad(states_of(backbone, True)[0].pow(3).sum(), trained)
+
+    expected = gradients()
+    assert len(held) == len(backbone._body.layers)
+    monkeypatch.setattr(attention, "_SCORES", 0)
+    for received, of_held in zip(gradients(), expected, strict=True):
+        assert (received - of_held).norm() <= 1e-5 * of_held.norm()
+    assert len(held) == len(backbone._body.layers)
 
 
 def test_norms_that_learn_run_as_they_are(runs):
