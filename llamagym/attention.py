@@ -1,7 +1,8 @@
 """Attention where rows share a prefix: its keys and values are read once for all rows, not once for each.
 
 What all rows' queries make of the shared keys is one matrix product (Hydragen, Juravsky et al. 2024,
-https://arxiv.org/abs/2402.05099); here one softmax runs over these scores and those of a row's own keys.
+https://arxiv.org/abs/2402.05099); here one softmax runs over these scores and those of a row's own keys. Tokens of
+several rows that run side by side in one, without padding, are put into their rows here.
 
 Shapes: B rows, N query heads, K heads of keys and values, T tokens, P shared columns, S columns of a row's own, D head
 size.
@@ -70,17 +71,33 @@ def _attend(
         others: What PyTorch's attention takes.
     """
     if places is not None:
-        query, given = places.spread(query), {"scaling": scaling, "shared_prefix": shared_prefix, **others}
-        return places.gather(_attend(module, query, key, value, attention_mask, **given)[0]), None
+        query = places.spread(query)
+    seen = _look(module, query, key, value, attention_mask, scaling, shared_prefix, **others)
+    return (seen if places is None else places.gather(seen)), None
+
+
+def _look(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    shared_prefix: Sequence[Tensor] | None,
+    **others: Any,
+) -> Tensor:
+    """What rows see, (B, T, N, D); arguments as before."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if shared_prefix is None:
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
+        alone: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
+        return alone
     shared_key, shared_value = shared_prefix[module.layer_idx]
     (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
-    if not may_hold_scores(attention_mask, heads):
+    if not may_hold_scores(mask, heads):
         key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
+        copied: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
+        return copied
     # In bfloat16, scores would be rounded to 8 bits, and products this small take as long.
     key, value, shared_key, shared_value = (part.float() for part in (key, value, shared_key, shared_value))
     # Heads that share keys stand beside each other: (B, K, N/K T, D).
@@ -88,10 +105,10 @@ def _attend(
     of_shared = _rows_together(grouped) @ shared_key.mT
     of_own = (key @ grouped.mT).mT
     scores = torch.cat([_rows_apart(of_shared, rows), of_own], dim=-1)
-    scores = scores.view(rows, heads, length, -1).add_(attention_mask).softmax(-1).view_as(scores)
+    scores = scores.view(rows, heads, length, -1).add_(mask).softmax(-1).view_as(scores)
     seen = scores[..., width:] @ value
     seen = seen + _rows_apart(_rows_together(scores[..., :width]) @ shared_value, rows)
-    return seen.view(rows, heads, length, size).transpose(1, 2).to(query.dtype), None
+    return seen.view(rows, heads, length, size).transpose(1, 2).to(query.dtype)
 
 
 def _rows_together(part: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from numba import prange
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, parts_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, run_in_parts, wide
 from .kernels import of_rows, rotate
 
 
@@ -104,12 +104,8 @@ def _run_in_parts(
 ) -> None:
     """Run a compiled function on all rows, in threads where that pays."""
     rows, tokens, heads, _, size, before, own = sizes
-    parts = parts_of(rows * tokens * heads * (size + before + own))
-    given = kind, tuple(at), sizes, strides, scaling
-    if parts > 1:
-        _IN_THREADS[function](*given, parts)
-    else:
-        function(*given, 0, 1)
+    products = rows * tokens * heads * (size + before + own)
+    run_in_parts(function, _IN_THREADS[function], products, kind, tuple(at), sizes, strides, scaling)
 
 
 @compiled

@@ -4,8 +4,8 @@ Compiled functions take addresses, since wrapping tensors as arrays would take a
 there is checked before. They compute in float32. numba knows no bfloat16: to it these are unsigned integers, the upper
 halves of float32.
 
-numba looks at a function's own file alone to see whether what it keeps is outdated. Whoever changes the functions here
-that others call has to delete `*.nbi` in `__pycache__`.
+numba looks at a function's own file alone to see whether what it keeps is outdated. Whoever changes a function that
+those of other files call, as they do all that are here, has to delete `*.nbi` in `__pycache__`.
 
 A function that is given another one to call is compiled anew in every process, so those that start threads are written
 out, one for each.
@@ -50,6 +50,22 @@ def kind_of(*tensors: Tensor) -> Any:
 def parts_of(products: int) -> int:
     """In how many parts, each in a thread of its own, so many products are best computed."""
     return min(torch.get_num_threads(), products // _WORTH_A_THREAD + 1) if _HAS_THREADS else 1
+
+
+def run_in_parts(function: Callable[..., None], in_threads: Callable[..., None], products: int, *given: Any) -> None:
+    """Call a compiled function for all of so many products, whose last arguments are which part and of how many.
+
+    Args:
+        function: Computes a part.
+        in_threads: The same, each part in a thread; its last argument is how many.
+        products: How many products there are.
+        *given: The other arguments.
+    """
+    parts = parts_of(products)
+    if parts > 1:
+        in_threads(*given, parts)
+    else:
+        function(*given, 0, 1)
 
 
 def _has_threads() -> bool:

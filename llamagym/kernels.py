@@ -18,7 +18,7 @@ from numba import prange
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, parts_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, run_in_parts, wide
 
 
 def attend(
@@ -53,9 +53,10 @@ def attend(
     sines = of_rows(rows, angles[1], (tokens, size))
     mask = of_rows(rows, mask, (1, tokens, before + own))
     result = torch.empty_like(query, memory_format=torch.contiguous_format)
-    products = rows * tokens * width * (before + own)
-    parts = parts_of(products)
-    (_attend_in_threads if parts > 1 else _attend_alone)(
+    run_in_parts(
+        _attend,
+        _attend_in_threads,
+        rows * tokens * width * (before + own),
         kind_of(query, key, value, cosines, sines, mask, *kept, *([] if shared is None else [shared])),
         (query.data_ptr(), key.data_ptr(), value.data_ptr()),
         (cosines.data_ptr(), sines.data_ptr(), mask.data_ptr()),
@@ -65,7 +66,6 @@ def attend(
         (before, own),
         (query.stride(1), key.stride(1), value.stride(1), *kept[0].stride()[:2]),
         scaling,
-        parts,
     )
     return result
 
@@ -88,7 +88,7 @@ def rotate(head, cosines, sines, result):  # type: ignore[no-untyped-def]
         result[j] = high * wide(cosines[j]) + low * wide(sines[j])
 
 
-@inlined
+@compiled
 def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, part, parts):  # type: ignore[no-untyped-def]
     """One part of all pairs of a row and a group of heads that share keys and values."""
     rows, tokens, heads, groups, size = sizes
@@ -151,12 +151,6 @@ def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides,
                         seen[i] += early + three * values[c + 2, i] + four * values[c + 3, i]
                 for i in range(size):
                     result[row, token, head, i] = as_element(kind, seen[i] / total)
-
-
-@compiled
-def _attend_alone(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    for part in range(parts):
-        _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, part, parts)
 
 
 @partial(compiled, parallel=True)

@@ -20,7 +20,7 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .compiling import as_element, compiled, exponential, has_kernels, inlined, kind_of, parts_of, pointer, wide
+from .compiling import as_element, compiled, exponential, has_kernels, inlined, kind_of, pointer, run_in_parts, wide
 
 # No log-probability is less: an impossible token's of -inf, times its probability of 0, would not be a number.
 _LEAST = np.float32(-(torch.finfo(torch.float32).max ** 0.5))
@@ -65,11 +65,8 @@ def sums_in_groups(logits: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.empty(len(logits), dtype=torch.float32)
     sums = torch.empty(len(logits), groups, dtype=torch.float32)
     results, sizes = (largest.data_ptr(), sums.data_ptr()), (len(logits), groups, size)
-    parts = parts_of(logits.numel())
-    if parts > 1:
-        _sum_in_threads(kind_of(logits), logits.data_ptr(), results, sizes, parts)
-    else:
-        _sum(kind_of(logits), logits.data_ptr(), results, sizes, 0, 1)
+    given = kind_of(logits), logits.data_ptr(), results, sizes
+    run_in_parts(_sum, _sum_in_threads, logits.numel(), *given)
     return largest, sums
 
 
@@ -92,11 +89,8 @@ class _Likelihood(torch.autograd.Function):
             picked, entropy, total = (scales.new_empty(shape) for shape in (targets.shape, len(logits), len(logits)))
             given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr()
             results = picked.data_ptr(), entropy.data_ptr(), total.data_ptr()
-            sizes, parts = (*logits.shape, targets.shape[1]), parts_of(logits.numel())
-            if parts > 1:
-                _measure_in_threads(kind_of(logits), given, results, sizes, parts)
-            else:
-                _measure(kind_of(logits), given, results, sizes, 0, 1)
+            sizes = (*logits.shape, targets.shape[1])
+            run_in_parts(_measure, _measure_in_threads, logits.numel(), kind_of(logits), given, results, sizes)
         else:
             logprobs, total = _logprobs(logits, scales)
             picked, entropy = logprobs.gather(1, targets), -torch.linalg.vecdot(logprobs.exp(), logprobs)
@@ -113,11 +107,8 @@ class _Likelihood(torch.autograd.Function):
             increment_version(logits)
             given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr(), total.data_ptr()
             gradients = of_picked.data_ptr(), of_entropy.data_ptr(), shift.data_ptr()
-            sizes, parts = (*logits.shape, targets.shape[1]), parts_of(logits.numel())
-            if parts > 1:
-                _slope_in_threads(kind_of(logits), given, gradients, sizes, parts)
-            else:
-                _slope(kind_of(logits), given, gradients, sizes, 0, 1)
+            sizes = (*logits.shape, targets.shape[1])
+            run_in_parts(_slope, _slope_in_threads, logits.numel(), kind_of(logits), given, gradients, sizes)
             return logits, None, None
         logprobs, _ = _logprobs(logits, scales)
         of_logits = torch.addcmul(-shift[:, None], logprobs, of_entropy[:, None], value=-1).mul_(logprobs.exp_())

@@ -51,7 +51,7 @@ class Memory(Transformer):
 
     Attributes:
         history_is_frozen: Whether histories do not depend on what is trained.
-        tokens_forwarded: Tokens (padding included) that were read or decided so far.
+        tokens_forwarded: Tokens, with what padding there was, that were read or decided so far.
         written: By prefix, history, what opens a reply and its beginning: what was written since the weights changed.
     """
 

@@ -102,7 +102,7 @@ class Policy:
 
     @property
     def tokens_forwarded(self) -> int:
-        """Tokens that went through the model so far, padding included."""
+        """Tokens that went through the model so far, with what padding there was."""
         frozen = self._frozen.tokens_forwarded if self._frozen else 0
         return self._backbone.tokens_forwarded + frozen
 

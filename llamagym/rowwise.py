@@ -18,7 +18,7 @@ from numba import prange
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, parts_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, run_in_parts, wide
 
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -98,11 +98,7 @@ def _size_of(states: Tensor) -> tuple[int, int]:
 
 def _run_in_parts(function: Any, kind: Any, at: tuple[int, ...], sizes: tuple[int, ...], epsilon: float = 0.0) -> None:
     """Run a compiled function on all rows, in threads where that pays."""
-    parts = parts_of(sizes[0] * sizes[1])
-    if parts > 1:
-        _IN_THREADS[function](kind, at, sizes, epsilon, parts)
-    else:
-        function(kind, at, sizes, epsilon, 0, 1)
+    run_in_parts(function, _IN_THREADS[function], sizes[0] * sizes[1], kind, at, sizes, epsilon)
 
 
 @compiled

@@ -143,7 +143,7 @@ def test_gradients_are_the_same(family, is_shared, dtype, runs):
     assert len(runs) == len(backbone._body.layers)
     backbone._fused.give_up()
     for received, expected in zip(fused, gradients(), strict=True):
-        # In bfloat16 either is off by up to 8 % of what float32 gives.
+        # In bfloat16 either is off by up to 9 % of what float32 gives.
         assert (received - expected).norm() <= 3 * TOLERANCE[dtype] * expected.norm()
     assert not runs
 

@@ -179,7 +179,7 @@ def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
 
 def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch):
     calls = []
-    for name in ("_attend_alone", "_attend_in_threads"):
+    for name in ("_attend", "_attend_in_threads"):
         monkeypatch.setattr(kernels, name, lambda *given, name=name: calls.append((name, given[-1])))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
@@ -193,7 +193,7 @@ def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch)
     attend(64, 1000)
     monkeypatch.setattr(compiling, "_HAS_THREADS", False)
     attend(64, 1000)
-    assert calls == [("_attend_alone", 1), ("_attend_in_threads", 2), ("_attend_in_threads", 4), ("_attend_alone", 1)]
+    assert calls == [("_attend", 1), ("_attend_in_threads", 2), ("_attend_in_threads", 4), ("_attend", 1)]
 
 
 def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
