@@ -2,9 +2,9 @@
 
 python scripts/benchmarks/acting.py [--dtype bfloat16] [--llamagym-python PATH] [--agilerl-python PATH]
 
-PATH is the interpreter of an environment made as the script in rivals/ says. What runs in this process is measured in
-turn, rivals afterwards. An update of the weights is feigned every 512 turns: what depends on them is computed anew.
-Replies are up to 8 sampled tokens, or one of two choices.
+PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in turn. An update of the
+weights is feigned every 512 turns: what depends on them is computed anew. Replies are up to 8 sampled tokens, or one of
+two choices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 import torch
-from common import Work, add_bare, add_ratios, named, parse_args, rates_in_turn, run_rivals, save
+from common import Work, add_bare, add_ratios, measure, named, parse_args, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -65,15 +65,14 @@ def main() -> None:
     works = {name: llamagym_work(of_kind, forwarded[name]) for name, of_kind in agents.items()}
     works |= {f"transformers_batch_{batch}": plain_work(agent, model, batch) for batch in (1, ENVS)}
     bare = bare_works(model, ENVS, length)
-    rates = rates_in_turn(works | bare)
+    rates = measure(works | bare, pythons, embedded_model_folder(), "act")
     for name, of_kind in forwarded.items():
         # Of the rounds that are counted; in later ones fewer observations are new.
         per_turn = [tokens / (ENVS * STEPS) for tokens in of_kind[1:]]
         tokens = [count * rate for count, rate in zip(per_turn, rates[name]["all"], strict=True)]
         rates[name] |= {"tokens_per_turn": statistics.median(per_turn), "tokens_per_second": statistics.median(tokens)}
-    rivals = run_rivals(pythons, embedded_model_folder(), "act")
     unit = "turns per second, median of 5"
-    result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in works}, **rivals}
+    result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in (*works, *pythons)}}
     tokens_per_second = rates["llamagym_free_text"]["tokens_per_second"]
     add_bare(result, {name: rates[name] for name in bare}, tokens_per_second)
     add_ratios(result, ("transformers_batch_1", "transformers_batch_64", *pythons))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,40 +73,33 @@ def processor() -> str:
 
 Work = tuple[float, Callable[[], object]]
 """How much is done, and what does it."""
+Rate = Callable[[], float]
+"""Measures once how much is done a second."""
+# Begins the lines by which rivals answer.
+_ANSWER = "answer: "
 
 
-def rates_in_turn(works: dict[str, Work]) -> dict[str, dict[str, Any]]:
-    """How much each does a second: medians of five, taken in turn, after one round that is not counted.
+def rate_of(count: float, work: Callable[[], object]) -> Rate:
+    """Measures how many of `count` a second `work` does."""
+
+    def rate() -> float:
+        started = time.perf_counter()
+        work()
+        return count / (time.perf_counter() - started)
+
+    return rate
+
+
+def rates_in_turn(rates: dict[str, Rate]) -> dict[str, dict[str, Any]]:
+    """Medians of five, taken in turn, after one round that is not counted.
 
     A machine's speed drifts by a third within minutes; what is measured in turn drifts together.
     """
-    rates: dict[str, list[float]] = {name: [] for name in works}
+    measured: dict[str, list[float]] = {name: [] for name in rates}
     for _ in range(6):
-        for name, work in works.items():
-            rates[name].append(rate(*work))
-    return {name: {"median": statistics.median(of_work[1:]), "all": of_work[1:]} for name, of_work in rates.items()}
-
-
-def rate(count: float, work: Callable[[], object]) -> float:
-    """How many of `count` a second `work` does."""
-    started = time.perf_counter()
-    work()
-    return count / (time.perf_counter() - started)
-
-
-def median_rate(count: float, work: Callable[[], object]) -> dict[str, Any]:
-    """The median rate of five, after one that is not counted."""
-    return median_of(lambda: rate(count, work))
-
-
-def median_of(rate: Callable[[], float], budget_s: float = math.inf) -> dict[str, Any]:
-    """The median of five rates, after one that is not counted; of fewer if these take longer than `budget_s`."""
-    started = time.perf_counter()
-    rate()
-    rates = [rate()]
-    while len(rates) < 5 and time.perf_counter() - started < budget_s:
-        rates.append(rate())
-    return {"median": statistics.median(rates), "all": rates}
+        for name, rate in rates.items():
+            measured[name].append(rate())
+    return {name: {"median": statistics.median(of_one[1:]), "all": of_one[1:]} for name, of_one in measured.items()}
 
 
 def parse_args(description: str | None) -> tuple[str, dict[str, Path]]:
@@ -124,17 +116,58 @@ def parse_args(description: str | None) -> tuple[str, dict[str, Path]]:
     return given.pop("dtype"), {name: path for name, path in given.items() if path}
 
 
-def run_rivals(pythons: dict[str, Path], *arguments: object) -> dict[str, Any]:
-    """What each rival's script prints last, as JSON, by the rival's name; each runs in its own environment."""
-    # Modules on our own path would shadow the rival's.
-    clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-    results = {}
-    for name, python in pythons.items():
+class Rival:
+    """A rival in an environment of its own, which measures itself when it is asked to; see `serve`."""
+
+    def __init__(self, name: str, python: Path, *arguments: object) -> None:
+        """Start it and wait until it is ready."""
+        # Modules on our own path would shadow the rival's.
+        clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
         script = Path(__file__).parent / "rivals" / RIVALS[name]
         command = [str(python), str(script), *map(str, arguments)]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=clean).stdout
-        results[name] = json.loads(output.splitlines()[-1])
-    return results
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._name, self._process = name, subprocess.Popen(command, env=clean, **pipes)
+        self.packages: dict[str, str | None] = self._answer()["packages"]
+
+    def rate(self) -> float:
+        """How much it does a second, measured now."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._answer()["rate"])
+
+    def __enter__(self) -> Rival:
+        """It is ready."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End it, since there is nothing more to read."""
+        self._process.__exit__(*error)
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that is an answer; a rival's libraries may print others."""
+        for line in self._process.stdout:
+            if line.startswith(_ANSWER):
+                answer: dict[str, Any] = json.loads(line.removeprefix(_ANSWER))
+                return answer
+        raise RuntimeError(f"{self._name} ended with status {self._process.wait()} instead of being measured")
+
+
+def serve(rate: Rate, *packages: str) -> None:
+    """What a rival's script does: say which packages it has, then answer each line of its input by a rate."""
+    print(_ANSWER + json.dumps({"packages": versions(*packages)}), flush=True)
+    for _ in sys.stdin:
+        print(_ANSWER + json.dumps({"rate": rate()}), flush=True)
+
+
+def measure(works: dict[str, Work], pythons: dict[str, Path], *arguments: object) -> dict[str, dict[str, Any]]:
+    """The rates of our works, and of rivals started with these arguments, all in turn."""
+    with ExitStack() as stack:
+        rivals = {name: stack.enter_context(Rival(name, python, *arguments)) for name, python in pythons.items()}
+        rates = {name: rate_of(*work) for name, work in works.items()}
+        result = rates_in_turn(rates | {name: rival.rate for name, rival in rivals.items()})
+    for name, rival in rivals.items():
+        result[name]["packages"] = rival.packages
+    return result
 
 
 def add_ratios(result: dict[str, Any], rivals: Iterable[str]) -> None:

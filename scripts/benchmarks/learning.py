@@ -4,15 +4,14 @@ python scripts/benchmarks/learning.py [--dtype bfloat16] [--llamagym-python PATH
 
 A turn is counted once for each pass over the batch. The plain step is what a direct reading of PPO gives: prompt and
 reply of every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and
-v_proj of all layers. What runs in this process is measured in turn, rivals afterwards. PATH is the interpreter of an
-environment made as the script in rivals/ says; a rival that needs more than some minutes for five repeats is measured
-fewer times, and the result shows how many.
+v_proj of all layers. PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in
+turn.
 """
 
 from __future__ import annotations
 
 import torch
-from common import Work, add_bare, add_ratios, named, parse_args, rates_in_turn, run_rivals, save
+from common import Work, add_bare, add_ratios, measure, named, parse_args, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -70,13 +69,12 @@ def main() -> None:
     works = {name: llamagym_work(name == "llamagym_free_text", dtype, forwarded) for name, forwarded in tokens.items()}
     works["plain_step"] = plain_work(agent)
     bare = bare_works(plain_model(agent), BATCH, length)
-    rates = rates_in_turn(works | bare)
+    rates = measure(works | bare, pythons, embedded_model_folder(), "learn")
     for name, forwarded in tokens.items():
         turns = works[name][0]
         rates[name] |= {"turns": turns, "tokens_per_second": forwarded[-1] * rates[name]["median"] / turns}
-    rivals = run_rivals(pythons, embedded_model_folder(), "learn")
-    unit = "turns per second, median of all that are shown"
-    result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in works}, **rivals}
+    unit = "turns per second, median of 5"
+    result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in (*works, *pythons)}}
     add_bare(result, {name: rates[name] for name in bare}, rates["llamagym_free_text"]["tokens_per_second"])
     add_ratios(result, ("plain_step", *pythons))
     save(named("learning", dtype), result)

@@ -16,9 +16,7 @@ loads that the package is missing, as it finds by itself where the extras leave 
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from prompt import STATES, SYSTEM, observed
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import median_of, median_rate, versions
+from common import rate_of, serve
 
-MAX_NEW_TOKENS, LEARN_BATCH, BUDGET_S = 8, 16, 120.0
+MAX_NEW_TOKENS, LEARN_BATCH = 8, 16
 
 
 def make_agent(folder: str, pad_token_id: int, pad_token: str) -> Any:
@@ -56,7 +54,7 @@ def make_agent(folder: str, pad_token_id: int, pad_token: str) -> Any:
 
 
 def main() -> None:
-    """Print one JSON line."""
+    """Answer by rates."""
     folder, what = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     agent = make_agent(folder, tokenizer.pad_token_id, tokenizer.pad_token)
@@ -72,22 +70,15 @@ def main() -> None:
         encoded = tokenizer(rows, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
         return dict(encoded)
 
-    if what == "act":
-        # Its own rollouts hand over the environments' prompts apart, and it generates for one after the other. It does
-        # take a padded batch in the place of one prompt: the faster way is the one to be compared with.
-        one_by_one = median_rate(8, lambda: agent.get_action([prompt([text]) for text in texts[:8]]))
-        result = {**median_rate(len(texts), lambda: agent.get_action([prompt(texts)])), "one_at_a_time": one_by_one}
-    else:
-        ids, masks, _ = agent.get_action([prompt(texts[:LEARN_BATCH])])
-        rewards = torch.tensor([1.0, -1.0] * (LEARN_BATCH // 2))
-
-        def learn() -> float:
-            started = time.perf_counter()
-            agent.learn((list(ids[0].split(1)), list(masks[0].split(1)), rewards))
-            return LEARN_BATCH / (time.perf_counter() - started)
-
-        result = median_of(learn, budget_s=BUDGET_S)
-    print(json.dumps({**result, "packages": versions("agilerl", "torch", "transformers", "peft")}))
+    ids, masks, _ = agent.get_action([prompt(texts[:LEARN_BATCH])])
+    rewards = torch.tensor([1.0, -1.0] * (LEARN_BATCH // 2))
+    # Its own rollouts hand over the environments' prompts apart, and it generates for one after the other. It does take
+    # a padded batch in the place of one prompt: the faster way is the one to be compared with.
+    works = {
+        "act": rate_of(len(texts), lambda: agent.get_action([prompt(texts)])),
+        "learn": rate_of(LEARN_BATCH, lambda: agent.learn((list(ids[0].split(1)), list(masks[0].split(1)), rewards))),
+    }
+    serve(works[what], "agilerl", "torch", "transformers", "peft")
 
 
 if __name__ == "__main__":
