@@ -1,8 +1,7 @@
 """LoRA added to a layer's product as PEFT adds it, in fewer operations.
 
 PEFT scales, adds and rounds in operations of their own, for each of which autograd keeps tensors; together they take
-longer than the two small products. Here all is one function. Its products are in the number format of the layer's
-inputs, as PEFT's are under autocast; weights and their gradients stay in the adapter's.
+longer than the two small products. Here all is one function, in the adapter's number format as with PEFT.
 
 Shapes: I inputs, O outputs, r rank.
 """
@@ -49,24 +48,25 @@ def add_low_rank(product: Tensor, inputs: Tensor, low_rank: LowRank) -> Tensor:
 
 
 class _LowRank(torch.autograd.Function):
-    """product + scale inputs A^T B^T, all products in the inputs' number format."""
+    """product + scale inputs A^T B^T, rounded once."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, inputs: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        rows, ctx.dtype, ctx.scale = inputs.flatten(0, -2), down.dtype, scale
-        down, up = down.to(rows.dtype), up.to(rows.dtype)
-        low = rows @ down.T
+        rows = inputs.flatten(0, -2)
+        low = rows.to(down.dtype) @ down.T
+        total = torch.addmm(product.flatten(0, -2).to(up.dtype), low, up.T, alpha=scale)
         ctx.save_for_backward(rows, low, down, up)
-        return torch.addmm(product.flatten(0, -2), low, up.T, alpha=scale).view_as(product)
+        ctx.scale = scale
+        return total.to(product.dtype).view_as(product)
 
     @staticmethod
     def backward(ctx: Any, of_total: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, None]:
         rows, low, down, up = ctx.saved_tensors
-        slopes = of_total.flatten(0, -2)
+        slopes = of_total.flatten(0, -2).to(up.dtype)
         of_low = (slopes @ up).mul_(ctx.scale)
-        of_up = (slopes.T @ low).to(ctx.dtype).mul_(ctx.scale)
-        of_down = (of_low.T @ rows).to(ctx.dtype)
+        of_up = (slopes.T @ low).mul_(ctx.scale)
+        of_down = of_low.T @ rows.to(down.dtype)
         of_inputs = None
         if ctx.needs_input_grad[1]:
-            of_inputs = (of_low @ down).view(*of_total.shape[:-1], down.shape[1])
+            of_inputs = (of_low @ down).to(rows.dtype).view(*of_total.shape[:-1], down.shape[1])
         return of_total, of_inputs, of_down, of_up, None
