@@ -9,11 +9,10 @@ two choices.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
-from common import Work, add_bare, add_ratios, measure, named, parse_args, save
+from common import Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
@@ -21,24 +20,25 @@ from llamagym.loading import embedded_model_folder
 ENVS, STEPS = 64, 8
 
 
-def llamagym_work(agent: BlackjackAgent, forwarded: list[int]) -> Work:
-    """Turns of our agent at all tables, with weights that have just changed; notes how many tokens were forwarded."""
+def llamagym_work(agent: BlackjackAgent, per_turn: list[float]) -> Work:
+    """Turns of our agent at all tables, with weights that have just changed; appends the tokens forwarded a turn."""
     play = player(agent, ENVS)
 
-    def work() -> None:
+    def work() -> float:
         agent.policy.weights_version += 1
         before = agent.policy.tokens_forwarded
-        play(STEPS)
-        forwarded.append(agent.policy.tokens_forwarded - before)
+        turns = play(STEPS)
+        per_turn.append((agent.policy.tokens_forwarded - before) / turns)
+        return turns
 
-    return ENVS * STEPS, work
+    return work
 
 
 def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
     """`generate` on a left-padded batch of rendered prompts."""
     tokenizer, texts = agent.tokenizer, prompts(agent, batch)
 
-    def work() -> None:
+    def work() -> float:
         inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
         output = model.generate(
             **inputs,
@@ -49,8 +49,9 @@ def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
             pad_token_id=tokenizer.pad_token_id,
         )
         tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return batch
 
-    return batch, work
+    return work
 
 
 def main() -> None:
@@ -61,16 +62,12 @@ def main() -> None:
     agent = agents["llamagym_free_text"]
     model = plain_model(agent)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
-    forwarded: dict[str, list[int]] = {name: [] for name in agents}
-    works = {name: llamagym_work(of_kind, forwarded[name]) for name, of_kind in agents.items()}
+    per_turn: dict[str, list[float]] = {name: [] for name in agents}
+    works = {name: llamagym_work(of_kind, per_turn[name]) for name, of_kind in agents.items()}
     works |= {f"transformers_batch_{batch}": plain_work(agent, model, batch) for batch in (1, ENVS)}
     bare = bare_works(model, ENVS, length)
     rates = measure(works | bare, pythons, embedded_model_folder(), "act")
-    for name, of_kind in forwarded.items():
-        # Of the rounds that are counted; in later ones fewer observations are new.
-        per_turn = [tokens / (ENVS * STEPS) for tokens in of_kind[1:]]
-        tokens = [count * rate for count, rate in zip(per_turn, rates[name]["all"], strict=True)]
-        rates[name] |= {"tokens_per_turn": statistics.median(per_turn), "tokens_per_second": statistics.median(tokens)}
+    add_tokens(rates, per_turn)
     unit = "turns per second, median of 5"
     result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in (*works, *pythons)}}
     tokens_per_second = rates["llamagym_free_text"]["tokens_per_second"]

@@ -71,21 +71,23 @@ def processor() -> str:
     return fields.get("model name", platform.machine()) + native
 
 
-Work = tuple[float, Callable[[], object]]
-"""How much is done, and what does it."""
+Work = Callable[[], float]
+"""Does something, and returns how much was done."""
+ROUNDS = 6
+"""How often each is done; the first round is not counted."""
 Rate = Callable[[], float]
 """Measures once how much is done a second."""
 # Begins the lines by which rivals answer.
 _ANSWER = "answer: "
 
 
-def rate_of(count: float, work: Callable[[], object]) -> Rate:
-    """Measures how many of `count` a second `work` does."""
+def rate_of(work: Work) -> Rate:
+    """Measures how much a second `work` does."""
 
     def rate() -> float:
         started = time.perf_counter()
-        work()
-        return count / (time.perf_counter() - started)
+        done = work()
+        return done / (time.perf_counter() - started)
 
     return rate
 
@@ -96,7 +98,7 @@ def rates_in_turn(rates: dict[str, Rate]) -> dict[str, dict[str, Any]]:
     A machine's speed drifts by a third within minutes; what is measured in turn drifts together.
     """
     measured: dict[str, list[float]] = {name: [] for name in rates}
-    for _ in range(6):
+    for _ in range(ROUNDS):
         for name, rate in rates.items():
             measured[name].append(rate())
     return {name: {"median": statistics.median(of_one[1:]), "all": of_one[1:]} for name, of_one in measured.items()}
@@ -163,11 +165,23 @@ def measure(works: dict[str, Work], pythons: dict[str, Path], *arguments: object
     """The rates of our works, and of rivals started with these arguments, all in turn."""
     with ExitStack() as stack:
         rivals = {name: stack.enter_context(Rival(name, python, *arguments)) for name, python in pythons.items()}
-        rates = {name: rate_of(*work) for name, work in works.items()}
+        rates = {name: rate_of(work) for name, work in works.items()}
         result = rates_in_turn(rates | {name: rival.rate for name, rival in rivals.items()})
     for name, rival in rivals.items():
         result[name]["packages"] = rival.packages
     return result
+
+
+def add_tokens(rates: dict[str, dict[str, Any]], per_turn: dict[str, list[float]]) -> None:
+    """Tokens a second, given the tokens that each forwarded a turn in each round."""
+    for name, tokens in per_turn.items():
+        # Of the rounds that are counted; in acting's later ones fewer observations are new.
+        counted = tokens[1:]
+        per_second = [count * rate for count, rate in zip(counted, rates[name]["all"], strict=True)]
+        rates[name] |= {
+            "tokens_per_turn": statistics.median(counted),
+            "tokens_per_second": statistics.median(per_second),
+        }
 
 
 def add_ratios(result: dict[str, Any], rivals: Iterable[str]) -> None:

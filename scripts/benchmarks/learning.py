@@ -2,37 +2,50 @@
 
 python scripts/benchmarks/learning.py [--dtype bfloat16] [--llamagym-python PATH] [--agilerl-python PATH]
 
-A turn is counted once for each pass over the batch. The plain step is what a direct reading of PPO gives: prompt and
-reply of every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and
-v_proj of all layers. PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in
-turn.
+A turn is counted once for each pass over its batch, and no batch is learnt from twice: what is prepared or compiled for
+a batch's sizes would be found again. The plain step is what a direct reading of PPO gives: prompt and reply of every
+turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and v_proj of all
+layers. PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in turn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from common import Work, add_bare, add_ratios, measure, named, parse_args, save
+from common import ROUNDS, Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
 
+from llamagym.conversation import Episode
 from llamagym.loading import embedded_model_folder
 
-TURNS, BATCH = 256, 16
+TABLES, TURNS, BATCH = 16, 256, 16
 
 
-def llamagym_work(free_text: bool, dtype: str, forwarded: list[float]) -> Work:
-    """Our update, one pass over the batch; appends the tokens that each forwards."""
-    agent = make_agent(free_text, dtype=dtype, ppo_epochs=1, mini_batch_size=TURNS, learning_rate=1e-5)
-    play = player(agent, 128)
-    while agent.buffered_turns < TURNS:
-        play(1)
-    episodes, version = list(agent._buffer), agent.policy.weights_version
+def llamagym_work(free_text: bool, dtype: str, per_turn: list[float]) -> Work:
+    """Our update, one pass over a batch, each time another one; appends the tokens that it forwards a turn."""
+    agent = make_agent(free_text, dtype=dtype, ppo_epochs=1, mini_batch_size=2 * TURNS, learning_rate=1e-5)
+    play, version = player(agent, TABLES), agent.policy.weights_version
+    batches = [take_batch(agent, play) for _ in range(ROUNDS)]
 
-    def work() -> None:
+    def work() -> float:
         # Each update learns from what its own weights sampled; turns of older weights would be evaluated first.
         agent.policy.weights_version = version
-        forwarded.append(agent.learner.update(episodes)["learn_tokens"])
+        episodes = batches.pop()
+        turns = sum(len(episode.turns) for episode in episodes)
+        per_turn.append(agent.learner.update(episodes)["learn_tokens"] / turns)
+        return turns
 
-    return sum(len(episode.turns) for episode in episodes), work
+    return work
+
+
+def take_batch(agent: BlackjackAgent, play: Callable[[int], int]) -> list[Episode]:
+    """`TURNS` turns or, since episodes are whole, a few more."""
+    while agent.buffered_turns < TURNS:
+        play(1)
+    episodes = list(agent._buffer)
+    agent._buffer.clear()
+    return episodes
 
 
 def plain_work(agent: BlackjackAgent) -> Work:
@@ -48,15 +61,16 @@ def plain_work(agent: BlackjackAgent) -> Work:
     ids = torch.cat([inputs["input_ids"], replies], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(replies)], dim=1)
 
-    def work() -> None:
+    def work() -> float:
         logprobs = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
         taken = logprobs.gather(2, ids[:, 1:, None])[:, -MAX_NEW_TOKENS:, 0]
         ratio = (taken - taken.detach()).exp()
         ratio.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        return BATCH
 
-    return BATCH, work
+    return work
 
 
 def main() -> None:
@@ -65,14 +79,12 @@ def main() -> None:
     torch.manual_seed(0)
     agent = make_agent(free_text=True, dtype=dtype)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
-    tokens: dict[str, list[float]] = {"llamagym_free_text": [], "llamagym_choices": []}
-    works = {name: llamagym_work(name == "llamagym_free_text", dtype, forwarded) for name, forwarded in tokens.items()}
+    per_turn: dict[str, list[float]] = {"llamagym_free_text": [], "llamagym_choices": []}
+    works = {name: llamagym_work(name == "llamagym_free_text", dtype, tokens) for name, tokens in per_turn.items()}
     works["plain_step"] = plain_work(agent)
     bare = bare_works(plain_model(agent), BATCH, length)
     rates = measure(works | bare, pythons, embedded_model_folder(), "learn")
-    for name, forwarded in tokens.items():
-        turns = works[name][0]
-        rates[name] |= {"turns": turns, "tokens_per_second": forwarded[-1] * rates[name]["median"] / turns}
+    add_tokens(rates, per_turn)
     unit = "turns per second, median of 5"
     result = {"unit": unit, "dtype": dtype, **{name: rates[name] for name in (*works, *pythons)}}
     add_bare(result, {name: rates[name] for name in bare}, rates["llamagym_free_text"]["tokens_per_second"])

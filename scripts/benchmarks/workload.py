@@ -97,21 +97,20 @@ def bare_works(model: Any, batch: int, length: int) -> dict[str, Work]:
         cache = model(ids[:, :prompt_length], use_cache=True).past_key_values
 
     @torch.no_grad()
-    def body() -> None:
+    def body() -> float:
         model.model(ids, use_cache=False)
+        return ids.numel()
 
     @torch.no_grad()
-    def causal_lm() -> None:
+    def causal_lm() -> float:
         model(ids, use_cache=False)
+        return ids.numel()
 
     @torch.no_grad()
-    def decode() -> None:
+    def decode() -> float:
         for position in range(prompt_length, length):
             model(ids[:, position : position + 1], past_key_values=cache)
         cache.crop(-MAX_NEW_TOKENS)
+        return batch * MAX_NEW_TOKENS
 
-    return {
-        "body": (ids.numel(), body),
-        "causal_lm": (ids.numel(), causal_lm),
-        "decode": (batch * MAX_NEW_TOKENS, decode),
-    }
+    return {"body": body, "causal_lm": causal_lm, "decode": decode}

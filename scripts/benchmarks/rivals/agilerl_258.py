@@ -72,13 +72,18 @@ def main() -> None:
 
     ids, masks, _ = agent.get_action([prompt(texts[:LEARN_BATCH])])
     rewards = torch.tensor([1.0, -1.0] * (LEARN_BATCH // 2))
-    # Its own rollouts hand over the environments' prompts apart, and it generates for one after the other. It does take
-    # a padded batch in the place of one prompt: the faster way is the one to be compared with.
-    works = {
-        "act": rate_of(len(texts), lambda: agent.get_action([prompt(texts)])),
-        "learn": rate_of(LEARN_BATCH, lambda: agent.learn((list(ids[0].split(1)), list(masks[0].split(1)), rewards))),
-    }
-    serve(works[what], "agilerl", "torch", "transformers", "peft")
+
+    def act() -> float:
+        # Its own rollouts hand over the environments' prompts apart, and it generates for one after the other. It does
+        # take a padded batch in the place of one prompt: the faster way is the one to be compared with.
+        agent.get_action([prompt(texts)])
+        return len(texts)
+
+    def learn() -> float:
+        agent.learn((list(ids[0].split(1)), list(masks[0].split(1)), rewards))
+        return LEARN_BATCH
+
+    serve(rate_of({"act": act, "learn": learn}[what]), "agilerl", "torch", "transformers", "peft")
 
 
 if __name__ == "__main__":

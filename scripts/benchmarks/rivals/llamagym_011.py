@@ -100,7 +100,7 @@ def main() -> None:
     )
     samples: tuple[list, list, list] = ([], [], [])
 
-    def act() -> None:
+    def act() -> float:
         for part in samples:
             part.clear()
         for index, state in enumerate(STATES[:BATCH]):
@@ -110,14 +110,16 @@ def main() -> None:
             for part, of_episode in zip(samples, episode, strict=True):
                 part.extend(of_episode)
             agent.terminate_episode(train=False)
+        return BATCH
 
-    def learn() -> None:
+    def learn() -> float:
         agent.train_batch(*samples)
+        return BATCH
 
     if sys.argv[2] == "learn":
         act()
     work = learn if sys.argv[2] == "learn" else act
-    serve(rate_of(BATCH, work), "llamagym", "torch", "transformers", "trl", "peft")
+    serve(rate_of(work), "llamagym", "torch", "transformers", "trl", "peft")
 
 
 if __name__ == "__main__":
