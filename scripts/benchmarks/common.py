@@ -151,7 +151,8 @@ class Rival:
             if line.startswith(_ANSWER):
                 answer: dict[str, Any] = json.loads(line.removeprefix(_ANSWER))
                 return answer
-        raise RuntimeError(f"{self._name} ended with status {self._process.wait()} instead of being measured")
+        self._process.communicate()
+        raise RuntimeError(f"{self._name} ended with status {self._process.returncode} instead of being measured")
 
 
 def serve(rate: Rate, *packages: str) -> None:
