@@ -47,12 +47,15 @@ class ChatTemplate:
         self.has_system_role = self._probe_system_role()
         if append_only:
             self._check_append_only()
+        # The same texts come again and again, and to render one takes longer than a look at it.
         self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
+        self._first = lru_cache(maxsize=4096)(self._first_uncached)
+        self._next = lru_cache(maxsize=4096)(self._next_uncached)
         self._shared = lru_cache(maxsize=64)(self._shared_uncached)
 
     def first_prompt(self, system: str, user: str) -> list[int]:
         """Token ids of a new conversation, up to where the reply begins."""
-        return list(self._encode(self._render(self._opening(system, user))))
+        return list(self._first(system, user))
 
     def shared_length(self, system: str, first_prompt: list[int]) -> int:
         """How many leading ids of a first prompt all first prompts under this system prompt share; 0 if unknown."""
@@ -67,10 +70,7 @@ class ChatTemplate:
             sampled_end: The end-of-sequence id that closed the reply, which is then not repeated; None if the reply
                 ended otherwise.
         """
-        text = self._delta([], user)
-        if sampled_end is not None:
-            text = text.removeprefix(str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
-        return list(self._encode(text))
+        return list(self._next(user, sampled_end))
 
     def closing_id(self, end_ids: Collection[int]) -> int:
         """The id that ends a written reply: the template's, or else the tokenizer's end token.
@@ -89,6 +89,15 @@ class ChatTemplate:
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _first_uncached(self, system: str, user: str) -> tuple[int, ...]:
+        return self._encode_uncached(self._render(self._opening(system, user)))
+
+    def _next_uncached(self, user: str, sampled_end: int | None) -> tuple[int, ...]:
+        text = self._delta([], user)
+        if sampled_end is not None:
+            text = text.removeprefix(str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
+        return self._encode_uncached(text)
 
     def _shared_uncached(self, system: str) -> list[int]:
         one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")

@@ -5,6 +5,7 @@ Shapes: L layers, S tokens of history after the prefix, B rows.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -168,10 +169,31 @@ class Recent(Generic[K, V]):
         self.nbytes = 0
 
 
+class Space:
+    """Memory for one tensor at a time, kept for the next: fresh memory takes longer to come by than to fill."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Keep `max_bytes` at most."""
+        self._max_bytes = max_bytes
+        self._kept = torch.empty(0)
+
+    def take(self, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """A tensor of these sizes, in the number format and on the device of another, that holds anything.
+
+        What was taken before must not be looked at any more.
+        """
+        kept, count = self._kept, math.prod(sizes)
+        if (kept.dtype, kept.device) != (like.dtype, like.device) or len(kept) < count:
+            kept = like.new_empty(count)
+            if kept.nbytes <= self._max_bytes:
+                self._kept = kept
+        return kept[:count].view(sizes)
+
+
 class Room:
     """Keys and values of several rows, with columns free for more; the first columns are a prefix of all rows."""
 
-    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool) -> None:
+    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool, space: Space | None = None) -> None:
         """Make room for several rows.
 
         Args:
@@ -180,11 +202,13 @@ class Room:
             columns: How many entries a row can hold, those of the prefix included.
             is_shared: Whether attention looks at the prefix where it is (see `attention`); otherwise each row has a
                 copy.
+            space: Where to make it, until the next one is made there; None for memory of its own.
         """
         layers, heads, length, width = prefix.shape
         self._prefix = prefix if is_shared else None
         self._first = length if is_shared else 0
-        self._entries = prefix.new_empty(layers, rows, heads, columns - self._first, width)
+        sizes = layers, rows, heads, columns - self._first, width
+        self._entries = prefix.new_empty(sizes) if space is None else space.take(prefix, sizes)
         if not is_shared:
             self._entries[..., :length, :] = prefix[:, None]
 

@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, Ids, TokenTree
 from .hardware import memory_bytes
-from .history import Opening, Places, Recent, Unread, Written, cache_of, entries_of
+from .history import Opening, Places, Recent, Space, Unread, Written, cache_of, entries_of
 from .masks import causal
 from .transformer import Transformer, probe
 from .value_head import AutoModelForCausalLMWithValueHead
@@ -33,12 +33,10 @@ logger = logging.getLogger(__name__)
 # model, and 250 kB more where 8 layers are adapted. Conversations under way, or observations that come again and again,
 # are read anew every time where they do not fit.
 _KEPT_BYTES, _KEPT_SHARE = 512 * 2**20, 1 / 16
-# Of what was written: a token takes 50 kB in a 135M model.
-_WRITTEN_BYTES = 512 * 2**20
-# Of decisions' states where the adapted layers begin: 2 kB a token.
-_STATES_BYTES = 512 * 2**20
-# Of what opens replies, in the frozen layers: 36 kB a token.
-_OPENINGS_BYTES = 128 * 2**20
+_WRITTEN_BYTES = 512 * 2**20  # Of what was written: a token takes 50 kB in a 135M model.
+_STATES_BYTES = 512 * 2**20  # Of decisions' states where the adapted layers begin: 2 kB a token.
+_OPENINGS_BYTES = 128 * 2**20  # Of what opens replies, in the frozen layers: 36 kB a token.
+_SPACE_BYTES = 128 * 2**20  # For replies in the making: 64 rows of 40 tokens take 60 MB in a 135M model.
 # Attention in two parts, to what is shared and to a row's own, takes longer than in one where there is less to share:
 # fewer pairs of tokens than these.
 _SHARED_SCORES = 1024
@@ -53,6 +51,7 @@ class Memory(Transformer):
         history_is_frozen: Whether histories do not depend on what is trained.
         tokens_forwarded: Tokens, with what padding there was, that were read or decided so far.
         written: By prefix, history, what opens a reply and its beginning: what was written since the weights changed.
+        space: For the rows of replies in the making.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
@@ -71,6 +70,7 @@ class Memory(Transformer):
         # By prefix, history and what opens the reply.
         self._openings: Recent[tuple[Ids, Ids, Ids], Opening] = Recent(nbytes, _OPENINGS_BYTES)
         self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(nbytes, _WRITTEN_BYTES)
+        self.space = Space(_SPACE_BYTES)
         self._nothing = self._no_entries()
         if not self._sees_as_alone(is_shared=False):
             logger.info("layers of %s do not run as one function each", type(self._lm).__name__)

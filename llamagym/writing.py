@@ -27,7 +27,10 @@ class Writer:
     """What the model makes of replies in the making."""
 
     def __init__(self, backbone: Backbone, trees: Sequence[TokenTree], max_new_tokens: int) -> None:
-        """Prepare replies of up to `max_new_tokens` tokens to `trees`, which share one prefix."""
+        """Prepare replies of up to `max_new_tokens` tokens to `trees`, which share one prefix.
+
+        No other writer may be at work with the same `backbone`.
+        """
         self._backbone = backbone
         self._max_new_tokens = max_new_tokens
         self._context = len(trees[0].prefix) + max(len(tree.history) for tree in trees)
@@ -107,7 +110,8 @@ class Writer:
         prefix = self._backbone.read_prefix(trees[0].prefix)
         if self._room is None:
             columns = self._context + self._opening + self._max_new_tokens
-            self._room = Room(prefix, self._max_rows, columns, self._backbone.shares(prefix, self._max_rows))
+            is_shared = self._backbone.shares(prefix, self._max_rows)
+            self._room = Room(prefix, self._max_rows, columns, is_shared, self._backbone.space)
         for row, history in enumerate(histories, first):
             self._room.fill(row, prefix.shape[2], history, self._context + self._opening)
         for row, opening in enumerate(openings, first):

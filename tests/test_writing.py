@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from llamagym.history import Space
 from llamagym.likelihood import sums_in_groups
 from llamagym.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent
@@ -77,14 +78,30 @@ def test_nothing_is_read_from_memory_that_was_never_written(activated):
     """PyTorch's deterministic mode fills new memory with NaN, which a mask alone would let through."""
     agent = speaker(activated=activated, response_prefix="I ")
     torch.use_deterministic_algorithms(True)
+    replies = []
     try:
-        replies = [reply for _ in range(2) for reply in say(agent, ["x", "xyz", "x" * 9] * 8)[0]]
+        for _ in range(2):
+            replies += say(agent, ["x", "xyz", "x" * 9] * 8)[0]
+            agent.policy._backbone.space._kept.fill_(torch.nan)
         with torch.no_grad():
             now = agent.policy.evaluate([agent.conversation(env).current_segment() for env in range(24)])
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.tensor(reply.logprobs).isfinite().all() for reply in replies)
     assert now.logprobs.isfinite().all()
+
+
+def test_memory_is_taken_again_where_it_suffices():
+    space, like = Space(max_bytes=400), torch.empty(0)
+    first = space.take(like, (4, 20))
+    assert space.take(like, (3, 5)).data_ptr() == first.data_ptr()
+    larger = space.take(like, (10, 10))
+    assert larger.shape == (10, 10)
+    assert space.take(like, (4, 20)).data_ptr() == larger.data_ptr() != first.data_ptr()
+    # What is too large is not kept, and what is kept is not lost by it.
+    assert space.take(like, (101,)).shape == (101,)
+    assert space.take(like, (100,)).data_ptr() == larger.data_ptr()
+    assert space.take(like.half(), (4,)).dtype == torch.float16
 
 
 # One group a token, groups of one size, and groups of which some have no weight.
