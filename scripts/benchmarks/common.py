@@ -61,14 +61,15 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """The processor's name, and whether it computes bfloat16 natively."""
+    """The processor's name, which alone may stand for many, its family, and whether it computes bfloat16 natively."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() or platform.machine()
     lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in lines.items()}
     native = " with native bfloat16" if "avx512_bf16" in fields.get("flags", "") else " without native bfloat16"
-    return fields.get("model name", platform.machine()) + native
+    family = f" of family {fields['cpu family']}, model {fields['model']}" if "cpu family" in fields else ""
+    return fields.get("model name", platform.machine()) + family + native
 
 
 Work = Callable[[], float]
