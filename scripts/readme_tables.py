@@ -178,7 +178,7 @@ def benchmarks() -> str:
     lines += [
         "",
         f"On {result['hardware']['cores']} cores of an {result['hardware']['processor']}, in float32 where nothing",
-        "else is said; LlamaGym 0.1.1 always in float32, as it comes.",
+        "else is said; LlamaGym 0.1.1 and AgileRL 2.58 always in float32.",
     ]
     if (BENCHMARKS / "results" / "memory.png").exists():
         lines += ["", "![Resident memory of a Blackjack run](scripts/benchmarks/results/memory.png)"]

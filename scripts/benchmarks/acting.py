@@ -1,6 +1,6 @@
 """Claim (a): turns a second while acting, against a plain transformers loop, LlamaGym 0.1.1 and AgileRL 2.58.
 
-python scripts/benchmarks/acting.py [--dtype bfloat16] [--llamagym-python PATH] [--agilerl-python PATH]
+python scripts/benchmarks/acting.py [--dtype float32] [--llamagym-python PATH] [--agilerl-python PATH]
 
 PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in turn. An update of the
 weights is feigned every 512 turns: what depends on them is computed anew. Replies are up to 8 sampled tokens, or one of
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from common import Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
-from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
+from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, dtype_of, make_agent, plain_model, player, prompts
 
 from llamagym.loading import embedded_model_folder
 
@@ -56,10 +56,11 @@ def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    dtype, pythons = parse_args(__doc__)
+    asked, pythons = parse_args(__doc__)
     torch.manual_seed(0)
-    agents = {f"llamagym_{kind}": make_agent(kind == "free_text", dtype=dtype) for kind in ("free_text", "choices")}
+    agents = {f"llamagym_{kind}": make_agent(kind == "free_text", dtype=asked) for kind in ("free_text", "choices")}
     agent = agents["llamagym_free_text"]
+    dtype = dtype_of(agent)
     model = plain_model(agent)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
     per_turn: dict[str, list[float]] = {name: [] for name in agents}

@@ -111,7 +111,12 @@ def parse_args(description: str | None) -> tuple[str, dict[str, Path]]:
     Rivals left out are not measured.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model's weights")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="of the model's weights (default: what llamagym takes on this machine)",
+    )
     for name in RIVALS:
         package = name.split("_")[0]
         parser.add_argument(f"--{package}-python", dest=name, type=Path, metavar="PATH", help=f"has {name}")
@@ -203,7 +208,7 @@ def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_pe
 
 
 def named(claim: str, dtype: str) -> str:
-    """The result's name: the claim's, and the dtype where it is not the usual one."""
+    """The result's name: the claim's, and the dtype where it is not the one that every machine computes in."""
     return claim if dtype == "float32" else f"{claim}-{dtype}"
 
 

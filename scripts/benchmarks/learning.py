@@ -1,6 +1,6 @@
 """Claim (b): turns a second while learning, against a plain step, LlamaGym 0.1.1 and AgileRL 2.58.
 
-python scripts/benchmarks/learning.py [--dtype bfloat16] [--llamagym-python PATH] [--agilerl-python PATH]
+python scripts/benchmarks/learning.py [--dtype float32] [--llamagym-python PATH] [--agilerl-python PATH]
 
 A turn is counted once for each pass over its batch, and no batch is learnt from twice: what is prepared or compiled for
 a batch's sizes would be found again. The plain step is what a direct reading of PPO gives: prompt and reply of every
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 from common import ROUNDS, Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
-from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, make_agent, plain_model, player, prompts
+from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, dtype_of, make_agent, plain_model, player, prompts
 
 from llamagym.conversation import Episode
 from llamagym.loading import embedded_model_folder
@@ -75,9 +75,10 @@ def plain_work(agent: BlackjackAgent) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    dtype, pythons = parse_args(__doc__)
+    asked, pythons = parse_args(__doc__)
     torch.manual_seed(0)
-    agent = make_agent(free_text=True, dtype=dtype)
+    agent = make_agent(free_text=True, dtype=asked)
+    dtype = dtype_of(agent)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
     per_turn: dict[str, list[float]] = {"llamagym_free_text": [], "llamagym_choices": []}
     works = {name: llamagym_work(name == "llamagym_free_text", dtype, tokens) for name, tokens in per_turn.items()}

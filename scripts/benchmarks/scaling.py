@@ -10,7 +10,7 @@ import time
 
 import torch
 from common import save
-from workload import make_agent, player
+from workload import dtype_of, make_agent, player
 
 LENGTHS = (1, 2, 5, 10, 20, 30, 40, 50)
 ENVS = (1, 4, 16, 64, 256)
@@ -66,7 +66,8 @@ def main() -> None:
     """Measure both; there are no options."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
-    save("scaling", {"episode_length": episode_length(), "environments": environments()})
+    dtype = dtype_of(make_agent(free_text=False))
+    save("scaling", {"dtype": dtype, "episode_length": episode_length(), "environments": environments()})
 
 
 if __name__ == "__main__":

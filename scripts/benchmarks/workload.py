@@ -23,7 +23,7 @@ from blackjack import BlackjackAgent
 MAX_NEW_TOKENS = 8
 
 
-def make_agent(free_text: bool, context: Context = "turn", dtype: str = "float32", **ppo: Any) -> BlackjackAgent:
+def make_agent(free_text: bool, context: Context = "turn", dtype: str = "auto", **ppo: Any) -> BlackjackAgent:
     """The example's agent on a freshly loaded model; `ppo` holds options of `PPOConfig`."""
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
     settings = {"batch_size": 10**9, **ppo}
@@ -59,10 +59,14 @@ def player(agent: BlackjackAgent, num_envs: int) -> Callable[[int], int]:
     return play
 
 
+def dtype_of(agent: BlackjackAgent) -> str:
+    """What the model's weights are in."""
+    return str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
+
+
 def plain_model(agent: BlackjackAgent) -> Any:
     """The same weights as transformers loads them, in the same dtype, without an adapter."""
-    dtype = agent.policy.model.pretrained_model.dtype
-    return AutoModelForCausalLM.from_pretrained(embedded_model_folder(), dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(embedded_model_folder(), dtype=dtype_of(agent)).eval()
 
 
 def prompts(agent: BlackjackAgent, count: int) -> list[str]:
