@@ -22,7 +22,8 @@ from transformers import Cache, DynamicCache
 from .adapter import acting_on_every_token, is_activated
 from .batching import Batch, Ids, TokenTree
 from .hardware import memory_bytes
-from .history import Opening, Places, Recent, Space, Unread, Written, cache_of, entries_of
+from .history import Opening, Places, Unread, Written, cache_of, entries_of
+from .keeping import Recent, Space
 from .masks import causal
 from .transformer import Transformer, probe
 from .value_head import AutoModelForCausalLMWithValueHead

@@ -31,6 +31,7 @@ ORDER = [
     "value_head",
     "loading",
     "adapter",
+    "keeping",
     "history",
     "attention",
     "parts",

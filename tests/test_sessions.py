@@ -7,7 +7,7 @@ import torch
 
 from llamagym.batching import TokenTree
 from llamagym.conversation import Episode, Segment
-from llamagym.history import Recent
+from llamagym.keeping import Recent
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES
 

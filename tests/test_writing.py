@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.history import Space
+from llamagym.keeping import Space
 from llamagym.likelihood import sums_in_groups
 from llamagym.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent
@@ -89,6 +89,32 @@ def test_nothing_is_read_from_memory_that_was_never_written(activated):
         torch.use_deterministic_algorithms(False)
     assert all(torch.tensor(reply.logprobs).isfinite().all() for reply in replies)
     assert now.logprobs.isfinite().all()
+
+
+def test_acting_goes_on_outside_of_inference_mode():
+    agent = speaker()
+    with torch.inference_mode():
+        say(agent, ["x", "yy"])
+    agent.policy.weights_version += 1
+    say(agent, ["x", "yy"])
+
+
+def test_a_prompt_is_rendered_once(monkeypatch):
+    agent = speaker()
+    template, render, rendered = agent._template, agent.tokenizer.apply_chat_template, []
+    monkeypatch.setattr(
+        agent.tokenizer,
+        "apply_chat_template",
+        lambda *args, **options: rendered.append(args) or render(*args, **options),
+    )
+    first, following = template.first_prompt("s", "x"), template.next_prompt("x", None)
+    expected = list(first), list(following)
+    assert len(rendered) == 2
+    # A caller's list is its own.
+    first.clear(), following.clear()
+    assert (template.first_prompt("s", "x"), template.next_prompt("x", None)) == expected
+    assert len(rendered) == 2
+    assert template.first_prompt("s", "y") != expected[0]
 
 
 def test_memory_is_taken_again_where_it_suffices():
