@@ -7,6 +7,7 @@ import os as _os
 _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from .agent import Agent
+from .conversation.parsing import find_json, parse_choice
 from .errors import (
     ActionParseError,
     ChatTemplateError,
@@ -16,14 +17,13 @@ from .errors import (
     LlamaGymError,
     ModelLoadError,
 )
-from .generation import GenerationConfig
-from .grpo import GRPO, GRPOConfig, ReinforceConfig
-from .loading import load_model_and_tokenizer
-from .parsing import find_json, parse_choice
-from .ppo import PPO, PPOConfig
-from .ppo_trainer import PPOTrainer
+from .learners.grpo import GRPO, GRPOConfig, ReinforceConfig
+from .learners.ppo import PPO, PPOConfig
+from .learners.ppo_trainer import PPOTrainer
+from .models.generation import GenerationConfig
+from .models.loading import load_model_and_tokenizer
+from .models.value_head import AutoModelForCausalLMWithValueHead
 from .training import EvaluationResult, TrainingResult, evaluate, train
-from .value_head import AutoModelForCausalLMWithValueHead
 
 __all__ = [
     "GRPO",

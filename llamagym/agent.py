@@ -12,19 +12,19 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .alarms import Alarms
-from .algorithms import Algorithm, make_learner
-from .chat_template import ChatTemplate, Message, end_ids
-from .choices import ChoiceNormalization, choice_length
-from .conversation import Context, Conversation, Episode, commonest_reply, environment_ids
-from .demonstrations import read_demonstrations
+from .conversation.chat_template import ChatTemplate, Message, end_ids
+from .conversation.demonstrations import read_demonstrations
+from .conversation.episode import Context, Conversation, Episode, commonest_reply, environment_ids
+from .conversation.interface import TextInterface
 from .errors import ConfigError, EpisodeError, did_you_mean
-from .generation import GenerationConfig
-from .interface import TextInterface
-from .learner import Stats
-from .policy import Policy
-from .replay import Replay, ReplayConfig
-from .value_head import AutoModelForCausalLMWithValueHead
+from .learners.alarms import Alarms
+from .learners.algorithms import Algorithm, make_learner
+from .learners.base import Stats
+from .learners.replay import Replay, ReplayConfig
+from .models.generation import GenerationConfig
+from .models.value_head import AutoModelForCausalLMWithValueHead
+from .policy.choices import ChoiceNormalization, choice_length
+from .policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Agent(TextInterface):
         Raises:
             ConfigError: An option, the file or a line of it is missing or invalid.
         """
-        from .sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
+        from .learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
 
         config = WarmStartConfig.from_dict(options)
         end = self._template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))

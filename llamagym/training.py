@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from .agent import Agent
 from .errors import ConfigError
-from .learner import Stats
+from .learners.base import Stats
 from .tracking import Tracker
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from llamagym import model_registry
+from llamagym.models import registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 from runs import ABLATIONS, RESULTS, TITLES, Run, half_width, runs_by_name
@@ -54,7 +54,7 @@ def models() -> str:
         "| name (hub id, if another) | family | parameters | LoRA on | GiB in fp32 / bf16 / 4-bit | template |",
         "|---|---|---|---|---|---|",
     ]
-    for entry in model_registry.entries():
+    for entry in registry.entries():
         name = f"`{entry.name}`" + (f" (`{entry.hub_id}`)" if entry.hub_id != entry.name else "")
         # The table's own entries all name their modules and their size; "all-linear" is for unknown architectures.
         assert entry.parameter_count is not None

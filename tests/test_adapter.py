@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from llamagym.adapter import (
+from llamagym.models.lora import (
     acting_on_every_token,
     aim_,
     directions_of_difference,

@@ -17,7 +17,7 @@ from llamagym import (
     GRPOConfig,
     ReinforceConfig,
 )
-from llamagym.algorithms import make_learner
+from llamagym.learners.algorithms import make_learner
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llamagym import train
-from llamagym.alarms import Alarms
+from llamagym.learners.alarms import Alarms
 from tests.agents import ChoiceAgent, make_agent
 
 RESULTS = Path(__file__).parents[1] / "scripts/benchmarks/learning/results"

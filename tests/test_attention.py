@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llamagym import attention, fusing, memory
+from llamagym.cpu import fused_layer
+from llamagym.engine import attention, prefix_cache
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
@@ -19,14 +20,14 @@ TOLERANCE = 2e-4
 @pytest.fixture
 def passes(monkeypatch):
     """How many queries looked at a shared prefix, by layer and pass, but for fused layers that act."""
-    rows, attend, fused = [], ALL_ATTENTION_FUNCTIONS[attention._NAME], fusing.attend_with_gradients
+    rows, attend, fused = [], ALL_ATTENTION_FUNCTIONS[attention._NAME], fused_layer.attend_with_gradients
 
     def counted_fused(query, key, value, angles, kept, shared, *others):
         if shared is not None:
             rows.append(query.shape[0] * query.shape[1])
         return fused(query, key, value, angles, kept, shared, *others)
 
-    monkeypatch.setattr(fusing, "attend_with_gradients", counted_fused)
+    monkeypatch.setattr(fused_layer, "attend_with_gradients", counted_fused)
 
     def counted(module, query, *others, **more):
         rows.append(query.shape[0] * query.shape[2])
@@ -74,7 +75,7 @@ def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatc
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, activated, passes, monkeypatch):
-    monkeypatch.setattr(memory, "_SHARED_SCORES", 0)
+    monkeypatch.setattr(prefix_cache, "_SHARED_SCORES", 0)
     agent = make_agent(kind, family, activated)
     backbone = agent.policy._backbone
     for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
@@ -108,13 +109,13 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
 def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
     model = tiny_model("llama")
     model.pretrained_model.get_base_model().set_attn_implementation("eager")
-    assert not memory.Memory(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
+    assert not prefix_cache.Memory(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
     assert not passes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
-    attend, fused = ALL_ATTENTION_FUNCTIONS[attention._NAME], fusing.attend_with_gradients
+    attend, fused = ALL_ATTENTION_FUNCTIONS[attention._NAME], fused_layer.attend_with_gradients
 
     def narrowed(mask):
         """Blind to the first shared token."""
@@ -128,13 +129,13 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
     def blind_fused(query, key, value, angles, kept, shared, mask, scaling):
         return fused(query, key, value, angles, kept, shared, narrowed(mask), scaling)
 
-    usual = memory.Memory(tiny_model(family))
+    usual = prefix_cache.Memory(tiny_model(family))
     assert usual._can_share
     assert usual._can_pack
-    monkeypatch.setattr(fusing, "attend_with_gradients", blind_fused)
+    monkeypatch.setattr(fused_layer, "attend_with_gradients", blind_fused)
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
-        misled = memory.Memory(tiny_model(family))
+        misled = prefix_cache.Memory(tiny_model(family))
         assert not misled._can_share
         assert not misled._can_pack
     finally:
@@ -145,7 +146,7 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_shared_is_seen_with_an_activated_adapter_over_packed_weights(family, dtype):
     model = tiny_model(family).to(torch.bfloat16).to(dtype)
-    assert memory.Memory(model)._can_share
+    assert prefix_cache.Memory(model)._can_share
 
 
 def test_few_queries_get_a_copy():
@@ -160,7 +161,7 @@ def test_the_model_attends_as_before_once_a_pass_has_ended():
     backbone = make_agent().policy._backbone
     config = backbone._body.config
     prefix = backbone.read_prefix((1, 2, 3))
-    cache = memory.cache_of(prefix, [backbone._nothing], 0, 1, True)
+    cache = prefix_cache.cache_of(prefix, [backbone._nothing], 0, 1, True)
     with attention.sharing(backbone._body, cache) as given:
         assert given["shared_prefix"]
         assert config._attn_implementation == attention._NAME

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamagym import memory
-from llamagym.batching import TokenTree
-from llamagym.conversation import Segment
-from llamagym.history import Places
+from llamagym.conversation.episode import Segment
+from llamagym.engine import prefix_cache
+from llamagym.engine.kv_cache import Places
+from llamagym.engine.token_tree import TokenTree
 from tests.agents import WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
@@ -54,7 +54,7 @@ def test_places_are_found_again():
 def test_what_computes_attention_in_a_way_of_its_own_is_padded():
     model = tiny_model("llama")
     model.pretrained_model.get_base_model().set_attn_implementation("eager")
-    assert not memory.Memory(model)._can_pack
+    assert not prefix_cache.Memory(model)._can_pack
 
 
 @pytest.mark.parametrize("activated", [True, False])

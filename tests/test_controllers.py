@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llamagym import ConfigError
-from llamagym.controllers import EntropyController, Whitening
-from llamagym.learner_config import LearnerConfig
+from llamagym.learners.config import LearnerConfig
+from llamagym.learners.controllers import EntropyController, Whitening
 from tests.agents import ChoiceAgent, make_agent
 
 SIZES = {"batch_size": 32, "warmup_steps": 1}

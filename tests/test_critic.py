@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from llamagym import ConfigError
-from llamagym.critic import fit, normal_equations
-from llamagym.losses import gae
-from llamagym.value_head import ValueHead
+from llamagym.learners.losses import gae
+from llamagym.learners.lstd import fit, normal_equations
+from llamagym.models.value_head import ValueHead
 from tests.agents import ChoiceAgent, make_agent
 
 LENGTHS = [3, 1, 5, 2]

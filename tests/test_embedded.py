@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llamagym import Agent, AutoModelForCausalLMWithValueHead, load_model_and_tokenizer, parse_choice
-from llamagym.conversation import Segment
-from llamagym.loading import embedded_model_folder
+from llamagym.conversation.episode import Segment
+from llamagym.models.loading import embedded_model_folder
 from tests.agents import ChoiceAgent, WordAgent
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llamagym.model_registry import lookup
+from llamagym.models.registry import lookup
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "blackjack.py"
 

@@ -7,9 +7,10 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from llamagym import attention, fusing, memory, rowwise
-from llamagym.adapter import acting_on_every_token
-from llamagym.history import cache_of
+from llamagym.cpu import fused_layer, rowwise
+from llamagym.engine import attention, prefix_cache
+from llamagym.engine.kv_cache import cache_of
+from llamagym.models.lora import acting_on_every_token
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
@@ -20,13 +21,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 @pytest.fixture
 def runs(monkeypatch):
     """The layers that have run as one function so far."""
-    layers, run = [], fusing._Layer._run
+    layers, run = [], fused_layer._Layer._run
 
     def counted(fused, *given, **more):
         layers.append(fused._layer)
         return run(fused, *given, **more)
 
-    monkeypatch.setattr(fusing._Layer, "_run", counted)
+    monkeypatch.setattr(fused_layer._Layer, "_run", counted)
     return layers
 
 
@@ -36,7 +37,7 @@ def backbone_of(family, activated=True, dtype=torch.float32):
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight)
-    return memory.Memory(model)
+    return prefix_cache.Memory(model)
 
 
 def states_of(backbone, is_shared):
@@ -45,7 +46,7 @@ def states_of(backbone, is_shared):
     prefix = prefix.to(backbone._nothing)
     cache = cache_of(prefix, [backbone._nothing] * 2, 0, 3, is_shared)
     positions = torch.arange(4, 7).expand(2, -1)
-    visible = memory.causal(4, 3).expand(2, -1, -1).clone()
+    visible = prefix_cache.causal(4, 3).expand(2, -1, -1).clone()
     visible[1, :, 1] = False
     with acting_on_every_token(backbone._body):
         hidden = backbone._run(
@@ -56,7 +57,7 @@ def states_of(backbone, is_shared):
             torch.arange(7).expand(2, -1),
             cache,
         )
-    return hidden, memory.entries_of(cache, slice(-3, None))
+    return hidden, prefix_cache.entries_of(cache, slice(-3, None))
 
 
 @torch.no_grad()
@@ -71,7 +72,7 @@ def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
     fused = states_of(backbone, is_shared)
     assert len(runs) == (len(backbone._body.layers) if family in FUSED else 0)
     runs.clear()
-    backbone._fused.give_up()
+    backbone._acceleration.unfuse()
     torch.manual_seed(1)
     for received, expected in zip(fused, states_of(backbone, is_shared), strict=True):
         # In bfloat16 the two round at different places, and what differs grows from layer to layer.
@@ -115,7 +116,7 @@ def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
     layers = model.pretrained_model.get_base_model().model.layers
     norm = layers[0].input_layernorm
     norm.forward = lambda states, usual=norm.forward: 2 * usual(states)
-    backbone = memory.Memory(model)
+    backbone = prefix_cache.Memory(model)
     replaced = layers[1].forward
     layers[1].forward = lambda *given, **more: replaced(*given, **more)
     kept = layers[1].forward
@@ -141,7 +142,7 @@ def test_gradients_are_the_same(family, is_shared, dtype, runs):
 
     fused = gradients()
     assert len(runs) == len(backbone._body.layers)
-    backbone._fused.give_up()
+    backbone._acceleration.unfuse()
     for received, expected in zip(fused, gradients(), strict=True):
         # In bfloat16 either is off by up to 9 % of what float32 gives.
         assert (received - expected).norm() <= 3 * TOLERANCE[dtype] * expected.norm()
@@ -152,8 +153,8 @@ def test_scores_that_are_too_many_to_hold_are_not_held(monkeypatch):
     backbone = backbone_of("llama")
     trained = [weight for weight in backbone._body.parameters() if weight.requires_grad]
     held = []
-    attend = fusing.attend_with_gradients
-    monkeypatch.setattr(fusing, "attend_with_gradients", lambda *given: held.append(1) or attend(*given))
+    attend = fused_layer.attend_with_gradients
+    monkeypatch.setattr(fused_layer, "attend_with_gradients", lambda *given: held.append(1) or attend(*given))
 
     def gradients():
         torch.manual_seed(1)
@@ -209,7 +210,7 @@ def test_no_weight_is_copied_twice():
         agent.assign_rewards([1.0, 0.0])
         agent.terminate_episodes([0, 1])
         agent.policy._backbone.forget_histories()
-    copies = agent.policy._backbone._packed._copies
+    copies = agent.policy._backbone._acceleration._packed._copies
     for is_transposed in (False, True):
         copied = [layer for layers, of_transposed in copies if of_transposed == is_transposed for layer in layers]
         assert len(copied) == len(set(copied)) > 0
@@ -222,7 +223,7 @@ def test_a_layer_that_computes_otherwise_is_found_out(fault, monkeypatch, runs):
             raise TypeError("no such argument")
         return rowwise.gated(up, gate)
 
-    monkeypatch.setattr(fusing, "gated", gated)
+    monkeypatch.setattr(fused_layer, "gated", gated)
     agent = make_agent(WordAgent)
     runs.clear()
     agent.act_batch(["a", "bb"])
@@ -250,7 +251,7 @@ def test_an_adapter_that_does_more_than_add_is_the_adapter_s_own(change):
             nn.init.normal_(layer.lora_B["other"].weight)
     torch.manual_seed(1)
     received, _ = states_of(backbone, True)
-    backbone._fused.give_up()
+    backbone._acceleration.unfuse()
     torch.manual_seed(1)
     expected, _ = states_of(backbone, True)
     assert torch.allclose(received, expected, atol=1e-4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from llamagym import ConfigError, EpisodeError, GRPOConfig, ReinforceConfig
-from llamagym.losses import discounted_returns, group_advantages
-from llamagym.sampled import collect
+from llamagym.learners.losses import discounted_returns, group_advantages
+from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 BIG = {"batch_size": 1000, "group_size": 2}

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamagym.batching import Batch, TokenTree
-from llamagym.conversation import Segment
+from llamagym.conversation.episode import Segment
+from llamagym.engine.token_tree import Batch, TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES
 

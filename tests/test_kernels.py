@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from llamagym import attention_gradients, compiling, kernels, rowwise
+from llamagym.cpu import attention_backward, attention_kernel, compiling, rowwise
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of numbers near one: float32's sums differ in order, bfloat16's last result is rounded to 8 bits.
@@ -146,7 +146,7 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
         return result
 
     (expected,), (_, *new) = exact(joint), rotated_and_kept(joint)
-    for attend in (kernels.attend, attention_gradients.attend_with_gradients):
+    for attend in (attention_kernel.attend, attention_backward.attend_with_gradients):
         filled = room.clone()
         (received,) = ours(attend, filled)(joint)
         for part, of_new, old in zip(filled[:, 1:, :, :own], new, room[:, 1:], strict=True):
@@ -155,7 +155,7 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
         assert torch.equal(filled[:, 0], room[:, 0])
         assert torch.equal(filled[:, :, :, own:], room[:, :, :, own:])
         assert torch.allclose(received.double(), expected, atol=TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
-    (received,) = gradients_of(ours(attention_gradients.attend_with_gradients, room.clone()), joint)
+    (received,) = gradients_of(ours(attention_backward.attend_with_gradients, room.clone()), joint)
     (expected,) = gradients_of(exact, joint.double())
     assert received.dtype == dtype
     assert torch.allclose(received.double(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
@@ -171,7 +171,7 @@ def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
     key = torch.zeros(rows, 3, size)
     key[:, 1] = 1.0
     value = torch.randn(rows, 3, size).requires_grad_()
-    seen = attention_gradients.attend_with_gradients(query, key, value, angles, kept.unbind(), None, mask, 1.0)
+    seen = attention_backward.attend_with_gradients(query, key, value, angles, kept.unbind(), None, mask, 1.0)
     assert torch.equal(seen[0], value[0, 1].expand(3, -1))
     assert seen[1, 2].isnan().all()
     assert not seen[1, :2].isnan().any()
@@ -180,12 +180,14 @@ def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
 def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch):
     calls = []
     for name in ("_attend", "_attend_in_threads"):
-        monkeypatch.setattr(kernels, name, lambda *given, name=name: calls.append((name, given[-1])))
+        monkeypatch.setattr(attention_kernel, name, lambda *given, name=name: calls.append((name, given[-1])))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
     def attend(rows, columns):
         part, kept = torch.zeros(rows, 1, 64), torch.zeros(2, rows, 1, columns, 64)
-        kernels.attend(part, part, part, (part, part), kept.unbind(), None, torch.zeros(rows, 1, 1, columns), 1.0)
+        attention_kernel.attend(
+            part, part, part, (part, part), kept.unbind(), None, torch.zeros(rows, 1, 1, columns), 1.0
+        )
 
     monkeypatch.setattr(compiling, "_HAS_THREADS", True)
     attend(4, 100)
@@ -202,7 +204,7 @@ def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
     kept = torch.randn(2, rows, 1, columns, 8)
 
     def attend(cosines, sines, mask):
-        return kernels.attend(query, query, query, (cosines, sines), kept.clone().unbind(), None, mask, 1.0)
+        return attention_kernel.attend(query, query, query, (cosines, sines), kept.clone().unbind(), None, mask, 1.0)
 
     expected = attend(*angles.expand(-1, rows, -1, -1), mask.expand(rows, -1, -1, -1))
     assert torch.equal(attend(*angles, mask), expected)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym import compiling, likelihood
-from llamagym.likelihood import logprobs_and_entropy, sums_in_groups
-from llamagym.losses import entropy_from_logits
+from llamagym.cpu import compiling
+from llamagym.engine import likelihood
+from llamagym.engine.likelihood import logprobs_and_entropy, sums_in_groups
+from llamagym.policy.choices import entropy_from_logits
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
 

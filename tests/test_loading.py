@@ -21,11 +21,11 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import hub as hub_utils
 
-from llamagym import loading
 from llamagym.errors import ConfigError, ModelLoadError
-from llamagym.loading import embedded_model_folder, load_model_and_tokenizer
-from llamagym.model_registry import PLAIN_CHAT_TEMPLATE
-from llamagym.value_head import AutoModelForCausalLMWithValueHead
+from llamagym.models import loading
+from llamagym.models.loading import embedded_model_folder, load_model_and_tokenizer
+from llamagym.models.registry import PLAIN_CHAT_TEMPLATE
+from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -321,7 +321,7 @@ def test_tokenizer_gets_plain_template_and_padding(tmp_path: Path, caplog: pytes
     bare.chat_template, bare.pad_token = None, None
     (folder / "chat_template.jinja").unlink()
     bare.save_pretrained(folder)
-    with caplog.at_level(logging.WARNING, logger="llamagym.loading"):
+    with caplog.at_level(logging.WARNING, logger="llamagym.models.loading"):
         _, tokenizer, _ = load_model_and_tokenizer(folder, device="cpu", dtype="float32")
     assert tokenizer.chat_template == PLAIN_CHAT_TEMPLATE
     assert "no chat template" in caplog.text
@@ -350,7 +350,7 @@ def test_hub_model_is_downloaded_and_served_from_the_cache_when_the_hub_is_gone(
     torch.testing.assert_close(model(ids)[0], expected)
     assert tokenizer.chat_template == tiny_tokenizer("qwen3").chat_template
     point_hub_at("http://127.0.0.1:9", monkeypatch, tmp_path / "hub-cache")
-    with caplog.at_level(logging.WARNING, logger="llamagym.loading"):
+    with caplog.at_level(logging.WARNING, logger="llamagym.models.loading"):
         cached, _, _ = load_model_and_tokenizer("org/tiny", device="cpu", dtype="float32")
     assert "cached copy of org/tiny" in caplog.text
     torch.testing.assert_close(cached(ids)[0], expected)

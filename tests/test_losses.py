@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamagym.losses import (
+from llamagym.learners.losses import (
     clipped_surrogate,
     clipped_value_loss,
     entropy_from_logits,

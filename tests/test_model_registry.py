@@ -11,9 +11,9 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, PhiConfig
 
-from llamagym import model_registry
 from llamagym.errors import ConfigError
-from llamagym.model_registry import (
+from llamagym.models import registry
+from llamagym.models.registry import (
     FAMILIES,
     PLAIN_CHAT_TEMPLATE,
     ModelEntry,
@@ -27,9 +27,9 @@ from tests.tiny import tiny_base_model, tiny_config, tiny_tokenizer
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the table that the test may change."""
-    monkeypatch.setattr(model_registry, "_BY_KEY", dict(model_registry._BY_KEY))
+    monkeypatch.setattr(registry, "_BY_KEY", dict(registry._BY_KEY))
 
 
 def test_table_holds_the_promised_models() -> None:
@@ -153,7 +153,7 @@ def test_default_lora_of_the_embedded_model_is_the_last_quarter_of_its_layers() 
 def test_fallback_to_a_family_says_so_and_counts(caplog: pytest.LogCaptureFixture) -> None:
     config = PhiConfig(vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     config.name_or_path = "someone/phi-tune"
-    with caplog.at_level(logging.WARNING, logger="llamagym.model_registry"):
+    with caplog.at_level(logging.WARNING, logger="llamagym.models.registry"):
         entry = lookup_by_architecture(config)
     assert "someone/phi-tune" in caplog.text
     assert "family 'phi'" in caplog.text
@@ -166,7 +166,7 @@ def test_unknown_architecture_gets_lora_on_every_linear_layer(caplog: pytest.Log
     config = GPTNeoXConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
-    with caplog.at_level(logging.WARNING, logger="llamagym.model_registry"):
+    with caplog.at_level(logging.WARNING, logger="llamagym.models.registry"):
         entry = lookup_by_architecture(config)
     assert "unknown architecture 'gpt_neox'" in caplog.text
     assert "register()" in caplog.text
@@ -178,7 +178,7 @@ def test_unknown_architecture_gets_lora_on_every_linear_layer(caplog: pytest.Log
     assert adapted == {f"gpt_neox.layers.{layer}.{name}" for layer in (0, 1) for name in linear}
 
 
-def test_register_adds_and_never_overwrites_silently(registry: None) -> None:
+def test_register_adds_and_never_overwrites_silently(own_table: None) -> None:
     entry = ModelEntry("mine", "me/mine", "llama", aliases=("my-model",))
     register(entry)
     assert lookup("ME/mine") is lookup("my-model") is entry

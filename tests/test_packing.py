@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from llamagym import packing
-from llamagym.packing import Packed
+from llamagym.cpu import packing
+from llamagym.cpu.packing import Packed
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
@@ -41,6 +41,10 @@ def products(monkeypatch):
     return inputs
 
 
+# Bytes that hold all copies.
+AMPLE = 2**30
+
+
 def frozen_layer(bias=True, inputs=24, outputs=40, rounding="half"):
     return ROUNDINGS[rounding](nn.Linear(inputs, outputs, bias=bias)).requires_grad_(False)
 
@@ -62,7 +66,7 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
             return output, layer(inputs.transpose(0, -2)), leaf.grad
 
     expected = outputs_and_gradient()
-    with Packed(layer):
+    with Packed(layer, AMPLE):
         received = outputs_and_gradient()
     assert len(products) == 3
     for one, other in zip(received, expected, strict=True):
@@ -73,7 +77,7 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
 def test_a_bias_learns_beside_a_frozen_weight(products):
     layer, inputs = frozen_layer(), torch.randn(3, 24)
     layer.bias.requires_grad_(True)
-    with Packed(layer):
+    with Packed(layer, AMPLE):
         layer(inputs).sum().backward()
     assert products
     assert torch.equal(layer.bias.grad, torch.full((40,), 3.0))
@@ -82,7 +86,7 @@ def test_a_bias_learns_beside_a_frozen_weight(products):
 def test_outside_the_context_the_model_is_as_it_was(products):
     layer = frozen_layer()
     names = set(vars(layer))
-    with pytest.raises(RuntimeError), Packed(layer):
+    with pytest.raises(RuntimeError), Packed(layer, AMPLE):
         layer(torch.randn(2, 23))
     products.clear()
     layer(torch.randn(2, 24))
@@ -106,7 +110,7 @@ def test_outside_the_context_the_model_is_as_it_was(products):
 )
 def test_a_copy_follows_its_weight(change, is_packed, products):
     layer = frozen_layer()
-    packed = Packed(layer)
+    packed = Packed(layer, AMPLE)
     with packed:
         layer(torch.randn(3, 24))
     change(layer)
@@ -123,7 +127,7 @@ def test_what_is_trained_hooked_or_in_float64_is_left_alone():
     layers["hooked"].forward = layers["hooked"].forward
     layers["wide"].double()
     layers["trained"].requires_grad_(True)
-    with Packed(layers):
+    with Packed(layers, AMPLE):
         replaced = [name for name, layer in layers.items() if "forward" in vars(layer)]
         hooked = layers["hooked"].forward
     assert replaced == ["plain", "hooked"]
@@ -131,11 +135,10 @@ def test_what_is_trained_hooked_or_in_float64_is_left_alone():
 
 
 @pytest.mark.parametrize(("room", "is_packed"), [(0, [False, False]), (1, [True, False]), (2, [True, True])])
-def test_copies_take_a_share_of_the_memory(room, is_packed, products, monkeypatch):
+def test_copies_take_a_share_of_the_memory(room, is_packed, products):
     first, second = frozen_layer(), frozen_layer(inputs=40, outputs=24)
-    monkeypatch.setattr(packing, "memory_bytes", lambda device: 16 * room * first.weight.nbytes // 2)
     inputs = torch.randn(3, 24)
-    with Packed(nn.Sequential(first, second)):
+    with Packed(nn.Sequential(first, second), room * first.weight.nbytes // 2):
         hidden = first(inputs)
         output = second(hidden)
     assert [any(given is fed for given in products) for fed in (inputs, hidden)] == is_packed
@@ -143,23 +146,21 @@ def test_copies_take_a_share_of_the_memory(room, is_packed, products, monkeypatc
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
-def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products, monkeypatch):
+def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products):
     layer = frozen_layer()
-    monkeypatch.setattr(packing, "memory_bytes", lambda device: 16 * room * layer.weight.nbytes // 2)
     leaf = torch.randn(3, 24, requires_grad=True)
-    with Packed(layer):
+    with Packed(layer, room * layer.weight.nbytes // 2):
         layer(leaf).sum().backward()
     assert len(products) == room
     assert torch.allclose(leaf.grad, layer.weight.sum(0).expand(3, -1), atol=1e-5)
 
 
 @pytest.mark.parametrize(("rounding", "share"), [("half", 1 / 2), ("single", 1)])
-def test_a_copy_takes_half_of_what_float16_holds(rounding, share, products, monkeypatch):
+def test_a_copy_takes_half_of_what_float16_holds(rounding, share, products):
     layer = frozen_layer(rounding=rounding)
     for room, is_packed in ((share, True), (0.9 * share, False)):
-        monkeypatch.setattr(packing, "memory_bytes", lambda device, room=room: 16 * room * layer.weight.nbytes)
         products.clear()
-        with Packed(layer):
+        with Packed(layer, int(room * layer.weight.nbytes)):
             layer(torch.randn(3, 24))
         assert bool(products) == is_packed
 
@@ -177,7 +178,7 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind):
     agent.act("x")
     assert agent.policy.weights_version
     assert agent.policy.inputs_are_fit
-    copies = agent.policy._backbone._packed._copies
+    copies = agent.policy._backbone._acceleration._packed._copies
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]
     assert {is_transposed for _, is_transposed in copied} == {True, False}
     assert len(set(copied)) == len(copied)
@@ -193,7 +194,7 @@ def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(kind, family
     model, ids = agent.policy.model.pretrained_model.get_base_model(), torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         expected, before = model(ids).logits, len(products)
-        with agent.policy._backbone._packed:
+        with agent.policy._backbone._acceleration._packed:
             assert torch.allclose(model(ids).logits, expected, atol=1e-4)
     assert len(products) > before
 
@@ -204,7 +205,7 @@ def test_an_adapter_can_be_merged_and_taken_out_again(safely, products):
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight)
-    packed, ids = Packed(model), torch.tensor([[1, 2, 3, 4]])
+    packed, ids = Packed(model, AMPLE), torch.tensor([[1, 2, 3, 4]])
 
     @torch.no_grad()
     def check():

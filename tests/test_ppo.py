@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from llamagym import train
-from llamagym.controllers import AdaptiveKLController, RateController
-from llamagym.minibatches import minibatches
-from llamagym.sampled import collect
+from llamagym.learners.controllers import AdaptiveKLController, RateController
+from llamagym.learners.minibatches import minibatches
+from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llamagym.transformer import Transformer
+from llamagym.engine.transformer import Transformer
 from tests.tiny import tiny_model
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llamagym import ConfigError
-from llamagym.conversation import Episode, Prompt, Reply, Turn
-from llamagym.replay import Replay, ReplayConfig
+from llamagym.conversation.episode import Episode, Prompt, Reply, Turn
+from llamagym.learners.replay import Replay, ReplayConfig
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 

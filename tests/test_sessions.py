@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.batching import TokenTree
-from llamagym.conversation import Episode, Segment
-from llamagym.keeping import Recent
+from llamagym.conversation.episode import Episode, Segment
+from llamagym.engine.lru import Recent
+from llamagym.engine.token_tree import TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES
 

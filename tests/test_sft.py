@@ -14,11 +14,11 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-import llamagym.sft as sft
+import llamagym.learners.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
-from llamagym.adapter import fresh_rows, is_activated
-from llamagym.demonstrations import read_demonstrations
-from llamagym.value_head import AutoModelForCausalLMWithValueHead
+from llamagym.conversation.demonstrations import read_demonstrations
+from llamagym.models.lora import fresh_rows, is_activated
+from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 

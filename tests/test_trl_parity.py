@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llamagym.errors import ConfigError
-from llamagym.ppo import PPOConfig
-from llamagym.ppo_trainer import PPOTrainer
-from llamagym.value_head import AutoModelForCausalLMWithValueHead
+from llamagym.learners.ppo import PPOConfig
+from llamagym.learners.ppo_trainer import PPOTrainer
+from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "trl_ppo_step.json").read_text(encoding="utf-8"))
 CASES = sorted(FIXTURE["cases"])

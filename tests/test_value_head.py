@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llamagym.errors import ModelLoadError
-from llamagym.model_registry import FAMILIES
-from llamagym.value_head import AutoModelForCausalLMWithValueHead, ValueHead
+from llamagym.models.registry import FAMILIES
+from llamagym.models.value_head import AutoModelForCausalLMWithValueHead, ValueHead
 from tests.tiny import tiny_base_model, tiny_config, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[72, 101, 108, 108, 111], [1, 2, 3, 4, 5]])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.keeping import Space
-from llamagym.likelihood import sums_in_groups
-from llamagym.sampling import draw, draw_tokens
+from llamagym.cpu.likelihood import sums_in_groups
+from llamagym.engine.lru import Space
+from llamagym.policy.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent
 from tests.tiny import FAMILIES
 

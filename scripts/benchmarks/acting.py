@@ -15,7 +15,7 @@ import torch
 from common import Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, dtype_of, make_agent, plain_model, player, prompts
 
-from llamagym.loading import embedded_model_folder
+from llamagym.models.loading import embedded_model_folder
 
 ENVS, STEPS = 64, 8
 

@@ -14,8 +14,8 @@ from gymnasium.vector import AutoresetMode
 from transformers import AutoModelForCausalLM
 
 from llamagym import load_model_and_tokenizer
-from llamagym.conversation import Context
-from llamagym.loading import embedded_model_folder
+from llamagym.conversation.episode import Context
+from llamagym.models.loading import embedded_model_folder
 
 sys.path.insert(0, str(ROOT / "examples"))
 from blackjack import BlackjackAgent

@@ -5,7 +5,7 @@ It needs an environment of its own (Python 3.10 to 3.13):
     python -m venv agile && agile/bin/pip install torch==2.13.0 "agilerl[cpu-llm]==2.58.0"
     agile/bin/python scripts/benchmarks/rivals/agilerl_258.py FOLDER act|learn
 
-FOLDER is the embedded model's (`llamagym.loading.embedded_model_folder()` in the usual environment).
+FOLDER is the embedded model's (`llamagym.models.loading.embedded_model_folder()` in the usual environment).
 
 Its settings are the fastest that it offers on a CPU. On Linux its extras install liger-kernel, and it then puts
 Triton's kernels into every model (algorithms/core/base.py, `_attach_lora_adapters`), whatever the device and

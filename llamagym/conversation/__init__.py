@@ -1,0 +1,1 @@
+"""Text and token ids: chat templates, episodes, parsing, demonstrations."""

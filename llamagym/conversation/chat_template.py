@@ -1,0 +1,165 @@
+"""Renders chat messages as token ids to append: the first prompt, then each message's delta.
+
+A conversation is never rendered anew. What a template puts between one reply and the next (the end of the assistant's
+message, the user's message, the generation prompt) is found by rendering a probe conversation and taking what follows
+the last reply. So a template that rewrites earlier turns, as Qwen3's does with its thinking blocks, still gives an
+append-only conversation: earlier turns stay as the model saw them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ChatTemplateError
+
+# Plain words: a template that trims or escapes content leaves them alone.
+_SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
+
+Message = dict[str, str]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template as a source of prompt ids.
+
+    Raises:
+        ChatTemplateError: The tokenizer has no template, or what follows a reply depends on earlier turns (only where
+            `append_only`).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_only: bool = True) -> None:
+        """Probe the template.
+
+        Args:
+            tokenizer: Its `chat_template` is used as it is.
+            append_only: Whether conversations of several turns will be rendered, and so must be checked.
+        """
+        if tokenizer.chat_template is None:
+            raise ChatTemplateError(
+                f"Tokenizer {tokenizer.name_or_path!r} has no chat template. Load it with load_model_and_tokenizer(), "
+                "which supplies a plain one for known models, or set tokenizer.chat_template."
+            )
+        self._tokenizer = tokenizer
+        self.has_system_role = self._probe_system_role()
+        if append_only:
+            self._check_append_only()
+        # The same texts come again and again, and to render one takes longer than a look at it.
+        self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
+        self._first = lru_cache(maxsize=4096)(self._first_uncached)
+        self._next = lru_cache(maxsize=4096)(self._next_uncached)
+        self._shared = lru_cache(maxsize=64)(self._shared_uncached)
+
+    def first_prompt(self, system: str, user: str) -> list[int]:
+        """Token ids of a new conversation, up to where the reply begins."""
+        return list(self._first(system, user))
+
+    def shared_length(self, system: str, first_prompt: list[int]) -> int:
+        """How many leading ids of a first prompt all first prompts under this system prompt share; 0 if unknown."""
+        shared = self._shared(system)
+        return len(shared) if first_prompt[: len(shared)] == shared else 0
+
+    def next_prompt(self, user: str, sampled_end: int | None) -> list[int]:
+        """Token ids between a reply and the next one.
+
+        Args:
+            user: The next observation's text.
+            sampled_end: The end-of-sequence id that closed the reply, which is then not repeated; None if the reply
+                ended otherwise.
+        """
+        return list(self._next(user, sampled_end))
+
+    def closing_id(self, end_ids: Collection[int]) -> int:
+        """The id that ends a written reply: the template's, or else the tokenizer's end token.
+
+        Args:
+            end_ids: Every id that ends a reply.
+        """
+        reply = {"role": "assistant", "content": _REPLY}
+        _, found, after = self._render([*self._opening(_SYSTEM, _USER), reply]).rpartition(_REPLY)
+        closing = self._encode(after)[:1] if found else ()
+        return closing[0] if closing and closing[0] in end_ids else int(self._tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, without special tokens."""
+        return list(self._encode(text))
+
+    def _encode_uncached(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _first_uncached(self, system: str, user: str) -> tuple[int, ...]:
+        return self._encode_uncached(self._render(self._opening(system, user)))
+
+    def _next_uncached(self, user: str, sampled_end: int | None) -> tuple[int, ...]:
+        text = self._delta([], user)
+        if sampled_end is not None:
+            text = text.removeprefix(str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
+        return self._encode_uncached(text)
+
+    def _shared_uncached(self, system: str) -> list[int]:
+        one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")
+        return one[: next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)]
+
+    def _opening(self, system: str, user: str) -> list[Message]:
+        if not system:
+            return [{"role": "user", "content": user}]
+        if self.has_system_role:
+            return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return [{"role": "user", "content": f"{system}\n\n{user}"}]
+
+    def _render(self, messages: list[Message]) -> str:
+        # Hybrid thinking models would spend the whole reply on thoughts; templates without the switch ignore it.
+        rendered: Any = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return rendered
+
+    def _delta(self, earlier: list[Message], user: str) -> str:
+        """What the template puts after a reply when `user` is said next."""
+        messages = [
+            *self._opening(_SYSTEM, _USER),
+            *earlier,
+            {"role": "assistant", "content": _REPLY},
+            {"role": "user", "content": user},
+        ]
+        _, found, after = self._render(messages).rpartition(_REPLY)
+        if not found:
+            raise ChatTemplateError(
+                f"The chat template of {self._tokenizer.name_or_path!r} drops earlier replies, so a conversation "
+                "cannot be appended to. Pass context='turn' to show one observation at a time, or set another "
+                "tokenizer.chat_template."
+            )
+        return after
+
+    def _probe_system_role(self) -> bool:
+        try:
+            rendered = self._render([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}])
+        except TemplateError:
+            return False
+        return _SYSTEM in rendered
+
+    def _check_append_only(self) -> None:
+        short = self._delta([], _USER)
+        earlier = [{"role": "assistant", "content": _USER}, {"role": "user", "content": _USER}]
+        long = self._delta(earlier, _USER)
+        if short != long:
+            raise ChatTemplateError(
+                f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: after a first reply it "
+                f"renders {short!r}, after a second {long!r}. Pass context='turn' to show one observation at a time, "
+                "or set another tokenizer.chat_template."
+            )
+
+
+def invocation_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The last token before a reply, from which on an activated LoRA acts."""
+    return ChatTemplate(tokenizer, append_only=False).first_prompt("", _USER)[-1:]
+
+
+def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a reply: the tokenizer's and those of the model's generation defaults."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return sorted(end for end in ids if end is not None)

@@ -1,0 +1,255 @@
+"""What was said, as facts: prompts, replies, turns, episodes, and the conversation that grows them.
+
+Token ids are only ever appended. The prompts and replies of a context, concatenated, are exactly what the model saw
+and sampled; nothing is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import ConfigError, EpisodeError
+from .chat_template import ChatTemplate, Message
+
+Context = Literal["episode", "turn"]
+FinishReason = Literal["eos", "length", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a turn adds before the reply.
+
+    Attributes:
+        ids: New token ids: the whole context if `starts_context`, else what follows the previous reply.
+        starts_context: Whether the model sees nothing from before this prompt.
+        choices: Token ids of each admissible reply, or None for free text.
+        shared_length: How many leading ids every context with the same system prompt begins with.
+        opening_length: How many trailing ids open the reply, from where an activated LoRA acts: the last one of the
+            generation prompt and those of a response prefix.
+    """
+
+    ids: tuple[int, ...]
+    starts_context: bool
+    choices: tuple[tuple[int, ...], ...] | None = None
+    shared_length: int = 0
+    opening_length: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy sampled, and what it knew at that moment.
+
+    Attributes:
+        ids: Sampled token ids; an end-of-sequence token is there only if it was sampled.
+        logprobs: Log-probability of each decision: one per token of free text, a single one for a choice.
+        value: The critic's estimate at the last prompt token, in reward units.
+        finish_reason: Why the reply ended.
+        choice_index: Which of the prompt's choices was taken, or None for free text.
+        weights_version: How many updates the weights had seen.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    value: float
+    finish_reason: FinishReason
+    choice_index: int | None
+    weights_version: int
+
+
+@dataclass(slots=True)
+class Turn:
+    """One step of an episode: a prompt, the reply, and what came of it.
+
+    Attributes:
+        prompt: What the model read.
+        reply: What it said.
+        reward: The environment's reward, raw.
+        penalty: Added for a reply that named no action; 0 or negative, kept apart from the reward.
+        valid: Whether the reply named an action.
+    """
+
+    prompt: Prompt
+    reply: Reply
+    reward: float = 0.0
+    penalty: float = 0.0
+    valid: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Turns that share one context, and possibly a prompt that awaits its reply."""
+
+    turns: tuple[Turn, ...]
+    pending: Prompt | None = None
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompts in order, the pending one last."""
+        prompts = tuple(turn.prompt for turn in self.turns)
+        return prompts if self.pending is None else (*prompts, self.pending)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all prompts and replies."""
+        return sum(len(prompt.ids) for prompt in self.prompts) + sum(len(turn.reply.ids) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished episode.
+
+    Attributes:
+        turns: Its turns in order, at least one.
+        terminated: Whether the environment reached a final state.
+        truncated: Whether it was cut off; `final_value` then stands for what was missed.
+        final_value: The critic's estimate of the state after the last turn; 0 after termination.
+        group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
+            episode starts in the same state, or in one drawn from the same distribution.
+    """
+
+    turns: tuple[Turn, ...]
+    terminated: bool
+    truncated: bool
+    final_value: float = 0.0
+    group: Hashable | None = None
+
+    @property
+    def total_reward(self) -> float:
+        """Undiscounted sum of the environment's rewards (penalties not included)."""
+        return sum(turn.reward for turn in self.turns)
+
+    def segments(self) -> list[Segment]:
+        """The episode cut wherever a turn starts a new context."""
+        return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
+
+
+def commonest_reply(episodes: Sequence[Episode]) -> float:
+    """Share of the turns whose reply is the commonest one; 1 where all replies are identical."""
+    replies = Counter(turn.reply.ids for episode in episodes for turn in episode.turns)
+    return max(replies.values()) / replies.total()
+
+
+def _split_contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
+    groups: list[list[Turn]] = []
+    for turn in turns:
+        if turn.prompt.starts_context or not groups:
+            groups.append([])
+        groups[-1].append(turn)
+    return groups
+
+
+@dataclass
+class Conversation:
+    """One episode in the making: messages for people, token ids for the model.
+
+    Attributes:
+        template: Renders prompts.
+        system_prompt: Opens every context.
+        context: Whether the model sees the whole episode or only the current observation.
+        max_length: Tokens that the model can hold; None is no limit. Where a prompt and its reply would not fit, the
+            older half of the turns shown, or as many as need be, is dropped: a new context begins with the rest.
+        reply_length: Tokens kept free for a reply in free text.
+        turns: Finished turns.
+        messages: The same in words, as chat messages, system prompt first.
+        pending: The prompt that awaits a reply.
+    """
+
+    template: ChatTemplate
+    system_prompt: str
+    context: Context = "episode"
+    max_length: int | None = None
+    reply_length: int = 0
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    pending: Prompt | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with the system prompt."""
+        if self.system_prompt:
+            self.messages.append({"role": "system", "content": self.system_prompt})
+
+    def observe(self, text: str, prefix: str = "", choices: Sequence[str] | None = None) -> Segment:
+        """Append an observation and return the context that the model must answer.
+
+        Args:
+            text: The observation in words.
+            prefix: Fixed text the reply begins with.
+            choices: Admissible replies, or None for free text.
+        """
+        if self.pending is not None:
+            raise EpisodeError(
+                f"Observation {text!r} arrived while an earlier one still awaits its reply. Call act() once per "
+                "environment step."
+            )
+        if choices is not None and (not choices or len(set(choices)) != len(choices) or "" in choices):
+            raise ConfigError(
+                f"get_action_choices() returned {choices!r}. Return distinct, non-empty strings, or None for free text."
+            )
+        opening = self.template.encode(prefix)
+        encoded = None if choices is None else tuple(tuple(self.template.encode(choice)) for choice in choices)
+        reply_length = self.reply_length if encoded is None else sum(map(len, encoded))
+        shown = 0 if self.context == "turn" else len(self.current_segment().turns)
+        starts_context = shown == 0
+        ids = self._opened(text, opening) if starts_context else self._continued(text, opening)
+        before = 0 if starts_context else sum(len(t.prompt.ids) + len(t.reply.ids) for t in self.turns[-shown:])
+        while shown and self.max_length is not None and before + len(ids) + reply_length > self.max_length:
+            shown, starts_context, before = shown // 2, True, 0
+            ids = self._reopened(shown, text, opening)
+        shared = self.template.shared_length(self.system_prompt, ids) if starts_context else 0
+        self.pending = Prompt(tuple(ids), starts_context, encoded, shared, 1 + len(opening))
+        self.messages.append({"role": "user", "content": text})
+        return self.current_segment()
+
+    def _opened(self, text: str, opening: list[int]) -> list[int]:
+        return [*self.template.first_prompt(self.system_prompt, text), *opening]
+
+    def _continued(self, text: str, opening: list[int]) -> list[int]:
+        last = self.turns[-1].reply
+        return [*self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None), *opening]
+
+    def _reopened(self, shown: int, text: str, opening: list[int]) -> list[int]:
+        """A new context's ids: the last `shown` turns, then the new observation."""
+        if not shown:
+            return self._opened(text, opening)
+        first, *others = self.turns[-shown:]
+        observations = [message["content"] for message in self.messages if message["role"] == "user"]
+        its_opening = first.prompt.ids[len(first.prompt.ids) - first.prompt.opening_length + 1 :]
+        ids = [*self._opened(observations[-shown], list(its_opening)), *first.reply.ids]
+        for turn in others:
+            ids += [*turn.prompt.ids, *turn.reply.ids]
+        return ids + self._continued(text, opening)
+
+    def current_segment(self) -> Segment:
+        """The turns that the pending prompt, or the last turn, shares its context with."""
+        if self.pending is not None and self.pending.starts_context:
+            return Segment((), self.pending)
+        groups = _split_contexts(self.turns)
+        return Segment(tuple(groups[-1]) if groups else (), self.pending)
+
+    def answer(self, reply: Reply, text: str) -> Turn:
+        """Append the reply to the pending prompt; `text` is the reply in words, its prefix included."""
+        assert self.pending is not None, "a reply needs a prompt"
+        turn = Turn(self.pending, reply)
+        self.turns.append(turn)
+        self.messages.append({"role": "assistant", "content": text})
+        self.pending = None
+        return turn
+
+    def withdraw(self) -> None:
+        """Take back the pending prompt, as if its observation had never arrived."""
+        if self.pending is not None:
+            self.pending = None
+            self.messages.pop()
+
+
+def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:
+    """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
+    ids: list[Hashable] = list(range(len(items))) if env_ids is None else list(env_ids)
+    if len(ids) != len(items) or len(set(ids)) != len(ids):
+        raise EpisodeError(
+            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
+        )
+    return ids

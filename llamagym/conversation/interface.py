@@ -1,0 +1,55 @@
+"""What a user says about an environment: its observations in words, and which action a reply names."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ..errors import ActionParseError
+
+logger = logging.getLogger(__name__)
+
+
+class TextInterface(ABC):
+    """An environment as a conversation; three methods must be defined, two may be."""
+
+    @abstractmethod
+    def get_system_prompt(self) -> str:
+        """What every conversation opens with; empty for no system prompt."""
+
+    @abstractmethod
+    def format_observation(self, observation: Any) -> str:
+        """An observation in words."""
+
+    @abstractmethod
+    def extract_action(self, response: str) -> Any:
+        """The action that a reply names.
+
+        Raises:
+            ActionParseError: It names none; any ValueError, or returning None, says the same.
+        """
+
+    def get_action_choices(self, observation: Any) -> list[str] | None:
+        """The replies allowed for this observation, or None for free text."""
+        return None
+
+    def fallback_action(self, observation: Any) -> Any:
+        """What to do when a reply names no action."""
+        raise NotImplementedError
+
+    def _extract(self, text: str) -> Any:
+        try:
+            return self.extract_action(text)
+        except (ActionParseError, ValueError) as problem:
+            logger.debug("invalid reply: %s", problem)
+            return None
+
+    def _fallback(self, observation: Any, text: str) -> Any:
+        try:
+            return self.fallback_action(observation)
+        except NotImplementedError:
+            raise NotImplementedError(
+                f"Reply {text!r} names no action, and {type(self).__name__} does not say what to do then. Define "
+                "fallback_action(observation), or restrict replies with get_action_choices(observation)."
+            ) from None

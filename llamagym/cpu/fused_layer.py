@@ -1,0 +1,196 @@
+"""Decoder layers that run as one function each.
+
+With few rows, as when replies are written, a layer's dozen modules and their many small operations take as long as its
+matrix products, and in learning a third of the time. Most families' layers are Llama's: attention with rotary
+positions, then a gated product, each normalized by root mean squares before and added to what was. Here such a layer is
+its products, those of the same inputs in one, and a compiled function between each two of them.
+
+Shapes: B rows, T tokens, H width, O outputs of a projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .attention_backward import attend_with_gradients
+from .attention_kernel import attend
+from .compiling import has_kernels
+from .low_rank import add_low_rank, low_rank_of
+from .packing import Packed
+from .rowwise import gated, normalize
+
+_KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+
+
+class Fused:
+    """A context in which layers of the usual kind run as one function each; outside of it the model is as it was."""
+
+    def __init__(self, body: nn.Module, packed: Packed, may_hold_scores: Callable[[Tensor, int], bool]) -> None:
+        """Find the layers of `body` that can.
+
+        Args:
+            body: A transformer.
+            packed: As which frozen weights multiply.
+            may_hold_scores: Whether all scores under a mask, of so many heads, may be held in memory.
+        """
+        self._layers = {layer: _Layer(layer, packed, may_hold_scores) for layer in body.modules() if _is_usual(layer)}
+
+    def __enter__(self) -> None:
+        """Let the layers run fused, but for those that do more, or a module of which would be missed by its hooks."""
+        for layer, fused in self._layers.items():
+            if "forward" not in vars(layer) and not fused.is_watched:
+                vars(layer)["forward"] = fused
+
+    def __exit__(self, *error: object) -> None:
+        """Let them run as they are again."""
+        for layer, fused in self._layers.items():
+            if vars(layer).get("forward") is fused:
+                del vars(layer)["forward"]
+
+
+class _Layer:
+    """A decoder layer as one function."""
+
+    def __init__(self, layer: Any, packed: Packed, may_hold_scores: Callable[[Tensor, int], bool]) -> None:
+        self._layer, self._packed, self._may_hold_scores = layer, packed, may_hold_scores
+        attention = layer.self_attn
+        self._in, self._out, self._gate_up, self._down = _projections(layer)
+        self._norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        self._norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        inner = [module for module in layer.modules() if module is not layer]
+        self._hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a module inside has hooks."""
+        return any(self._hooks)
+
+    def __call__(self, hidden: Tensor, past_key_values: Cache | None = None, **others: Any) -> Tensor:
+        """What the layer makes of hidden states (B, T, H), given as to the layer itself."""
+        if past_key_values is not None and self._can_run(hidden, past_key_values):
+            return self._run(hidden, past_key_values, **others)
+        layer = self._layer
+        result: Tensor = type(layer).forward(layer, hidden, past_key_values=past_key_values, **others)
+        return result
+
+    def _can_run(self, hidden: Tensor, cache: Cache) -> bool:
+        if not has_kernels(hidden) or torch.is_autocast_enabled("cpu"):
+            return False
+        if not torch.is_grad_enabled():
+            return hasattr(cache, "grow")
+        are_frozen = not any(norm.weight.requires_grad for norm in self._norms)
+        return are_frozen and self._layer.self_attn.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+
+    def _run(
+        self,
+        hidden: Tensor,
+        cache: Any,
+        *,
+        attention_mask: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **others: Any,
+    ) -> Tensor:
+        attention = self._layer.self_attn
+        before, after = self._norms[:2]
+        _, inputs = normalize(hidden, before.weight, before.variance_epsilon)
+        query, key, value = self._project(self._in, inputs)
+        if hasattr(attention, "q_norm"):
+            query = _normalize_heads(query, attention.q_norm, attention.head_dim)
+            key = _normalize_heads(key, attention.k_norm, attention.head_dim)
+        seen = self._look(query, key, value, position_embeddings, cache, attention_mask, **others)
+        (added,) = self._project(self._out, seen)
+        hidden, inputs = normalize(hidden, after.weight, after.variance_epsilon, added)
+        (added,) = self._project(self._down, gated(*self._project(self._gate_up, inputs)))
+        return hidden + added
+
+    def _look(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: Any,
+        mask: Tensor,
+        **others: Any,
+    ) -> Tensor:
+        """What the heads see, (B, T, N D)."""
+        attention, look = self._layer.self_attn, attend
+        if torch.is_grad_enabled():
+            look = attend_with_gradients
+            is_simple = hasattr(cache, "grow") and not cache.keeps_gradients
+            if not is_simple or not self._may_hold_scores(mask, query.shape[2] // attention.head_dim):
+                return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
+        shared, places = others.get("shared_prefix"), others.get("places")
+        if places is not None:
+            query, key, value, *turns = map(places.fill, (query, key, value, *angles))
+            angles = turns[0], turns[1]
+        of_layer = None if shared is None else shared[attention.layer_idx]
+        kept = cache.grow(attention.layer_idx, query.shape[1])
+        seen = look(query, key, value, angles, kept, of_layer, mask, attention.scaling)
+        return seen if places is None else places.gather(seen)
+
+    def _look_by_pytorch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: Cache,
+        mask: Tensor,
+        **others: Any,
+    ) -> Tensor:
+        """The same, by the operations of PyTorch."""
+        attention = self._layer.self_attn
+        heads = [part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in (query, key, value)]
+        query, key = apply_rotary_pos_emb(heads[0], heads[1], *angles)
+        key, value = cache.update(key, heads[2], attention.layer_idx)
+        look = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        seen: Tensor = look(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
+        return seen.flatten(2)
+
+    def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
+        """Outputs (B, T, O) of projections of the same inputs."""
+        added = [low_rank for module in modules if (low_rank := low_rank_of(module)) is not None]
+        if len(added) < len(modules):
+            return tuple(module(inputs) for module in modules)
+        products = self._packed.multiply(tuple(map(_base_of, modules)), inputs)
+        return tuple(add_low_rank(product, inputs, low_rank) for product, low_rank in zip(products, added, strict=True))
+
+
+def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
+    """A layer's projections, those of the same inputs together, in the order in which they run."""
+    attention, feed_forward = layer.self_attn, layer.mlp
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (feed_forward.gate_proj, feed_forward.up_proj),
+        (feed_forward.down_proj,),
+    )
+
+
+def _base_of(module: Any) -> Any:
+    """A projection, without LoRA."""
+    return getattr(module, "base_layer", module)
+
+
+def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
+    """Each of the heads side by side (B, T, N D), normalized."""
+    return normalize(heads.unflatten(-1, (-1, size)), norm.weight, norm.variance_epsilon)[1].flatten(2)
+
+
+def _is_usual(layer: Any) -> bool:
+    """Whether a module is a decoder layer of the usual kind, none of whose modules does more than its class says."""
+    return (
+        type(layer).__name__ in _KINDS
+        and layer.self_attn.config.hidden_act == "silu"
+        and len({weight.dtype for name, weight in layer.named_parameters() if ".lora_" not in name}) == 1
+        and not any("forward" in vars(module) for module in layer.modules())
+        and all(type(_base_of(module)) is nn.Linear for modules in _projections(layer) for module in modules)
+    )

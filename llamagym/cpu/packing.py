@@ -1,0 +1,153 @@
+"""Frozen weights laid out as the processor reads them, in half precision where that holds them.
+
+For every matrix product a CPU's library copies the weights into blocks that fit its registers and caches. With few
+rows, as when replies are written, this costs as much as multiplying, and reading the weights costs as much again. Here
+frozen weights are copied once. float32 weights that float16 holds, those that were published in float16 or bfloat16,
+are kept in it by FBGEMM, which multiplies in float32: half the bytes, the same products. bfloat16 weights and other
+float32 ones are laid out by oneDNN as they are.
+
+Shapes: I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+# Rows of inputs that oneDNN lays a copy out for; 1 to 1024 gave copies alike in speed.
+_ROWS = 64
+# What float16 may change a weight matrix by, relative to its norm: what every float32 is rounded by. bfloat16's
+# smallest numbers, far below a matrix's others, have no place in float16.
+_TOLERANCE = torch.finfo(torch.float32).eps
+
+
+class Packed:
+    """A context in which the frozen linear layers of a model on a CPU multiply by packed copies.
+
+    A layer is copied when it first multiplies. Outside of the context the model is as it was.
+    """
+
+    def __init__(self, model: nn.Module, max_bytes: int) -> None:
+        """Find the layers of `model` that can be copied, into `max_bytes` in all."""
+        self._max_bytes = max_bytes
+        adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        self._adapter_of = {inner: layer for layer in adapters for inner in layer.modules()}
+        # One whose `forward` was replaced, by hooks of accelerate, say, does more than multiply.
+        self._forwards = {
+            layer: partial(self._forward, layer)
+            for layer in model.modules()
+            if type(layer) is nn.Linear and "forward" not in vars(layer) and _can_be_packed(layer.weight)
+        }
+        self._copies: dict[tuple[tuple[nn.Linear, ...], bool], tuple[object, _Copy | None]] = {}
+
+    def __enter__(self) -> None:
+        """Let the layers multiply by their copies, but for copies of weights that have changed."""
+        for key, (state, _) in list(self._copies.items()):
+            if state != self._state_of(key[0]):
+                del self._copies[key]
+        for layer, forward in self._forwards.items():
+            vars(layer)["forward"] = forward
+
+    def __exit__(self, *error: object) -> None:
+        """Let them multiply by their weights again."""
+        for layer in self._forwards:
+            vars(layer).pop("forward", None)
+
+    def forget(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()
+
+    def multiply(self, layers: tuple[nn.Linear, ...], inputs: Tensor) -> tuple[Tensor, ...]:
+        """What each of several layers makes of inputs (..., I): outputs (..., O) of one product."""
+        copy = self._copy_of(layers)
+        if copy is None:
+            return tuple(nn.functional.linear(inputs, layer.weight, layer.bias) for layer in layers)
+        if torch.is_grad_enabled() and inputs.requires_grad:
+            transposed = self._copy_of(layers, is_transposed=True)
+            product = _Product.apply(inputs, copy, transposed, *[layer.weight for layer in layers])
+        else:
+            product = copy.multiply(inputs)
+        outputs = product.split([layer.out_features for layer in layers], -1) if len(layers) > 1 else (product,)
+        return tuple(
+            output if layer.bias is None else output + layer.bias for layer, output in zip(layers, outputs, strict=True)
+        )
+
+    def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
+        """What the layer makes of inputs (..., I): outputs (..., O)."""
+        return self.multiply((layer,), inputs)[0]
+
+    def _copy_of(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> _Copy | None:
+        """A packed copy of the layers' weights; None if they cannot be packed or there is no room."""
+        key = layers, is_transposed
+        if key not in self._copies:
+            weights = [layer.weight.detach() for layer in layers if _can_be_packed(layer.weight)]
+            room = self._max_bytes - sum(copy.nbytes for _, copy in self._copies.values() if copy is not None)
+            copy = None
+            if len(weights) == len(layers):
+                weight = torch.cat(weights)
+                copy = _pack(weight.T.contiguous() if is_transposed else weight, room)
+            self._copies[key] = self._state_of(layers), copy
+        return self._copies[key][1]
+
+    def _state_of(self, layers: tuple[nn.Linear, ...]) -> list[object]:
+        """What is another after a layer's weight has changed."""
+        state: list[object] = []
+        for layer in layers:
+            weight, adapter = layer.weight, self._adapter_of.get(layer)
+            # Merging an adapter into a weight does not change its version.
+            merged = tuple(adapter.merged_adapters) if adapter else ()
+            state += weight._version, weight.data_ptr(), weight.dtype, weight.requires_grad, merged
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A packed copy of a weight (O, I): multiplies inputs (..., I) by it, giving (..., O)."""
+
+    multiply: Callable[[Tensor], Tensor]
+    nbytes: int
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.requires_grad or torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        return False
+    is_native = weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return is_native or weight.dtype == torch.float32
+
+
+def _pack(weight: Tensor, room: int) -> _Copy | None:
+    """A packed copy of at most `room` bytes of a weight (O, I), or None."""
+    is_held = weight.dtype == torch.float32 and bool(
+        torch.linalg.vector_norm(weight - weight.half()) <= _TOLERANCE * weight.norm()
+    )
+    nbytes = 2 * weight.numel() if is_held else weight.nbytes
+    if nbytes > room:
+        return None
+    if is_held:
+        copy = torch.ops.quantized.linear_prepack_fp16(weight, None)
+        return _Copy(lambda inputs: torch.ops.quantized.linear_dynamic_fp16(inputs, copy), nbytes)
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    return _Copy(lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, copy, None, "none", [], ""), nbytes)
+
+
+class _Product(torch.autograd.Function):
+    """inputs (..., I) times frozen weights (O, I), transposed; the gradient is a product by the weights as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, copy: _Copy, transposed: _Copy | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        ctx.transposed = transposed
+        return copy.multiply(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, of_product: Tensor) -> tuple[Tensor | None, ...]:
+        weights = ctx.saved_tensors
+        transposed: _Copy | None = ctx.transposed
+        of_inputs = of_product @ torch.cat(weights) if transposed is None else transposed.multiply(of_product)
+        return of_inputs, None, None, *[None] * len(weights)

@@ -1,0 +1,70 @@
+"""The one door to `cpu/`: what a processor computes faster, used where it fits and never needed.
+
+`LLAMAGYM_CPU_KERNELS=0` closes it; then the engine alone runs, by the operations of PyTorch and transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import may_hold_scores
+from .hardware import memory_bytes
+
+# Of the machine's memory, what packed copies of weights may take.
+_PACKED_SHARE = 1 / 16
+_DTYPES = {torch.float32, torch.bfloat16}
+
+
+def is_enabled() -> bool:
+    """Whether `cpu/` may be used at all."""
+    return os.environ.get("LLAMAGYM_CPU_KERNELS", "1") != "0"
+
+
+def likelihood_kernels(logits: Tensor) -> ModuleType | None:
+    """`cpu.likelihood` if it can compute with such logits, else None."""
+    if not is_enabled() or logits.device.type != "cpu" or logits.dtype not in _DTYPES:
+        return None
+    from ..cpu import likelihood  # numba takes a second to import
+
+    return likelihood
+
+
+class Acceleration:
+    """A context in which a model runs as fast as this machine can; outside of it the model is as it was."""
+
+    def __init__(self, lm: nn.Module, body: nn.Module) -> None:
+        """Find the parts of a causal language model, and of its body, that can run faster."""
+        self._packed: Any = None
+        self._fused: Any = None
+        self._open = ExitStack()
+        if is_enabled() and next(body.parameters()).device.type == "cpu":
+            from ..cpu.fused_layer import Fused
+            from ..cpu.packing import Packed
+
+            self._packed = Packed(lm, int(_PACKED_SHARE * memory_bytes(torch.device("cpu"))))
+            self._fused = Fused(body, self._packed, may_hold_scores)
+
+    def __enter__(self) -> None:
+        """Run fast; weights that were changed outside of the context are seen."""
+        for part in (self._packed, self._fused):
+            if part is not None:
+                self._open.enter_context(part)
+
+    def __exit__(self, *error: object) -> None:
+        """Run as before."""
+        self._open.close()
+
+    def forget_copies(self) -> None:
+        """Drop the packed copies of weights; passes to come make those that they multiply by."""
+        if self._packed is not None:
+            self._packed.forget()
+
+    def unfuse(self) -> None:
+        """Let all layers run as they are from now on."""
+        self._fused = None

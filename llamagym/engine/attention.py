@@ -1,0 +1,124 @@
+"""Attention where rows share a prefix: its keys and values are read once for all rows, not once for each.
+
+What all rows' queries make of the shared keys is one matrix product (Hydragen, Juravsky et al. 2024,
+https://arxiv.org/abs/2402.05099); here one softmax runs over these scores and those of a row's own keys. Tokens of
+several rows that run side by side in one, without padding, are put into their rows here.
+
+Shapes: B rows, N query heads, K heads of keys and values, T tokens, P shared columns, S columns of a row's own, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .kv_cache import Places, RoomyCache
+
+_NAME = "llamagym_shared_prefix"
+# Larger scores are never held whole: PyTorch's fused attention takes them, on copies of the prefix.
+_SCORES = 2**23
+
+
+@contextmanager
+def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
+    """While open, a model's attention looks at what a cache shares or spreads; yields what the model must be given."""
+    if not isinstance(cache, RoomyCache) or (cache.prefix is None and cache.places is None):
+        yield {}
+        return
+    usual = body.config._attn_implementation
+    body.config._attn_implementation = _NAME
+    try:
+        yield {"shared_prefix": cache.prefix, "places": cache.places}
+    finally:
+        body.config._attn_implementation = usual
+
+
+def may_hold_scores(mask: Tensor, heads: int) -> bool:
+    """Whether the scores of all heads under a mask (B, 1, T, P + S) may be held in memory."""
+    return mask.numel() * heads <= _SCORES
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    shared_prefix: Sequence[Tensor] | None = None,
+    places: Places | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What a layer's heads see, (B, T, N, D), or of tokens in one row (1, all, N, D).
+
+    Args:
+        module: The layer's attention.
+        query: (B, N, T, D), or of tokens in one row (1, N, all, D).
+        key: Of each row's own columns, (B, K, S, D).
+        value: Likewise.
+        attention_mask: Additive, of shared and own columns, (B, 1, T, P + S).
+        scaling: Factor of the scores.
+        shared_prefix: For each layer, shared keys and values (2, K, P, D), if there are any.
+        places: Of tokens in one row.
+        others: What PyTorch's attention takes.
+    """
+    if places is not None:
+        query = places.spread(query)
+    seen = _look(module, query, key, value, attention_mask, scaling, shared_prefix, **others)
+    return (seen if places is None else places.gather(seen)), None
+
+
+def _look(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    shared_prefix: Sequence[Tensor] | None,
+    **others: Any,
+) -> Tensor:
+    """What rows see, (B, T, N, D); arguments as before."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if shared_prefix is None:
+        alone: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
+        return alone
+    shared_key, shared_value = shared_prefix[module.layer_idx]
+    (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
+    if not may_hold_scores(mask, heads):
+        key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
+        value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
+        copied: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
+        return copied
+    # In bfloat16, scores would be rounded to 8 bits, and products this small take as long.
+    key, value, shared_key, shared_value = (part.float() for part in (key, value, shared_key, shared_value))
+    # Heads that share keys stand beside each other: (B, K, N/K T, D).
+    grouped = (scaling * query.float()).reshape(rows, groups, -1, size)
+    of_shared = _rows_together(grouped) @ shared_key.mT
+    of_own = (key @ grouped.mT).mT
+    scores = torch.cat([_rows_apart(of_shared, rows), of_own], dim=-1)
+    scores = scores.view(rows, heads, length, -1).add_(mask).softmax(-1).view_as(scores)
+    seen = scores[..., width:] @ value
+    seen = seen + _rows_apart(_rows_together(scores[..., :width]) @ shared_value, rows)
+    return seen.view(rows, heads, length, size).transpose(1, 2).to(query.dtype)
+
+
+def _rows_together(part: Tensor) -> Tensor:
+    """(B, K, M, X) as (K, B M, X)."""
+    return part.transpose(0, 1).flatten(1, 2)
+
+
+def _rows_apart(part: Tensor, rows: int) -> Tensor:
+    """The inverse of `_rows_together`."""
+    return part.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)

@@ -1,0 +1,282 @@
+"""Keeps what the model has read: keys and values by content, so that a conversation that grows is read once.
+
+Shapes: L layers, S tokens of history after the prefix, B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from .lru import Space
+from .token_tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """What a tree's decisions need of its frozen layers.
+
+    Attributes:
+        entries: Keys and values of the history after the prefix, one layer after the other, (2L, heads, S, head size).
+        hidden: Decision nodes' states where the adapted layers begin, (D, H).
+    """
+
+    entries: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the frozen layers made of the tokens that open a reply.
+
+    Attributes:
+        entries: Their keys and values, of layers below the adapted ones, (2L, heads, O, head size).
+        below: Their states where the adapted layers begin, (O, H).
+    """
+
+    entries: Tensor
+    below: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return self.entries.nbytes + self.below.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What is known of the last token of a reply's beginning.
+
+    Attributes:
+        state: Its last hidden state, (H,).
+        entries: Its keys and values, (2L, heads, 1, head size); for a reply not begun, those of what opens it.
+        below: Likewise its states where the adapted layers begin, (1, H).
+    """
+
+    state: Tensor
+    entries: Tensor
+    below: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return self.state.nbytes + self.entries.nbytes + self.below.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A history of which only the beginning is known.
+
+    Attributes:
+        tree: Whose history it is.
+        known: Entries of the tokens that have been read, (2L, heads, S, head size).
+        spoken: What is known of those after them, which opened and made up a reply; empty if it is not all known.
+    """
+
+    tree: TokenTree
+    known: Tensor
+    spoken: tuple[Written, ...]
+
+    @property
+    def mark(self) -> int:
+        """How many tokens have been read."""
+        return self.known.shape[2]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What is neither read nor written."""
+        return self.tree.history[self.mark + sum(part.entries.shape[2] for part in self.spoken) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where tokens that run side by side in one row, without padding, belong in a rectangle.
+
+    Attributes:
+        index: Flat index (row * T + column) of each, int64 (N,).
+        rows: B.
+        width: T.
+    """
+
+    index: Tensor
+    rows: int
+    width: int
+
+    def fill(self, tokens: Tensor) -> Tensor:
+        """What is known of the tokens (1, N, ...) in their places, (B, T, ...), 0 elsewhere."""
+        places = tokens.new_zeros(self.rows * self.width, *tokens.shape[2:])
+        return places.index_copy(0, self.index.to(tokens.device), tokens[0]).unflatten(0, (self.rows, self.width))
+
+    def spread(self, heads: Tensor) -> Tensor:
+        """Tokens' heads (1, heads, N, head size) in their places, (B, heads, T, head size), 0 elsewhere."""
+        return self.fill(heads.transpose(1, 2)).transpose(1, 2)
+
+    def gather(self, rectangle: Tensor) -> Tensor:
+        """What lies (B, T, ...) in the tokens' places, side by side (1, N, ...)."""
+        return rectangle.flatten(0, 1).index_select(0, self.index.to(rectangle.device))[None]
+
+
+class Room:
+    """Keys and values of several rows, with columns free for more; the first columns are a prefix of all rows."""
+
+    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool, space: Space | None = None) -> None:
+        """Make room for several rows.
+
+        Args:
+            prefix: Entries (2L, heads, P, head size) that all rows begin with.
+            rows: How many.
+            columns: How many entries a row can hold, those of the prefix included.
+            is_shared: Whether attention looks at the prefix where it is (see `attention`); otherwise each row has a
+                copy.
+            space: Where to make it, until the next one is made there; None for memory of its own.
+        """
+        layers, heads, length, width = prefix.shape
+        self._prefix = prefix if is_shared else None
+        self._first = length if is_shared else 0
+        sizes = layers, rows, heads, columns - self._first, width
+        self._entries = prefix.new_empty(sizes) if space is None else space.take(prefix, sizes)
+        if not is_shared:
+            self._entries[..., :length, :] = prefix[:, None]
+
+    def fill(self, row: int | slice, start: int, entries: Tensor, stop: int | None = None) -> None:
+        """Put entries into columns behind the prefix, and zeros behind them, since what is masked must be finite.
+
+        Args:
+            row: Which, or a slice of rows.
+            start: The first column.
+            entries: (2L, heads, S, head size), or (2L, B, heads, S, head size) of several rows; of the lowest layers
+                if they are fewer.
+            stop: The first column that stays as it is; None for the one behind the entries.
+        """
+        start -= self._first
+        end = start + entries.shape[-2]
+        of_rows = self._entries[: len(entries), row]
+        of_rows[..., start:end, :].copy_(entries)
+        if stop is not None:
+            of_rows[..., end : stop - self._first, :].zero_()
+
+    def copy(self, row: int, start: int, stop: int) -> Tensor:
+        """What a row's columns behind the prefix hold, (2L, heads, S, head size)."""
+        return self._entries[:, row, :, start - self._first : stop - self._first].clone()
+
+    def rearrange(self, sources: Sequence[int]) -> None:
+        """Let row i be what row `sources[i]` was; a row that is copied must itself stay, or be beyond these."""
+        for row, source in enumerate(sources):
+            if row != source:
+                assert source >= len(sources) or sources[source] == source, "copied after it was overwritten"
+                self._entries[:, row] = self._entries[:, source]
+
+    def cache(self, rows: slice, columns: int, first_layer: int = 0) -> RoomyCache:
+        """A cache that shows the first `columns` of some rows; what it is given is written behind them.
+
+        Args:
+            rows: Which.
+            columns: How many are filled, those of the prefix included.
+            first_layer: The model's layer that the entries begin with.
+        """
+        below: list[Any] = [DynamicLayer() for _ in range(first_layer)]
+        pairs = self._entries[:, rows].unflatten(0, (-1, 2))
+        layers = [_RoomyLayer(keys, values, columns - self._first) for keys, values in pairs]
+        prefix = None if self._prefix is None else [None] * first_layer + list(self._prefix.unflatten(0, (-1, 2)))
+        return RoomyCache([*below, *layers], prefix)
+
+
+class RoomyCache(Cache):
+    """Keys and values of rows, beside those that they share.
+
+    Attributes:
+        prefix: For each layer, keys and values (2, heads, P, head size) that all rows see before their own; None if
+            rows hold all that they see.
+        places: Of the tokens to come, if these run side by side in one row; None if they come as rectangles.
+        keeps_gradients: Whether gradients are to flow through what is kept.
+    """
+
+    def __init__(self, layers: list[Any], prefix: list[Any] | None) -> None:
+        """Show `layers` and share `prefix`."""
+        super().__init__(layers=layers)
+        self.prefix = prefix
+        self.places: Places | None = None
+        self.keeps_gradients = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append entries (B, heads, T, head size) to a layer's, or (1, heads, N, head size); returns all."""
+        if self.places is not None:
+            key_states, value_states = self.places.spread(key_states), self.places.spread(value_states)
+        result: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return result
+
+    def grow(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, heads, S, head size) of a layer, the last `count` columns new and yet to be filled."""
+        of_layer: Any = self.layers[layer]
+        kept: tuple[Tensor, Tensor] = of_layer.grow(count)
+        return kept
+
+
+class _RoomyLayer(DynamicLayer):
+    """Keys and values that grow in place, unless gradients must flow through them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, columns: int) -> None:
+        super().__init__()
+        # What `lazy_initialization` sets, without the empty tensors that it makes.
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._room = keys, values
+        self._show(columns)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append entries (B, heads, T, head size); returns all."""
+        if torch.is_grad_enabled():
+            result: tuple[Tensor, Tensor] = super().update(key_states, value_states)
+            return result
+        start = self.get_seq_length()
+        shown = self.grow(key_states.shape[2])
+        for kept, new in zip(shown, (key_states, value_states), strict=True):
+            kept[:, :, start:] = new
+        return shown
+
+    def grow(self, count: int) -> tuple[Tensor, Tensor]:
+        """Show `count` more columns, whatever they hold; returns all."""
+        return self._show(self.get_seq_length() + count)
+
+    def _show(self, columns: int) -> tuple[Tensor, Tensor]:
+        keys, values = (part[:, :, :columns] for part in self._room)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def entries_of(cache: Cache, columns: slice, first_layer: int = 0) -> Tensor:
+    """Keys and values in some columns, layer after layer, (B, 2L, heads, S, head size)."""
+    layers: list[Any] = cache.layers[first_layer:]
+    return torch.stack([part[:, :, columns] for layer in layers for part in (layer.keys, layer.values)], dim=1)
+
+
+def cache_of(
+    prefix: Tensor,
+    histories: Sequence[Tensor],
+    size: int,
+    new_columns: int,
+    is_shared: bool,
+    first_layer: int = 0,
+) -> RoomyCache:
+    """A cache that holds the prefix and then each row's history, padded to `size` columns.
+
+    Args:
+        prefix: Entries (2L, heads, P, head size) that all rows share.
+        histories: Entries (2L, heads, S, head size) of each row.
+        size: At least the largest S.
+        new_columns: How many more entries a row will be given.
+        is_shared: Whether attention looks at the prefix where it is.
+        first_layer: The model's layer that the entries begin with.
+    """
+    shared = prefix.shape[2]
+    room = Room(prefix, len(histories), shared + size + new_columns, is_shared)
+    for row, history in enumerate(histories):
+        room.fill(row, shared, history, shared + size)
+    return room.cache(slice(None), shared + size, first_layer)

@@ -1,0 +1,1 @@
+"""From finished episodes to an update: PPO, GRPO, supervised learning and what they share."""

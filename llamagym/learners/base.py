@@ -1,0 +1,307 @@
+"""What all learners share: options, minibatches, the clipped surrogate, the optimiser's steps, statistics.
+
+A learner turns finished episodes into an update of the policy: `update(episodes) -> stats`. What tells one from
+another is where advantages come from (`_credit`), and what else is in the loss. Every token of a reply shares its
+turn's advantage, and a minibatch's loss is a mean over its decisions, so long replies weigh more than short ones.
+
+Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ..conversation.episode import Episode, Segment
+from ..policy.evaluation import Evaluation
+from ..policy.policy import Policy
+from .config import LearnerConfig
+from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
+from .losses import clipped_surrogate, kl_estimate, masked_mean
+from .minibatches import minibatches
+from .rollout import Sampled, collect, evaluate_chunks
+from .trust_region import TrustRegion
+
+logger = logging.getLogger(__name__)
+
+Stats = dict[str, float]
+# A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
+_ADAM_BETAS = (0.9, 0.95)
+# Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
+_ADAM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the turns of a batch are trained towards.
+
+    Attributes:
+        advantages: How much better a turn did than expected, float (N,).
+    """
+
+    advantages: Tensor
+
+
+TargetsT = TypeVar("TargetsT", bound=Targets)
+
+
+class Learner(ABC, Generic[TargetsT]):
+    """Learns from finished episodes.
+
+    Attributes:
+        policy: Whose weights are updated.
+        config: How.
+        has_critic: Whether the value head is learnt, so that episodes that were cut off can be valued.
+    """
+
+    has_critic: ClassVar[bool]
+
+    def __init__(
+        self, policy: Policy, config: LearnerConfig, epochs: int, value_learning_rate: float | None = None
+    ) -> None:
+        """Prepare optimiser and reference.
+
+        Args:
+            policy: Whose trainable weights are updated.
+            config: How.
+            epochs: Passes over a batch.
+            value_learning_rate: Of the value head; None leaves it as it is.
+        """
+        self.policy = policy
+        self.config = config
+        self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
+        self._epochs = epochs
+        self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
+        self._steps = 0
+        self._whiten = Whitening()
+        self.watch_weights()
+        self._rate = RateController(config.target_kl)
+        self._entropy = EntropyController(config.entropy_coef, config.entropy_decay, config.entropy_floor)
+        self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
+        self._rng = np.random.default_rng(config.seed)
+        if config.init_kl_coef:
+            policy.enable_reference()
+
+    def watch_weights(self) -> None:
+        """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
+        body = [p for p in self.policy.model.pretrained_model.parameters() if p.requires_grad]
+        parts = [body, list(self.policy.model.v_head.parameters())][: len(self._rates)]
+        groups = [{"params": part} for part in parts]
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
+        self._trust_region = TrustRegion([weight for part in parts for weight in part], self.config.target_kl)
+
+    @property
+    def group_size(self) -> int:
+        """Episodes of one start that are compared."""
+        return 1
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether crediting a batch takes the critic's features."""
+        return False
+
+    def take(self, finished: list[Episode]) -> list[Episode]:
+        """Take a batch out of the finished episodes: all, once they hold `batch_size` turns, else none.
+
+        What is left would be learnt from later, when it is further from the policy, and might pile up.
+        """
+        batch = [episode for unit in self._units(finished) for episode in unit]
+        if _count_turns(batch) < self.config.batch_size:
+            return []
+        taken = set(map(id, batch))
+        finished[:] = [episode for episode in finished if id(episode) not in taken]
+        return batch
+
+    def why_no_update(self, finished: Sequence[Episode]) -> str:
+        """In words, how far the batch is from full."""
+        ready = sum(map(_count_turns, self._units(finished)))
+        return (
+            f"No update yet: finished episodes hold {ready} turns, and a batch needs {self.config.batch_size}. Play "
+            "more episodes or lower batch_size."
+        )
+
+    def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
+        """Episodes that can be learnt from now, in the pieces that a batch is made of, the oldest first."""
+        return [[episode] for episode in finished]
+
+    def update(self, episodes: Sequence[Episode]) -> Stats:
+        """One update on a batch of whole episodes.
+
+        Returns:
+            Statistics; the README says how to read them.
+        """
+        config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
+        segments = [segment for episode in episodes for segment in episode.segments()]
+        turns = [turn for segment in segments for turn in segment.turns]
+        if not self.policy.inputs_are_fit:
+            self.policy.fit_inputs(segments)
+        sampled = collect(
+            self.policy,
+            episodes,
+            config.microbatch_nodes,
+            with_reference=bool(config.init_kl_coef),
+            with_features=self.reads_features,
+        )
+        targets, stats = self._credit(episodes, sampled)
+        stats |= self._optimize(segments, sampled, targets)
+        self.policy.weights_version += 1
+        if config.init_kl_coef:
+            stats["kl_coef"], stats["ref_kl"] = self._kl.value, sampled.ref_kl.mean().item()
+            if config.adap_kl_ctrl:
+                self._kl.update(stats["ref_kl"], len(turns))
+        returns = [episode.total_reward for episode in episodes]
+        lengths = torch.tensor([len(episode.turns) for episode in episodes], dtype=torch.float)
+        return stats | {
+            "return_mean": float(np.mean(returns)),
+            "return_std": float(np.std(returns)),
+            "reward_mean": float(np.mean([turn.reward for turn in turns])),
+            "invalid_rate": float(np.mean([not turn.valid for turn in turns])),
+            "episodes": float(len(episodes)),
+            "turns": float(len(turns)),
+            "turns_per_episode": lengths.mean().item(),
+            "weights_version": float(self.policy.weights_version),
+            "learn_tokens": float(self.policy.tokens_forwarded - forwarded),
+            "learn_s": time.perf_counter() - started,
+        }
+
+    @abstractmethod
+    def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[TargetsT, Stats]:
+        """Say what each turn is trained towards, and what there is to report about it."""
+
+    def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
+        sums: dict[str, list[float]] = defaultdict(list)
+        ratio_error, largest_kl, steps = math.nan, 0.0, 0
+        region = self._trust_region
+        region.enter()
+        size = self.config.mini_batch_size
+        for minibatch in (m for _ in range(self._epochs) for m in minibatches(segments, size, self._rng)):
+            stats, fresh_error = self._backward(minibatch, sampled, targets)
+            if math.isnan(ratio_error):
+                ratio_error = fresh_error
+            # Before the first step nothing has moved, and what differs is rounding.
+            if steps:
+                largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
+            if region.is_left(largest_kl):
+                break
+            for name, value in stats.items():
+                sums[name].append(value)
+            region.enter()
+            sums["grad_norm"].append(self._step())
+            steps += 1
+        else:
+            # No later minibatch shows where the last step led.
+            if region.has_bounds:
+                largest_kl = max(largest_kl, self._measure_kl(minibatches(segments, size, self._rng)[0], sampled))
+        if stopped := region.is_left(largest_kl):
+            logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
+            region.return_to()
+            self.optimizer.zero_grad()
+        self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps)
+        means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._entropy.value}
+        self._entropy.update(means["entropy"])
+        return means | {
+            "ratio_error": ratio_error,
+            "learning_rate": self.config.learning_rate * self._rate.scale,
+            "optimizer_steps": float(steps),
+            "stopped_early": float(stopped),
+        }
+
+    def _mean_over_processes(self, value: float) -> float:
+        """So that all processes decide alike."""
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.policy.device), "mean").item())
+
+    def _measure_kl(self, minibatch: list[Segment], sampled: Sampled) -> float:
+        """How far the policy has moved on a minibatch, in nats per decision (k2)."""
+        total = count = 0.0
+        for rows, now in evaluate_chunks(self.policy, minibatch, sampled.row, self.config.microbatch_nodes):
+            old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
+            total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
+            count += now.mask.sum().item()
+        return self._mean_over_processes(total / count)
+
+    def _backward(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> tuple[Stats, float]:
+        """Gradients of a minibatch; returns its statistics and the largest |ratio - 1| among turns just sampled."""
+        decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
+        turn_count = sum(len(segment.turns) for segment in minibatch)
+        stats: dict[str, float] = defaultdict(float)
+        fresh_error = math.nan
+        for chunk in self.policy.chunks(minibatch, self.config.microbatch_nodes):
+            turns = [turn for segment in chunk for turn in segment.turns]
+            rows = [sampled.row[id(turn)] for turn in turns]
+            now = self.policy.evaluate(chunk)
+            share = now.mask.sum().item() / decisions, len(rows) / turn_count
+            loss, parts = self._loss(now, rows, sampled, targets, *share)
+            self.accelerator.backward(loss)
+            for name, value in parts.items():
+                stats[name] += value
+            fresh = [i for i, turn in enumerate(turns) if turn.reply.weights_version == self.policy.weights_version]
+            if fresh:
+                old = sampled.old_logprobs[[rows[i] for i in fresh], : now.logprobs.shape[1]].to(now.logprobs.device)
+                error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
+                fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)
+        return dict(stats), fresh_error
+
+    def _loss(
+        self, now: Evaluation, rows: list[int], sampled: Sampled, targets: TargetsT, by_decision: float, by_turn: float
+    ) -> tuple[Tensor, Stats]:
+        """The loss of a microbatch and its parts, weighted so that a minibatch's microbatches add up to its mean.
+
+        Args:
+            now: What the current weights say of the microbatch's turns.
+            rows: The turns' rows in `sampled` and `targets`.
+            sampled: What was sampled, of the whole batch.
+            targets: What it is trained towards.
+            by_decision: The microbatch's share of the minibatch's decisions.
+            by_turn: Its share of the turns.
+        """
+        config, device, mask = self.config, now.logprobs.device, now.mask
+        old = sampled.old_logprobs[rows, : mask.shape[1]].to(device)
+        advantages = (targets.advantages[rows, None] * sampled.weights[rows, : mask.shape[1]]).to(device)
+        policy = clipped_surrogate(now.logprobs, old, advantages, mask, config.cliprange)
+        entropy = masked_mean(now.entropy, mask)
+        loss = by_decision * (policy.loss - self._entropy.value * entropy)
+        if config.kl_in_loss:
+            reference = sampled.ref_logprobs[rows, : mask.shape[1]].to(device)
+            # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.
+            ratio = (now.logprobs - old).exp()
+            k3 = masked_mean(ratio * kl_estimate(now.logprobs, reference, "k3"), mask)
+            loss = loss + by_decision * self._kl.value * k3
+        stats = {
+            "policy_loss": by_decision * policy.loss.item(),
+            "entropy": by_decision * entropy.item(),
+            "approx_kl": by_decision * policy.approx_kl.item(),
+            "clip_fraction": by_decision * policy.clip_fraction.item(),
+        }
+        return loss, stats
+
+    def _step(self) -> float:
+        """One optimiser step on the gradients at hand; returns the norm of the policy's."""
+        groups = self.optimizer.param_groups
+        if self.accelerator.num_processes > 1:
+            for weight in (weight for group in groups for weight in group["params"]):
+                if weight.grad is not None:
+                    weight.grad = self.accelerator.reduce(weight.grad, "mean")
+        # Each by its own norm: the value head's gradient is far the larger and would scale the policy's away.
+        norms = [self.accelerator.clip_grad_norm_(group["params"], self.config.max_grad_norm) for group in groups]
+        self._steps += 1
+        rise = min(1.0, self._steps / self.config.warmup_steps)
+        for group, rate, scale in zip(groups, self._rates, (self._rate.scale, 1.0), strict=False):
+            group["lr"] = rate * scale * rise
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norms[0])
+
+
+def _count_turns(episodes: Sequence[Episode]) -> int:
+    return sum(len(episode.turns) for episode in episodes)

@@ -1,0 +1,72 @@
+"""The options that every learner has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..options import Options
+
+
+@dataclass(frozen=True)
+class LearnerConfig(Options):
+    """Options of every learner; names follow TRL 0.11.
+
+    Attributes:
+        batch_size: An update runs when finished episodes hold at least this many turns.
+        mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step.
+        learning_rate: Of the policy's weights (Adam).
+        warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure
+            the gradient.
+        gamma: Discount per turn.
+        cliprange: Epsilon of the clipped surrogate.
+        entropy_coef: Weight of the entropy bonus, per nat.
+        entropy_decay: What that is multiplied by after each update: much exploration first, little in the end.
+        entropy_floor: Entropy, in nats per decision, that the policy should keep: after an update below it the bonus
+            weighs more, up to 100 times `entropy_coef`, and less again after one above it. None leaves the weight.
+        init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
+        adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
+        target: KL to the reference, in nats per turn, that the coefficient steers to.
+        horizon: Turns over which it does.
+        target_kl: KL by which an update may move the policy. A step that leads beyond 1.5 times that is undone and
+            ends the update; after an update that went beyond the target the policy's learning rate falls, after one
+            that stayed below half of it it rises again, up to `learning_rate`. None does neither.
+        max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
+        whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
+        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
+        seed: Of the minibatches' order.
+    """
+
+    batch_size: int = 128
+    mini_batch_size: int = 32
+    learning_rate: float = 3e-4
+    warmup_steps: int = 20
+    gamma: float = 1.0
+    cliprange: float = 0.2
+    entropy_coef: float = 0.01
+    entropy_decay: float = 1.0
+    entropy_floor: float | None = None
+    init_kl_coef: float = 0.0
+    adap_kl_ctrl: bool = False
+    target: float = 6.0
+    horizon: float = 10_000
+    target_kl: float | None = None
+    max_grad_norm: float = 1.0
+    whiten_advantages: bool = True
+    microbatch_nodes: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        self._require_at_least(1, "batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes")
+        self._require_fraction("gamma", "entropy_decay")
+        if self.entropy_floor is not None and self.entropy_coef <= 0:
+            raise ConfigError(
+                f"entropy_floor={self.entropy_floor} needs a bonus to raise, received "
+                f"entropy_coef={self.entropy_coef}. Pass a small positive entropy_coef."
+            )
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL to the reference is a term of the loss."""
+        return self.init_kl_coef != 0

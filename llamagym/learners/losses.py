@@ -1,0 +1,255 @@
+"""The mathematics of the learners: pure functions of tensors, nothing else.
+
+Shapes: B rows, T steps (turns of an episode, or tokens of a reply), V vocabulary. A mask is True where an entry counts;
+entries outside the mask never influence a result.
+
+Sources: PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), GAE (Schulman et al. 2016,
+https://arxiv.org/abs/1506.02438), KL estimators k1, k2, k3 (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
+GroupBaseline = Literal["leave_one_out", "std"]
+
+
+def _check_shapes(**tensors: Tensor) -> None:
+    """Raise unless all tensors have one shape: broadcasting would hide a mistake."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(
+            f"Tensors must share one shape, received {shapes}. Index or pad them to the same (B, T) first."
+        )
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the entries where the mask is True; 0 for an empty mask.
+
+    >>> masked_mean(torch.tensor([1.0, 2.0, 99.0]), torch.tensor([True, True, False])).item()
+    1.5
+    """
+    _check_shapes(values=values, mask=mask)
+    return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance (divisor n - 1) over the mask; 0 where it holds fewer than two entries.
+
+    >>> masked_var(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False])).item()
+    2.0
+    """
+    centered = (values - masked_mean(values, mask)).masked_fill(~mask, 0.0)
+    return centered.square().sum() / (mask.sum() - 1).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, least_std: float = 0.0) -> Tensor:
+    """Scale to unit variance over the mask and, with `shift_mean`, to zero mean.
+
+    Args:
+        values: Float (B, T).
+        mask: True at entries that count, bool (B, T).
+        shift_mean: Whether the mean is removed.
+        least_std: A smaller deviation is taken for this one, so that next to nothing is not blown up.
+
+    >>> masked_whiten(torch.tensor([1.0, 3.0]), torch.tensor([True, True])).mul(2**0.5).round().tolist()
+    [-1.0, 1.0]
+    """
+    mean, var = masked_mean(values, mask), masked_var(values, mask)
+    whitened = (values - mean) * torch.rsqrt((var + 1e-8).clamp_min(least_std**2))
+    return whitened if shift_mean else whitened + mean
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, final_values: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the steps of each row (GAE paper, eq. 16).
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}; a row's real steps come first.
+
+    Args:
+        rewards: Reward that follows each step, float (B, T), in the environment's unit.
+        values: V(s_t) when the step was taken, float (B, T).
+        mask: True at real steps, bool (B, T).
+        gamma: Discount per step.
+        lam: GAE's lambda; 0 is one-step TD, 1 is Monte Carlo.
+        final_values: V of the state after a row's last step, float (B,): 0 after termination, the critic's estimate
+            after truncation. None means 0 everywhere.
+
+    Returns:
+        Advantages and returns (advantages + values), float (B, T), 0 outside the mask.
+
+    >>> ones = torch.ones(1, 2)
+    >>> advantages, returns = gae(ones, torch.zeros(1, 2), ones.bool(), gamma=0.5, lam=1.0)
+    >>> advantages.tolist()
+    [[1.5, 1.0]]
+    """
+    _check_shapes(rewards=rewards, values=values, mask=mask)
+    next_value = torch.zeros_like(values[:, 0]) if final_values is None else final_values
+    next_advantage = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(values)
+    for step in reversed(range(values.shape[1])):
+        real = mask[:, step]
+        delta = rewards[:, step] + gamma * next_value - values[:, step]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, step] = torch.where(real, advantage, 0.0)
+        next_advantage = torch.where(real, advantage, next_advantage)
+        next_value = torch.where(real, values[:, step], next_value)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
+    """What each step is followed by: G_t = r_t + gamma G_{t+1}, float (B, T) as the rewards.
+
+    >>> discounted_returns(torch.tensor([[1.0, 0.0, 4.0]]), gamma=0.5).tolist()
+    [[2.0, 2.0, 4.0]]
+    """
+    returns = rewards.clone()
+    for step in reversed(range(rewards.shape[1] - 1)):
+        returns[:, step] += gamma * returns[:, step + 1]
+    return returns
+
+
+def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
+    """How much better each member of a group did than the group, step by step.
+
+    "leave_one_out" subtracts the mean of the others (RLOO, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE;
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). "std" subtracts the mean of all and divides by their
+    deviation (DeepSeekMath, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2); of several steps the
+    deviation is that of the step where members differ most, so that a step's weight is not lost. A group of one has
+    nothing to be compared with: 0.
+
+    Args:
+        returns: What each member's step earned, float (G, T).
+        baseline: Which one.
+
+    Returns:
+        Advantages, float (G, T).
+
+    >>> group_advantages(torch.tensor([[1.0], [0.0], [2.0], [1.0]]), "leave_one_out").mul(3).round()[:, 0].tolist()
+    [0.0, -4.0, 4.0, 0.0]
+    >>> group_advantages(torch.tensor([[1.0], [3.0]]), "std").mul(2**0.5).round()[:, 0].tolist()
+    [-1.0, 1.0]
+    """
+    members = len(returns)
+    if members == 1:
+        return torch.zeros_like(returns)
+    centered = returns - returns.mean(0)
+    if baseline == "leave_one_out":
+        return centered * members / (members - 1)
+    # Rounding alone makes members of a group that did equally well differ; the constant keeps that next to nothing.
+    return centered / (returns.std(0).max() + 1e-4)
+
+
+class PolicyLoss(NamedTuple):
+    """The clipped surrogate and what it tells about the update; all scalars."""
+
+    loss: Tensor
+    clip_fraction: Tensor
+    approx_kl: Tensor
+    mean_ratio: Tensor
+
+
+def clipped_surrogate(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
+) -> PolicyLoss:
+    """PPO's clipped surrogate (eq. 7), negated for minimisation and averaged over the mask.
+
+    `approx_kl` is k2, half the mean squared log-ratio, which is never negative.
+
+    Args:
+        logprobs: Log-probabilities under the policy in training, float (B, T).
+        old_logprobs: The same when sampled, float (B, T).
+        advantages: Advantage of the step each entry belongs to, float (B, T).
+        mask: True at entries that were sampled, bool (B, T).
+        clip_range: Epsilon of the paper.
+
+    >>> old, one = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> round(clipped_surrogate(torch.full((1, 1), 0.6931), old, one, one.bool(), 0.2).loss.item(), 4)
+    -1.2
+    """
+    _check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    with torch.no_grad():
+        clip_fraction = masked_mean((clipped > unclipped).to(ratio.dtype), mask)
+        approx_kl = 0.5 * masked_mean(log_ratio.square(), mask)
+        mean_ratio = masked_mean(ratio, mask)
+    return PolicyLoss(masked_mean(torch.maximum(unclipped, clipped), mask), clip_fraction, approx_kl, mean_ratio)
+
+
+class ValueLoss(NamedTuple):
+    """The clipped value loss and the share of entries where clipping bound it; scalars."""
+
+    loss: Tensor
+    clip_fraction: Tensor
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float
+) -> ValueLoss:
+    """Half the mean of max((V - R)^2, (clip(V, V_old +- epsilon) - R)^2) over the mask.
+
+    Args:
+        values: The critic's estimates in training, float (B, T), in reward units.
+        old_values: The same when the step was taken, float (B, T).
+        returns: Targets, float (B, T).
+        mask: True at entries that count, bool (B, T).
+        clip_range: Epsilon, in reward units.
+
+    >>> one = torch.ones(1, 1)
+    >>> clipped_value_loss(one * 1.0, one * 0.0, one * 1.0, one.bool(), clip_range=0.5).loss.item()
+    0.125
+    """
+    _check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
+    clipped_values = torch.minimum(torch.maximum(values, old_values - clip_range), old_values + clip_range)
+    unclipped, clipped = (values - returns).square(), (clipped_values - returns).square()
+    with torch.no_grad():
+        clip_fraction = masked_mean((clipped > unclipped).to(values.dtype), mask)
+    return ValueLoss(0.5 * masked_mean(torch.maximum(unclipped, clipped), mask), clip_fraction)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Per-sample estimate of KL(policy || reference) from samples of the policy.
+
+    With r = p_ref / p: k1 = -log r (unbiased), abs = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r (unbiased,
+    never negative).
+
+    Args:
+        logprobs: Under the policy, float of any shape.
+        ref_logprobs: Under the reference, same shape.
+        estimator: Which one.
+
+    >>> kl_estimate(torch.tensor(0.0), torch.tensor(-1.0), "k1").item()
+    1.0
+    """
+    _check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_r = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -log_r
+    if estimator == "abs":
+        return log_r.abs()
+    if estimator == "k2":
+        return 0.5 * log_r.square()
+    if estimator == "k3":
+        return log_r.exp() - 1 - log_r
+    raise ValueError(f"Unknown KL estimator {estimator!r}. Expected one of ['k1', 'abs', 'k2', 'k3'].")
+
+
+def explained_variance(predictions: Tensor, targets: Tensor) -> float:
+    """1 - Var(target - prediction) / Var(target): 1 is perfect, 0 no better than a constant; NaN for constant targets.
+
+    >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
+    1.0
+    """
+    _check_shapes(predictions=predictions, targets=targets)
+    variance = targets.var(correction=0)
+    if variance == 0:
+        return float("nan")
+    return (1 - (targets - predictions).var(correction=0) / variance).item()

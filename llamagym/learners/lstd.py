@@ -1,0 +1,105 @@
+"""A critic in closed form: the value head's weights by least-squares temporal differences.
+
+The value head is linear in features that it does not shape, so what TD(lambda) would converge to on a batch solves a
+linear system (LSTD(lambda), Boyan 2002, https://doi.org/10.1023/A:1017936530646): no learning rate, no steps, and no
+lag behind returns that grow. Values for advantages come from the other half of the batch's episodes: no episode
+finds its own luck in its values.
+
+Shapes: N turns, E episodes, F features, the last one constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.value_head import ValueHead
+
+# How firmly weights stay where they are: as if so many turns had confirmed each of them.
+_PRIOR_TURNS = 16.0
+
+
+@torch.no_grad()
+def fit(
+    head: ValueHead,
+    features: Tensor,
+    lengths: Sequence[int],
+    rewards: Tensor,
+    final_values: Tensor,
+    gamma: float,
+    lam: float,
+    add_up: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Fit the head to a batch; returns the value of each turn by what the other half of the episodes teaches, (N,).
+
+    Args:
+        head: Whose weights are replaced.
+        features: Hidden states where values are read, episode after episode, (N, F - 1).
+        lengths: Turns of each episode, which add up to N.
+        rewards: Float (N,).
+        final_values: What comes after each episode's last turn, float (E,).
+        gamma: Discount per turn.
+        lam: Lambda.
+        add_up: Sums a tensor over processes.
+    """
+    standard = ((features - head.feature_mean.cpu()) / head.feature_std.cpu()).double()
+    rows = torch.cat([standard, torch.ones(len(standard), 1, dtype=torch.double)], dim=1)
+    half_of_episode = torch.arange(len(lengths)) % 2
+    half = half_of_episode.repeat_interleave(torch.tensor(lengths))
+    weights = torch.cat([head.summary.weight[0], head.summary.bias]).cpu().double()
+    systems = []
+    for index in (0, 1):
+        members = half_of_episode == index
+        chosen = [length for length, member in zip(lengths, members.tolist(), strict=True) if member]
+        of_half = half == index
+        system = normal_equations(rows[of_half], chosen, rewards[of_half], final_values[members], gamma, lam)
+        systems.append(add_up(system))
+    values = torch.empty(len(rows), dtype=torch.double)
+    for index in (0, 1):
+        values[half == index] = rows[half == index] @ _solve(systems[1 - index], weights)
+    fitted = _solve(systems[0] + systems[1], weights).to(head.summary.weight)
+    head.summary.weight.copy_(fitted[None, :-1])
+    head.summary.bias.copy_(fitted[-1:])
+    return values.float()
+
+
+def normal_equations(
+    rows: Tensor, lengths: Sequence[int], rewards: Tensor, final_values: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """LSTD's A and b side by side, (F, F + 1): weights w with A w = b have no TD(lambda) error on average.
+
+    With z_t = gamma lambda z_{t-1} + x_t along an episode, A = sum z_t (x_t - gamma x_{t+1})^T and b = sum z_t r_t.
+
+    Args:
+        rows: Features x, episode after episode, float64 (N, F).
+        lengths: Turns of each episode.
+        rewards: Float (N,).
+        final_values: What comes after each episode's last turn, float (E,); it has no features.
+        gamma: Discount per turn.
+        lam: Lambda.
+    """
+    size = rows.shape[1]
+    total = rows.new_zeros(size, size + 1)
+    turns = torch.tensor(list(lengths), dtype=torch.long)
+    # The longest first, so that those still under way at a turn are the first ones.
+    order = turns.argsort(descending=True)
+    starts, turns, final_values = (turns.cumsum(0) - turns)[order], turns[order], final_values[order].to(rows)
+    traces = rows.new_zeros(len(turns), size)
+    for turn in range(int(turns.max()) if len(turns) else 0):
+        under_way, going_on = int((turns > turn).sum()), int((turns > turn + 1).sum())
+        now = starts[:under_way] + turn
+        traces = gamma * lam * traces[:under_way] + rows[now]
+        change, earned = rows[now], rewards[now].to(rows)
+        change[:going_on] -= gamma * rows[now[:going_on] + 1]
+        earned[going_on:] += gamma * final_values[going_on:under_way]
+        total += traces.T @ torch.cat([change, earned[:, None]], dim=1)
+    return total
+
+
+def _solve(system: Tensor, weights: Tensor) -> Tensor:
+    """The weights that solve a system, held back towards those that were."""
+    matrix, target = system[:, :-1], system[:, -1]
+    held = matrix + _PRIOR_TURNS * torch.eye(len(matrix), dtype=matrix.dtype)
+    return weights + torch.linalg.solve(held, target - matrix @ weights)

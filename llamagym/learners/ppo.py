@@ -1,0 +1,147 @@
+"""Proximal policy optimisation over the turns of episodes.
+
+Departures from the PPO paper: the value is read at the last prompt token of a turn and one turn is one step of GAE,
+however many tokens the reply has. The value head learns on detached features, apart from the policy. What PPO shares
+with other learners stands in `learner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..conversation.episode import Episode
+from ..policy.evaluation import Evaluation
+from ..policy.policy import Policy
+from .base import Learner, Stats, Targets
+from .config import LearnerConfig
+from .losses import clipped_value_loss, explained_variance, gae
+from .lstd import fit
+from .rollout import Sampled
+
+
+@dataclass(frozen=True)
+class PPOConfig(LearnerConfig):
+    """How PPO learns, beside what `LearnerConfig` says; names follow TRL 0.11.
+
+    Attributes:
+        ppo_epochs: Passes over a batch.
+        critic: How the value head learns: "gradient" steps, or "lstd", which solves for its weights (see `critic`) and
+            needs no rate, range or weight of the three options that follow. It takes batches of many episodes.
+        value_learning_rate: Of the value head.
+        cliprange_value: How far a value may move from its estimate before the update, in reward units.
+        vf_coef: Weight of the value loss.
+        lam: GAE's lambda, and LSTD's.
+        kl_placement: "reward" subtracts k1 from each turn's reward, "loss" adds k3.
+    """
+
+    ppo_epochs: int = 2
+    critic: Literal["gradient", "lstd"] = "gradient"
+    value_learning_rate: float = 3e-3
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.5
+    lam: float = 0.95
+    kl_placement: Literal["reward", "loss"] = "reward"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        self._require_at_least(1, "ppo_epochs")
+        self._require_fraction("lam")
+        self._require_one_of(["reward", "loss"], "kl_placement")
+        self._require_one_of(["gradient", "lstd"], "critic")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL to the reference is a term of the loss."""
+        return super().kl_in_loss and self.kl_placement == "loss"
+
+
+@dataclass(frozen=True)
+class ValueTargets(Targets):
+    """What the turns of a batch are trained towards, by actor and critic.
+
+    Attributes:
+        returns: What the values should have been, float (N,).
+    """
+
+    returns: Tensor
+
+
+class PPO(Learner[ValueTargets]):
+    """Learns from finished episodes, with a critic."""
+
+    config: PPOConfig
+    has_critic = True
+
+    def __init__(self, policy: Policy, config: PPOConfig) -> None:
+        """Prepare optimiser and reference.
+
+        Args:
+            policy: Whose trainable weights are updated.
+            config: How.
+        """
+        super().__init__(
+            policy, config, config.ppo_epochs, config.value_learning_rate if config.critic == "gradient" else None
+        )
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether the critic is solved for."""
+        return self.config.critic == "lstd"
+
+    def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[ValueTargets, Stats]:
+        """Rewards with the KL penalty, then advantages and returns."""
+        config, real = self.config, sampled.real
+        rewards, values = sampled.rewards.clone(), torch.zeros_like(sampled.rewards)
+        values[real] = sampled.old_values
+        if config.init_kl_coef and config.kl_placement == "reward":
+            rewards[real] -= self._kl.value * sampled.ref_kl
+        final = torch.tensor([episode.final_value for episode in episodes])
+        if config.critic == "lstd":
+            values[real] = fit(
+                self.policy.model.v_head,
+                sampled.features,
+                [len(episode.turns) for episode in episodes],
+                rewards[real],
+                final,
+                config.gamma,
+                config.lam,
+                self._add_up,
+            )
+        advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
+        if config.whiten_advantages:
+            advantages = self._whiten(advantages, real)
+        targets = ValueTargets(advantages[real], returns[real])
+        return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
+
+    def _add_up(self, tensor: Tensor) -> Tensor:
+        """Sum over processes."""
+        if self.accelerator.num_processes == 1:
+            return tensor
+        total: Tensor = self.accelerator.reduce(tensor.float().to(self.policy.device), "sum")
+        return total.to(tensor)
+
+    def _loss(
+        self,
+        now: Evaluation,
+        rows: list[int],
+        sampled: Sampled,
+        targets: ValueTargets,
+        by_decision: float,
+        by_turn: float,
+    ) -> tuple[Tensor, Stats]:
+        """The policy's loss and the critic's."""
+        loss, stats = super()._loss(now, rows, sampled, targets, by_decision, by_turn)
+        if self.config.critic == "lstd":
+            return loss, stats
+        every = torch.ones_like(now.values, dtype=torch.bool)
+        old_values, returns = (each[rows].to(now.values.device) for each in (sampled.old_values, targets.returns))
+        value = clipped_value_loss(now.values, old_values, returns, every, self.config.cliprange_value)
+        stats["value_loss"] = by_turn * value.loss.item()
+        stats["value_clip_fraction"] = by_turn * value.clip_fraction.item()
+        return loss + by_turn * self.config.vf_coef * value.loss, stats

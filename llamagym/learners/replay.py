@@ -1,0 +1,153 @@
+"""Replay of the best recent episodes: supervised learning that goes on while rewards are learnt from.
+
+After each update, a few steps raise the likelihood of the replies that the best recent episodes took, as self-imitation
+does (Oh et al. 2018, https://arxiv.org/abs/1806.05635, without its critic). The likelihood is the policy's own, so
+choices are learnt as choices. The steps have an optimiser of their own: the learner's moments stay the learner's, and
+the learning rate is the weight of it all, since Adam does not feel a coefficient of the loss.
+
+Where rewards are a matter of luck, the best episodes are the lucky ones; replay is off by default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from ..conversation.episode import Episode, Segment
+from ..options import Options
+from ..policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class ReplayConfig(Options):
+    """What is kept, and how it is learnt from.
+
+    Attributes:
+        episodes: The best of the recent episodes that are learnt from, by return with penalties; of equal ones, any.
+        recent_updates: Episodes of this many last updates are recent.
+        steps: Optimiser steps after each update.
+        batch_size: Turns per optimiser step, in whole contexts.
+        learning_rate: Of Adam.
+        max_grad_norm: Gradient clipping by norm.
+        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
+        seed: Of the choice among equals and of the order of turns.
+    """
+
+    episodes: int = 64
+    recent_updates: int = 8
+    steps: int = 2
+    batch_size: int = 64
+    learning_rate: float = 1e-4
+    max_grad_norm: float = 1.0
+    microbatch_nodes: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        self._require_at_least(1, "episodes", "recent_updates", "steps", "batch_size", "microbatch_nodes")
+        self._require_positive("learning_rate", "max_grad_norm")
+
+
+class Replay:
+    """Learns from the best recent episodes."""
+
+    def __init__(self, policy: Policy, config: ReplayConfig) -> None:
+        """Prepare an empty buffer and the optimiser.
+
+        Args:
+            policy: Whose trainable weights are updated; the value head is left alone.
+            config: What is kept, and how it is learnt from.
+        """
+        self.policy = policy
+        self.config = config
+        self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
+        self.watch_weights()
+        self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
+        self._rng = np.random.default_rng(config.seed)
+
+    def watch_weights(self) -> None:
+        """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
+        self._weights = [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(self._weights, lr=self.config.learning_rate))
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """The episodes that are learnt from, best first."""
+        return self._best([episode for best in self._recent for episode in best])
+
+    def update(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Take in the episodes of an update, then learn from the best that are recent.
+
+        Returns:
+            Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
+            `replay_grad_norm`, `replay_episodes`, `replay_return_mean` and `replay_return_min` of the episodes learnt
+            from, and `replay_s`. Turns whose reply named no action are not learnt from; where no other is left, the
+            statistics are empty.
+        """
+        started = time.perf_counter()
+        # What is not among the best of its own update never will be among the best of several.
+        self._recent.append(self._best(episodes))
+        kept = self.episodes
+        contexts = [segment for episode in kept for segment in episode.segments()]
+        segments = [segment for segment in contexts if any(turn.valid for turn in segment.turns)]
+        if not segments:
+            return {}
+        losses, norms = [], []
+        for _ in range(self.config.steps):
+            loss, norm = self._step(self._draw(segments))
+            losses.append(loss)
+            norms.append(norm)
+        self.policy.weights_version += 1
+        returns = [episode.total_reward for episode in kept]
+        return {
+            "replay_loss": float(np.mean(losses)),
+            "replay_grad_norm": float(np.mean(norms)),
+            "replay_episodes": float(len(kept)),
+            "replay_return_mean": float(np.mean(returns)),
+            "replay_return_min": min(returns),
+            "replay_s": time.perf_counter() - started,
+        }
+
+    def _best(self, episodes: Sequence[Episode]) -> list[Episode]:
+        shuffled = [episodes[index] for index in self._rng.permutation(len(episodes))]
+        return sorted(shuffled, key=_score, reverse=True)[: self.config.episodes]
+
+    def _draw(self, segments: list[Segment]) -> list[Segment]:
+        """Contexts in random order, as many as hold a batch of turns."""
+        drawn: list[Segment] = []
+        size = 0
+        for index in self._rng.permutation(len(segments)):
+            if size >= self.config.batch_size:
+                break
+            drawn.append(segments[index])
+            size += len(segments[index].turns)
+        return drawn
+
+    def _step(self, segments: list[Segment]) -> tuple[float, float]:
+        """One optimiser step; returns the loss before it and the gradient's norm."""
+        count = sum(len(turn.reply.logprobs) for segment in segments for turn in segment.turns if turn.valid)
+        total = 0.0
+        for chunk in self.policy.chunks(segments, self.config.microbatch_nodes):
+            now = self.policy.evaluate(chunk)
+            valid = torch.tensor([turn.valid for segment in chunk for turn in segment.turns], device=now.mask.device)
+            loss = -now.logprobs[now.mask & valid[:, None]].sum() / count
+            self.accelerator.backward(loss)
+            total += loss.item()
+        if self.accelerator.num_processes > 1:
+            for weight in self._weights:
+                if weight.grad is not None:
+                    weight.grad = self.accelerator.reduce(weight.grad, "mean")
+        norm = self.accelerator.clip_grad_norm_(self._weights, self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, float(norm)
+
+
+def _score(episode: Episode) -> float:
+    return sum(turn.reward + turn.penalty for turn in episode.turns)

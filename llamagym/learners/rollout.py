@@ -1,0 +1,107 @@
+"""What is known of a batch's turns before they are credited: when they were sampled, and by the weights of now.
+
+Long episodes are under way during several updates, so older weights sampled their first turns. How far an update may go
+is measured from the policy before it, whoever sampled; turns of older weights count by how much more likely that policy
+makes them (the decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641, weights truncated).
+
+Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..conversation.episode import Episode, Segment
+from ..policy.evaluation import Evaluation
+from ..policy.policy import Policy
+from .losses import kl_estimate
+
+# A turn that the policy has come to like this much more since it was sampled counts no more than that.
+_LARGEST_WEIGHT = 2.0
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A batch's turns, as tensors.
+
+    Attributes:
+        row: Each turn's row in the tensors below, by the turn's identity; rows follow the episodes' order.
+        old_logprobs: Log-probabilities under the policy before the update, float (N, L).
+        weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
+        old_values: The critic's estimates before the update, in reward units, float (N,).
+        features: What these are read from, float (N, H); (N, 0) if nobody asked for them.
+        ref_logprobs: The same under the reference, where there is one.
+        ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
+        rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
+        real: True at the turns that were played, bool (E, T). `x[real]` is x (E, T) by rows, (N,).
+    """
+
+    row: dict[int, int]
+    old_logprobs: Tensor
+    weights: Tensor
+    old_values: Tensor
+    features: Tensor
+    ref_logprobs: Tensor
+    ref_kl: Tensor
+    rewards: Tensor
+    real: Tensor
+
+
+def collect(
+    policy: Policy, episodes: Sequence[Episode], nodes: int, with_reference: bool, with_features: bool = False
+) -> Sampled:
+    """What was sampled, and what the policy and the reference say of it now.
+
+    Args:
+        policy: Which has yet to learn from the batch.
+        episodes: The batch.
+        nodes: Tokens in one forward pass.
+        with_reference: Whether to ask the reference at all.
+        with_features: Whether the critic's features are wanted.
+    """
+    segments = [segment for episode in episodes for segment in episode.segments()]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    row = {id(turn): index for index, turn in enumerate(turns)}
+    width = max(len(turn.reply.logprobs) for turn in turns)
+    sampled, mask = torch.zeros(len(turns), width), torch.zeros(len(turns), width, dtype=torch.bool)
+    for index, turn in enumerate(turns):
+        sampled[index, : len(turn.reply.logprobs)] = torch.tensor(turn.reply.logprobs)
+        mask[index, : len(turn.reply.logprobs)] = True
+    old, values = sampled.clone(), torch.tensor([turn.reply.value for turn in turns])
+    outdated = [turn.reply.weights_version != policy.weights_version for turn in turns]
+    mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
+    features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
+    for rows, now in evaluate_chunks(policy, segments if with_features else mixed, row, nodes):
+        if with_features:
+            features[rows] = now.features.float().cpu()
+        again = [index for index, of_turn in enumerate(rows) if outdated[of_turn]]
+        rows = [rows[index] for index in again]
+        old[rows, : now.mask.shape[1]] = now.logprobs[again].cpu()
+        values[rows] = now.values[again].cpu()
+    weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
+    reference, kl = old, torch.zeros(len(turns))
+    if with_reference:
+        reference = torch.zeros_like(old)
+        for rows, now in evaluate_chunks(policy, segments, row, nodes, reference=True):
+            reference[rows, : now.mask.shape[1]] = now.logprobs.cpu()
+        kl = kl_estimate(old, reference, "k1").masked_fill(~mask, 0.0).sum(1)
+    # Episodes and segments list the turns in the same order, so the mask's order is the rows' order.
+    rewards = torch.zeros(len(episodes), max(len(episode.turns) for episode in episodes))
+    real = torch.zeros_like(rewards, dtype=torch.bool)
+    for index, episode in enumerate(episodes):
+        rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
+        real[index, : len(episode.turns)] = True
+    return Sampled(row, old, weights, values, features, reference, kl, rewards, real)
+
+
+@torch.no_grad()
+def evaluate_chunks(
+    policy: Policy, segments: Sequence[Segment], row: Mapping[int, int], nodes: int, reference: bool = False
+) -> Iterator[tuple[list[int], Evaluation]]:
+    """What policy or reference says of the segments' turns, `nodes` tokens at a time, each with its turns' rows."""
+    for chunk in policy.chunks(segments, nodes):
+        yield [row[id(turn)] for segment in chunk for turn in segment.turns], policy.evaluate(chunk, reference)

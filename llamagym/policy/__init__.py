@@ -1,0 +1,1 @@
+"""The model as a distribution over replies: sampling, log-probabilities, entropies, values, choices."""

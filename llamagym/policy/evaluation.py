@@ -1,0 +1,80 @@
+"""What a reading of trees says of the recorded turns they were made from.
+
+Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..conversation.episode import Segment
+from ..engine.token_tree import TokenTree
+from .choices import entropy_from_logits
+from .score import Reading
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the current weights say of recorded turns.
+
+    Attributes:
+        logprobs: Log-probability of each decision, float32 (N, L).
+        entropy: Entropy of the distribution each decision was drawn from, in nats, float32 (N, L).
+        mask: True at decisions that were made, bool (N, L).
+        values: The critic's estimates, float32 (N,).
+        features: What these are read from, float (N, H); no gradient flows back from them.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    values: Tensor
+    features: Tensor
+
+
+def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTree]], Reading]) -> Evaluation:
+    """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
+
+    Segments whose trees are the same (one observation met twice) are read once; gradients add up.
+
+    Args:
+        segments: Without pending prompts.
+        read: Reads trees.
+    """
+    trees = [TokenTree.from_segment(segment) for segment in segments]
+    first_decision: dict[TokenTree, int] = {}
+    count = 0
+    for tree in trees:
+        if tree not in first_decision:
+            first_decision[tree] = count
+            count += len(tree.decisions)
+    reading = read(list(first_decision))
+    device = reading.values.device
+    plan, turns = reading.plan, [turn for segment in segments for turn in segment.turns]
+    width = max(len(turn.reply.logprobs) for turn in turns)
+    logprobs = torch.zeros(count, width, device=device)
+    entropy = torch.zeros_like(logprobs)
+    if len(plan.text_slots):
+        step, decision, offset = plan.text_slots.unbind(1)
+        logprobs = logprobs.index_put((decision, offset), reading.step_logprobs[step])
+        entropy = entropy.index_put((decision, offset), reading.node_entropy[plan.steps[step, 0]])
+    of_turn = torch.tensor(
+        [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))], device=device
+    )
+    logprobs, entropy = logprobs[of_turn], entropy[of_turn]
+    choosing = [row for row, turn in enumerate(turns) if turn.reply.choice_index is not None]
+    if choosing:
+        table_row = torch.zeros(count, dtype=torch.long, device=device)
+        table_row[plan.choice_turns] = torch.arange(len(plan.choices), device=device)
+        offers = reading.choice_logprobs[table_row[of_turn[choosing]]]
+        taken = torch.tensor([[turns[row].reply.choice_index] for row in choosing], device=device)
+        slot = (torch.tensor(choosing, device=device), torch.tensor(0, device=device))
+        logprobs = logprobs.index_put(slot, offers.gather(1, taken)[:, 0])
+        entropy = entropy.index_put(slot, entropy_from_logits(offers))
+    lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
+    mask = (torch.arange(width) < lengths[:, None]).to(device)
+    return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn])

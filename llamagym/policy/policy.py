@@ -1,0 +1,324 @@
+"""The policy: samples replies, and says how likely recorded ones are. The one place where a model is asked.
+
+Both directions share one path (`reading.read`), so the distribution that is sampled is the one that is trained:
+
+- free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
+- choices: one of the given strings, from softmax((score - prior) / temperature), where a score is the exact
+  log-probability of the string's tokens, divided by its length if that is wanted (see `choices`). The prior is each
+  string's mean score under the reference model, measured on the first observations that offer it and then frozen, so
+  that a model which always says the same word still explores. It is part of the policy, in sampling and in training
+  alike.
+
+Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..conversation.episode import Reply, Segment
+from ..engine.backbone import Backbone
+from ..engine.token_tree import TokenTree
+from ..errors import ContextLengthError
+from ..models.generation import GenerationConfig
+from ..models.lora import aim_, fresh_rows, latest_inputs
+from ..models.value_head import AutoModelForCausalLMWithValueHead
+from .choices import ChoiceLength
+from .evaluation import Evaluation, evaluate_turns
+from .sampling import draw, write_text
+from .score import Reading, read
+
+# Contexts whose features are taken as a sample of all.
+_FIT_CONTEXTS = 512
+# Nodes in one forward pass without gradients; their keys and values live until its end.
+_FORWARD_NODES = 1024
+# The same while replies are written, each with room for its longest.
+_WRITING_NODES = 2048
+
+
+class Policy:
+    """A language model as a stochastic policy over replies, with a critic.
+
+    Attributes:
+        generation: How replies are sampled.
+        choice_prior: Mean score of each choice under the reference, frozen once measured.
+        aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
+        weights_version: Number of updates so far; whoever changes the weights raises it.
+    """
+
+    def __init__(
+        self,
+        model: AutoModelForCausalLMWithValueHead,
+        eos_ids: Sequence[int],
+        generation: GenerationConfig,
+        calibrate_choices: bool = True,
+        aim_lora: bool = True,
+        seed: int | None = None,
+        choice_length: ChoiceLength | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: Causal language model with value head. Dropout is switched off for good: it would make the sampled
+                policy differ from the trained one.
+            eos_ids: Every id that ends a reply.
+            generation: How replies are sampled.
+            calibrate_choices: Whether choices are measured against their prior.
+            aim_lora: Whether a fresh adapter is pointed at what differs between observations.
+            seed: Of the sampling; None draws one.
+            choice_length: What a choice's log-likelihood is divided by; None leaves it.
+        """
+        self.model = model.eval()
+        self.generation = generation
+        self.choice_prior: dict[tuple[int, ...], float] = {}
+        self.weights_version = 0
+        self._eos_ids = frozenset(eos_ids)
+        self._calibrate = calibrate_choices
+        self.aims_lora = aim_lora
+        self._choice_length = choice_length
+        self._backbone = Backbone(model)
+        self._frozen: Backbone | None = None
+        self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
+        self._seen_version = 0
+        self._rng = torch.Generator()
+        self.seed(seed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self._backbone.device
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model can hold, reply included."""
+        return self._backbone.max_length
+
+    @property
+    def tokens_forwarded(self) -> int:
+        """Tokens that went through the model so far, with what padding there was."""
+        frozen = self._frozen.tokens_forwarded if self._frozen else 0
+        return self._backbone.tokens_forwarded + frozen
+
+    @property
+    def inputs_are_fit(self) -> bool:
+        """Whether `fit_inputs` has run, now or before the model was saved, or the value head was trained without it."""
+        head = self.model.v_head
+        return bool(head.summary.weight.any() or head.feature_mean.any())
+
+    def seed(self, seed: int | None) -> None:
+        """Restart the sampling's random numbers."""
+        if seed is None:
+            self._rng.seed()
+        else:
+            self._rng.manual_seed(seed)
+
+    def enable_reference(self) -> None:
+        """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
+        if not self.model.is_peft_model and self._frozen is None:
+            self._frozen = Backbone(deepcopy(self.model).requires_grad_(False))
+
+    @torch.no_grad()
+    def sample(self, contexts: Sequence[Segment], learning: bool = True, greedy: bool = False) -> list[Reply]:
+        """Draw a reply to each context's pending prompt.
+
+        Args:
+            contexts: Each with a pending prompt; of any lengths.
+            learning: Whether replies will be trained on, and so come from the full distribution.
+            greedy: Take the most likely choice or token.
+        """
+        greedy = greedy or not self.generation.do_sample
+        config = replace(self.generation, do_sample=not greedy)
+        if learning:
+            # A cut distribution would bias the ratio.
+            config = replace(config, top_p=1.0, top_k=0)
+        trees = [TokenTree.from_segment(context) for context in contexts]
+        self._check_room(trees)
+        self._forget_outdated()
+        replies: dict[int, Reply] = {}
+        texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
+        longest = self.generation.max_new_tokens
+        for rows in self._chunks([trees[row] for row in texts], _WRITING_NODES, longest):
+            chunk = [trees[texts[row]] for row in rows]
+            with self._backbone.ready():
+                features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
+            values = self.model.v_head(features).squeeze(-1).tolist()
+            for row, value, text in zip(rows, values, texts_written, strict=True):
+                replies[texts[row]] = Reply(
+                    text.ids, text.logprobs, value, text.finish_reason, None, self.weights_version
+                )
+        choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
+        for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
+            index = int(offer.argmax() if greedy else draw(offer.exp(), self._rng))
+            ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
+            decided = (offer[index].item(),)
+            replies[row] = Reply(ids, decided, value, "choice", index, self.weights_version)
+        return [replies[row] for row in range(len(contexts))]
+
+    def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
+        """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
+
+        Segments whose trees are the same (one observation met twice) are computed once; gradients add up.
+
+        Args:
+            segments: Without pending prompts.
+            reference: Ask the reference policy instead; without gradients.
+        """
+        return evaluate_turns(segments, lambda trees: self._read(trees, reference))
+
+    @torch.no_grad()
+    def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
+        """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
+        return [offer for offer, _ in self._weigh([TokenTree.from_segment(context) for context in contexts])]
+
+    @torch.no_grad()
+    def values(self, contexts: Sequence[Segment]) -> list[float]:
+        """The critic's estimate at each context's pending prompt, in reward units."""
+        trees = [TokenTree.from_segment(context) for context in contexts]
+        results: dict[int, float] = {}
+        for rows in self._chunks(trees):
+            results |= dict(zip(rows, self._read([trees[row] for row in rows]).values.tolist(), strict=True))
+        return [results[row] for row in range(len(contexts))]
+
+    @torch.no_grad()
+    def fit_inputs(self, segments: Sequence[Segment], critic: bool = True) -> None:
+        """Fit what is untrained to these segments, equal ones once; replies and values stay what they are.
+
+        A fresh adapter is pointed at what differs between observations (see `adapter`), and the value head's features
+        are standardised.
+
+        Args:
+            segments: Where replies are decided.
+            critic: Whether the value head's features are standardised too.
+        """
+        trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_FIT_CONTEXTS]
+        if sum(len(tree.decisions) for tree in trees) < 2:
+            # In a single context nothing differs; a later batch may hold more.
+            return
+        fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
+        layers = list(fresh)
+        features: list[Tensor] = []
+        inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
+        words: dict[tuple[int, ...], int] = {}
+        groups: list[int] = []
+        with latest_inputs(layers) as latest:
+            for rows in self._chunks(trees):
+                chunk = [trees[row] for row in rows]
+                features.append(self._read(chunk).features)
+                groups += [words.setdefault(path, len(words)) for tree in chunk for path in tree.paths()]
+                for layer in layers:
+                    inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
+        # While they are watched, layers are not fused and multiply by other copies than otherwise.
+        self._backbone.forget_copies()
+        for layer in layers:
+            aim_(layer, fresh[layer], torch.cat(inputs[layer]), torch.tensor(groups))
+        if critic:
+            self.model.v_head.standardize_(torch.cat(features))
+
+    def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
+        """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
+        trees = [TokenTree.from_segment(segment) for segment in segments]
+        for rows in self._chunks(trees, nodes):
+            yield [segments[row] for row in rows]
+
+    def _chunks(
+        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0
+    ) -> Iterator[list[int]]:
+        """Rows in chunks of one prefix that cost at most `nodes`, of which each adds `new_nodes`.
+
+        Equal trees lie together and count once.
+        """
+        sizes = [self._backbone.size(tree) + new_nodes for tree in trees]
+
+        def order(row: int) -> tuple[object, ...]:
+            return trees[row].prefix, sizes[row], trees[row].history
+
+        chunk: list[int] = []
+        distinct = 0
+        for row in sorted(range(len(trees)), key=order):
+            is_new = not chunk or trees[row] != trees[chunk[-1]]
+            # They come by size, so this is what all would cost as a rectangle.
+            is_full = is_new and (distinct + 1) * sizes[row] > nodes
+            if chunk and (is_full or trees[row].prefix != trees[chunk[-1]].prefix):
+                yield chunk
+                chunk, distinct = [], 0
+            chunk.append(row)
+            distinct += is_new
+        if chunk:
+            yield chunk
+
+    def _weigh(self, trees: Sequence[TokenTree]) -> list[tuple[Tensor, float]]:
+        """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.
+
+        The same context has the same distribution until the weights change, so it is computed once until then.
+        """
+        self._forget_outdated()
+        fresh = [tree for tree in dict.fromkeys(trees) if tree not in self._weighed]
+        self._measure_priors(fresh)
+        for rows in self._chunks(fresh):
+            reading = self._read([fresh[row] for row in rows])
+            for row, logprobs, value in zip(rows, reading.choice_logprobs.cpu(), reading.values.tolist(), strict=True):
+                self._weighed[fresh[row]] = logprobs[: len(fresh[row].decisions[0].outcomes)], value
+        return [self._weighed[tree] for tree in trees]
+
+    def _forget_outdated(self) -> None:
+        """Drop what was computed with weights that have changed since."""
+        if self._seen_version != self.weights_version:
+            self._weighed.clear()
+            self._backbone.forget()
+            self._seen_version = self.weights_version
+
+    def _check_room(self, trees: Sequence[TokenTree]) -> None:
+        for tree in trees:
+            room = 0 if tree.decisions[0].choices else self.generation.max_new_tokens
+            length = tree.context_length + tree.node_count
+            if length + room > self._backbone.max_length:
+                raise ContextLengthError(
+                    f"A conversation of {length} tokens and a reply of up to {room} do not fit the model's "
+                    f"{self._backbone.max_length}. Pass context='turn', shorten observations, or end episodes sooner."
+                )
+
+    def _as_reference(self) -> AbstractContextManager[object]:
+        """Switches a plain LoRA off; an activated one acts only where it is asked to."""
+        pretrained: Any = self.model.pretrained_model
+        is_plain = self.model.is_peft_model and not self._backbone.history_is_frozen
+        return pretrained.disable_adapter() if is_plain else nullcontext()
+
+    def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
+        self._forget_outdated()
+        backbone = self._frozen if reference and self._frozen is not None else self._backbone
+        with self._as_reference() if reference else nullcontext(), backbone.ready():
+            return read(
+                backbone,
+                self.model.v_head,
+                trees,
+                self.choice_prior,
+                self.generation.temperature,
+                self._choice_length,
+                adapted=not reference,
+                normalized=normalized,
+            )
+
+    def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
+        """Measure the mean score of choices never met before, on the contexts that offer them now."""
+        if not self._calibrate:
+            return
+        fresh = [
+            tree for tree in trees if any(choice not in self.choice_prior for choice in tree.decisions[0].choices or ())
+        ]
+        if not fresh:
+            return
+        sums: dict[tuple[int, ...], list[float]] = {}
+        for rows in self._chunks(fresh):
+            reading = self._read([fresh[row] for row in rows], reference=True, normalized=True)
+            for choices, row_scores in zip(reading.plan.choices, reading.choice_scores.tolist(), strict=True):
+                for choice, score in zip(choices, row_scores, strict=False):
+                    sums.setdefault(choice, []).append(score)
+        for choice, scores_of_choice in sums.items():
+            self.choice_prior.setdefault(choice, sum(scores_of_choice) / len(scores_of_choice))

@@ -1,0 +1,125 @@
+"""Draws from distributions: one choice, or a text token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from ..conversation.episode import FinishReason
+from ..engine.backbone import Backbone
+from ..engine.decode import Beginning, Writer
+from ..engine.likelihood import sums_in_groups
+from ..engine.token_tree import TokenTree
+from ..models.generation import GenerationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A sampled text: token ids, the log-probability of each, and why it ended."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
+    """An index into the last dimension, drawn in proportion to weights (V,) or (B, V): int64 () or (B,), on the CPU."""
+    cumulative = weights.to(rng.device).cumsum(-1)
+    total = cumulative[..., -1:]
+    uniform = torch.rand(total.shape, generator=rng)
+    # Below the total even when rounded: what has no weight is behind it.
+    point = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+
+
+def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
+    """For each of `rows` (N,) a token drawn from softmax(logits) of that row, int64 (N,), on the CPU.
+
+    First a group of tokens, then one of the group: what must be looked at are the groups' sums and one group.
+
+    Args:
+        logits: Float (B, V).
+        largest: The largest of each row, see `sums_in_groups`.
+        sums: Likewise, of its groups.
+        rows: int64 (N,).
+        rng: Random numbers.
+    """
+    groups = logits.unflatten(-1, (sums.shape[1], -1))
+    chosen = draw(sums[rows], rng)
+    weights = (groups[rows, chosen.to(rows.device)].float() - largest[rows, None]).exp()
+    return groups.shape[-1] * chosen + draw(weights, rng)
+
+
+@torch.no_grad()
+def write_text(
+    backbone: Backbone,
+    trees: Sequence[TokenTree],
+    config: GenerationConfig,
+    eos_ids: AbstractSet[int],
+    rng: torch.Generator,
+) -> tuple[Tensor, list[Text]]:
+    """Sample a reply to each context.
+
+    Log-probabilities are those under softmax(logits / temperature), before top-k and top-p.
+
+    Args:
+        backbone: The model.
+        trees: Contexts that await free text.
+        config: How to sample.
+        eos_ids: Every id that ends a reply.
+        rng: Random numbers.
+
+    Returns:
+        The hidden state of each context's last token, float (B, H), and the texts.
+    """
+    writer = Writer(backbone, trees, config.max_new_tokens)
+    said: list[tuple[int, ...]] = [()] * len(trees)
+    logprobs: list[tuple[float, ...]] = [()] * len(trees)
+    reasons: list[FinishReason] = ["length"] * len(trees)
+    active = list(range(len(trees)))
+    first: Tensor | None = None
+    for _ in range(config.max_new_tokens):
+        row_of: dict[Beginning, int] = {}
+        rows = torch.tensor([row_of.setdefault((trees[i], said[i]), len(row_of)) for i in active])
+        states = writer.read(list(row_of))
+        rows = rows.to(states.device)
+        if first is None:
+            first = states[rows]
+        logits = backbone.logits(states)
+        if config.temperature != 1.0:
+            logits = logits.float() / config.temperature
+        largest, sums = sums_in_groups(logits)
+        if not config.do_sample:
+            tokens = logits.argmax(-1)[rows]
+        elif config.top_k or config.top_p < 1.0:
+            cut = _cut(logits.float(), config)
+            tokens = draw_tokens(cut, *sums_in_groups(cut), rows, rng)
+        else:
+            tokens = draw_tokens(logits, largest, sums, rows, rng)
+        total = largest + sums.sum(-1).log()
+        taken = logits[rows, tokens.to(rows.device)].float() - total[rows]
+        for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):
+            said[i], logprobs[i] = (*said[i], token), (*logprobs[i], logprob)
+            if token in eos_ids:
+                reasons[i] = "eos"
+        active = [i for i in active if reasons[i] != "eos"]
+        if not active:
+            break
+    for tree, ids in dict.fromkeys(zip(trees, said, strict=True)):
+        backbone.keep_for_learning(tree, ids)
+    assert first is not None, "max_new_tokens is positive"
+    return first, [Text(*text) for text in zip(said, logprobs, reasons, strict=True)]
+
+
+def _cut(logits: Tensor, config: GenerationConfig) -> Tensor:
+    """Logits (B, V) of which only top-k and top-p's are possible."""
+    if config.top_k:
+        logits = TopKLogitsWarper(config.top_k)(None, logits)
+    if config.top_p < 1.0:
+        logits = TopPLogitsWarper(config.top_p)(None, logits)
+    return logits
