@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from llamagym.learners.losses import (
     clipped_surrogate,
     clipped_value_loss,
-    entropy_from_logits,
     explained_variance,
     gae,
     kl_estimate,
@@ -20,6 +19,7 @@ from llamagym.learners.losses import (
     masked_var,
     masked_whiten,
 )
+from llamagym.policy.choices import entropy_from_logits
 
 
 def slow_advantage(rewards: list[float], values: list[float], final: float, gamma: float, lam: float) -> list[float]:

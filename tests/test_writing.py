@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.cpu.likelihood import sums_in_groups
+from llamagym.engine.likelihood import sums_in_groups
 from llamagym.engine.lru import Space
 from llamagym.policy.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent

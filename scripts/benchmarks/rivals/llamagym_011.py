@@ -9,8 +9,8 @@ It needs an environment of its own (Python 3.10 or 3.11):
     old/bin/python scripts/benchmarks/rivals/llamagym_011.py FOLDER act|learn
 
 FOLDER is the embedded model's (`llamagym.models.loading.embedded_model_folder()` in the usual environment). Its files
-are rewritten for the old tokenizers library, and its template for LlamaGym, which finds replies behind "[/INST]". Batches
-are of 16 samples, as it has them by default; it learns from one in about a minute, in 12 GB of memory.
+are rewritten for the old tokenizers library, and its template for LlamaGym, which finds replies behind "[/INST]". Its
+batches are of 16 samples, as it has them by default; it learns from one in about a minute, in 12 GB of memory.
 """
 
 from __future__ import annotations
