@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -93,13 +93,13 @@ def rate_of(work: Work) -> Rate:
     return rate
 
 
-def rates_in_turn(rates: dict[str, Rate]) -> dict[str, dict[str, Any]]:
-    """Medians of five, taken in turn, after one round that is not counted.
+def rates_in_turn(rates: Mapping[Any, Rate], rounds: int = ROUNDS) -> dict[Any, dict[str, Any]]:
+    """Medians, of five by default, taken in turn, after one round that is not counted.
 
     A machine's speed drifts by a third within minutes; what is measured in turn drifts together.
     """
-    measured: dict[str, list[float]] = {name: [] for name in rates}
-    for _ in range(ROUNDS):
+    measured: dict[Any, list[float]] = {name: [] for name in rates}
+    for _ in range(rounds):
         for name, rate in rates.items():
             measured[name].append(rate())
     return {name: {"median": statistics.median(of_one[1:]), "all": of_one[1:]} for name, of_one in measured.items()}
@@ -127,19 +127,23 @@ def parse_args(description: str | None) -> tuple[str, dict[str, Path]]:
 class Rival:
     """A rival in an environment of its own, which measures itself when it is asked to; see `serve`."""
 
-    def __init__(self, name: str, python: Path, *arguments: object) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start it and wait until it is ready."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._name, self._process = name, subprocess.Popen(command, env=environment, **pipes)
+        self.packages: dict[str, str | None] = self._answer()["packages"]
+
+    @classmethod
+    def from_script(cls, name: str, python: Path, *arguments: object) -> Rival:
+        """One of `RIVALS`, run by an interpreter that has it."""
         # Modules on our own path would shadow the rival's.
         clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
         script = Path(__file__).parent / "rivals" / RIVALS[name]
-        command = [str(python), str(script), *map(str, arguments)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._name, self._process = name, subprocess.Popen(command, env=clean, **pipes)
-        self.packages: dict[str, str | None] = self._answer()["packages"]
+        return cls(name, [str(python), str(script), *map(str, arguments)], clean)
 
-    def rate(self) -> float:
-        """How much it does a second, measured now."""
-        self._process.stdin.write("\n")
+    def rate(self, work: str = "") -> float:
+        """How much it does a second of one of the works that it serves, measured now."""
+        self._process.stdin.write(f"{work}\n")
         self._process.stdin.flush()
         return float(self._answer()["rate"])
 
@@ -161,17 +165,23 @@ class Rival:
         raise RuntimeError(f"{self._name} ended with status {self._process.returncode} instead of being measured")
 
 
-def serve(rate: Rate, *packages: str) -> None:
-    """What a rival's script does: say which packages it has, then answer each line of its input by a rate."""
+def serve(rate: Rate | Mapping[str, Rate], *packages: str) -> None:
+    """What a rival's script does: say which packages it has, then answer each line of its input by a rate.
+
+    Where it serves several works, a line names one.
+    """
+    rates = {"": rate} if callable(rate) else rate
     print(_ANSWER + json.dumps({"packages": versions(*packages)}), flush=True)
-    for _ in sys.stdin:
-        print(_ANSWER + json.dumps({"rate": rate()}), flush=True)
+    for line in sys.stdin:
+        print(_ANSWER + json.dumps({"rate": rates[line.strip()]()}), flush=True)
 
 
 def measure(works: dict[str, Work], pythons: dict[str, Path], *arguments: object) -> dict[str, dict[str, Any]]:
     """The rates of our works, and of rivals started with these arguments, all in turn."""
     with ExitStack() as stack:
-        rivals = {name: stack.enter_context(Rival(name, python, *arguments)) for name, python in pythons.items()}
+        rivals = {
+            name: stack.enter_context(Rival.from_script(name, python, *arguments)) for name, python in pythons.items()
+        }
         rates = {name: rate_of(work) for name, work in works.items()}
         result = rates_in_turn(rates | {name: rival.rate for name, rival in rivals.items()})
     for name, rival in rivals.items():

@@ -1,0 +1,236 @@
+"""What users do, as workloads: observations that repeat, that are all new, whole conversations, one environment.
+
+python scripts/benchmarks/workloads.py [--dtype float32]
+
+Each is measured in turn with transformers' `generate` on the same weights, dtype and kind of texts, all environments in
+one batch. Beside it stands what the hardware gives: tokens a second of one forward pass without logits, and of one
+reply at a time the memory's bandwidth over the bytes of the weights. An update of the weights is feigned before every
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from common import Work, measure, named, parse_args, save
+from workload import dtype_of, make_agent, plain_model, player
+
+from llamagym import Agent, load_model_and_tokenizer
+from llamagym.conversation.episode import Context, Episode
+
+KINDS = ["small", "large", "red", "green", "old", "new", "dark", "heavy", "broken", "golden", "wooden", "empty"]
+THINGS = ["door", "key", "lamp", "table", "river", "bridge", "garden", "tower", "stone", "letter", "window", "chest"]
+RELATIONS = ["lies under", "stands near", "leads to", "opens", "hides", "is behind", "is above", "holds"]
+ACTIONS = ["go", "take", "open", "wait"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a user does.
+
+    Attributes:
+        context: What the model sees, as `Agent` is told.
+        free_text: Whether replies are free text, else one of four words.
+        envs: Environments acted in at once.
+        turns: Of an episode; a round is one episode in each environment.
+        sentences: Of an observation, from and to, of about 10 tokens each; None for Blackjack's observations, which
+            come again and again.
+        max_new_tokens: Of a reply in free text.
+    """
+
+    context: Context
+    free_text: bool
+    envs: int
+    turns: int
+    sentences: tuple[int, int] | None
+    max_new_tokens: int
+
+
+WORKLOADS = {
+    "repeated": Workload("turn", True, 64, 4, None, 8),
+    "repeated-choices": Workload("turn", False, 64, 4, None, 8),
+    "unique": Workload("turn", True, 64, 2, (3, 6), 8),
+    "unique-choices": Workload("turn", False, 64, 2, (3, 6), 8),
+    "conversation": Workload("episode", True, 16, 10, (5, 7), 32),
+    "single": Workload("turn", True, 1, 1, (3, 6), 64),
+}
+
+
+class TextAgent(Agent):
+    """Reads what it is shown and answers anything."""
+
+    free_text = True
+
+    def get_system_prompt(self) -> str:
+        """Of a common length."""
+        return "You explore a house. You read what you see. Answer with what you do next."
+
+    def format_observation(self, observation: str) -> str:
+        """Observations are texts."""
+        return observation
+
+    def get_action_choices(self, observation: str) -> list[str] | None:
+        """Four words, or none for free text."""
+        return None if self.free_text else ACTIONS
+
+    def extract_action(self, response: str) -> str:
+        """Any reply is an action."""
+        return response
+
+
+def texts(sentences: tuple[int, int]) -> Iterator[str]:
+    """Observations, hardly one of which comes twice."""
+    rng = np.random.default_rng(0)
+    while True:
+        count = int(rng.integers(sentences[0], sentences[1] + 1))
+        parts = (rng.choice(part, count) for part in (KINDS, THINGS, RELATIONS, KINDS, THINGS))
+        yield " ".join(f"The {a} {b} {does} the {c} {d}." for a, b, does, c, d in zip(*parts, strict=True))
+
+
+def agent_of(workload: Workload, dtype: str = "auto", **ppo: Any) -> Agent:
+    """A freshly loaded agent for a workload; `ppo` holds options of `PPOConfig`."""
+    if workload.sentences is None:
+        return make_agent(workload.free_text, workload.context, dtype, **ppo)
+    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
+    sampling, settings = {"max_new_tokens": workload.max_new_tokens}, {"batch_size": 10**9, **ppo}
+    agent = TextAgent(model, tokenizer, device, sampling, settings, context=workload.context, seed=0)
+    agent.free_text = workload.free_text
+    return agent
+
+
+def round_of(workload: Workload, agent: Agent) -> Callable[[], int]:
+    """A function that plays one episode in each environment (Blackjack: so many steps); returns the turns taken."""
+    if workload.sentences is None:
+        play = player(agent, workload.envs)
+        return lambda: play(workload.turns)
+    observations, ids = texts(workload.sentences), list(range(workload.envs))
+
+    def play_round() -> int:
+        for _ in range(workload.turns):
+            actions = agent.act_batch([next(observations) for _ in ids], ids)
+            agent.assign_rewards([float(len(action) % 2) for action in actions], ids)
+        agent.terminate_episodes(ids)
+        return workload.turns * workload.envs
+
+    return play_round
+
+
+def acting_work(workload: Workload, agent: Agent, tokens: list[float]) -> Work:
+    """Turns of our agent, with weights that have just changed; appends the tokens forwarded a turn."""
+    play = round_of(workload, agent)
+
+    def work() -> float:
+        agent.policy.weights_version += 1
+        before = agent.policy.tokens_forwarded
+        turns = play()
+        tokens.append((agent.policy.tokens_forwarded - before) / turns)
+        agent._buffer.clear()
+        return turns
+
+    return work
+
+
+def take_batch(workload: Workload, agent: Agent, play: Callable[[], int]) -> list[Episode]:
+    """Finished episodes of one round at least."""
+    play()
+    while not agent._buffer:
+        play()
+    episodes = list(agent._buffer)
+    agent._buffer.clear()
+    return episodes
+
+
+def generate_work(workload: Workload, agent: Agent, model: Any, batch: int) -> Work:
+    """`generate` on the same kind of conversations, left-padded, all of it read anew at every turn."""
+    tokenizer, observations = agent.tokenizer, texts(workload.sentences or (1, 1))
+
+    def work() -> float:
+        conversations = [[{"role": "system", "content": agent.get_system_prompt()}] for _ in range(batch)]
+        for _ in range(workload.turns):
+            for messages in conversations:
+                if workload.context == "turn":
+                    del messages[1:]
+                messages.append({"role": "user", "content": next(observations)})
+            rendered = [
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                for messages in conversations
+            ]
+            inputs = tokenizer(
+                rendered, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt"
+            )
+            output = model.generate(
+                **inputs,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=workload.max_new_tokens,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            said = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            for messages, reply in zip(conversations, said, strict=True):
+                messages.append({"role": "assistant", "content": reply})
+        return batch * workload.turns
+
+    return work
+
+
+def forward_work(model: Any, rows: int, length: int) -> Work:
+    """Tokens of random ids in one pass of the model's body, without logits: what reading can reach."""
+    ids = torch.randint(1000, 40_000, (rows, length), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def work() -> float:
+        model.model(ids, use_cache=False)
+        return ids.numel()
+
+    return work
+
+
+def bandwidth_work(size: int = 2**30) -> Work:
+    """Bytes read from memory, by a sum over more than any cache holds: what writing one reply at a time can reach."""
+    numbers = torch.ones(size // 4)
+
+    def work() -> float:
+        numbers.sum()
+        return numbers.nbytes
+
+    return work
+
+
+def main() -> None:
+    """Measure everything in one run."""
+    asked, _ = parse_args(__doc__)
+    torch.manual_seed(0)
+    works: dict[str, Work] = {}
+    tokens: dict[str, list[float]] = {}
+    agents = {name: agent_of(workload, asked) for name, workload in WORKLOADS.items()}
+    dtype = dtype_of(agents["repeated"])
+    model = plain_model(agents["repeated"])
+    for name, workload in WORKLOADS.items():
+        works[name] = acting_work(workload, agents[name], tokens.setdefault(name, []))
+        if workload.free_text:
+            works[f"{name} generate"] = generate_work(workload, agents[name], model, workload.envs)
+    works["forward 64 x 40"] = forward_work(model, 64, 40)
+    works["bytes read"] = bandwidth_work()
+    rates = measure(works, {})
+    rows = {}
+    for name, workload in WORKLOADS.items():
+        row: dict[str, Any] = {"turns_per_second": rates[name], "tokens_per_turn": float(np.median(tokens[name][1:]))}
+        row["tokens_per_second"] = row["tokens_per_turn"] * rates[name]["median"]
+        row["of_forward"] = row["tokens_per_second"] / rates["forward 64 x 40"]["median"]
+        if workload.free_text:
+            row["generate_turns_per_second"] = rates[f"{name} generate"]
+            row["over_generate"] = rates[name]["median"] / rates[f"{name} generate"]["median"]
+        rows[name] = row
+    weights = sum(weight.nbytes for weight in model.parameters())
+    limit = rates["bytes read"]["median"] / weights
+    limits = {"forward_tokens_per_second": rates["forward 64 x 40"], "single_stream_tokens_per_second": limit}
+    save(named("workloads", dtype), {"dtype": dtype, "workloads": rows, "limits": limits})
+
+
+if __name__ == "__main__":
+    main()
