@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import deque
 from pathlib import Path
 
 import gymnasium as gym
@@ -19,10 +18,9 @@ import numpy as np
 import script
 from blackjack_exact import STATES, State, baseline_returns, expected_return, strategy_table
 from gymnasium.vector import AutoresetMode
-from tqdm import tqdm
 
 from llamagym import Agent, load_model_and_tokenizer, parse_choice
-from llamagym.tracking import default_tracker
+from llamagym.tracking import Progress, default_tracker
 
 SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
 
@@ -131,13 +129,12 @@ def main() -> None:
         sab=False,
     )
     tracker = default_tracker(run_dir, vars(args), args.wandb_project, args.wandb_mode)
-    recent: deque[float] = deque(maxlen=1000)
     finished = turns = updates = 0
     started = time.perf_counter()
     observations, _ = envs.reset(seed=args.seed)
     # Hands that are dealt alike are what GRPO compares.
     dealt = list(zip(*(part.tolist() for part in observations), strict=True))
-    with tqdm(total=args.episodes, unit="hand") as bar:
+    with Progress(args.episodes, unit="hand", window=1000) as progress:
         while finished < args.episodes:
             hands = list(zip(*(part.tolist() for part in observations), strict=True))
             actions = agent.act_batch(hands)
@@ -151,16 +148,14 @@ def main() -> None:
 
             turns += len(hands)
             finished += len(ended)
-            recent.extend(rewards[ended].tolist())
-            bar.update(min(len(ended), args.episodes - bar.n))
-            bar.set_postfix_str(f"mean return of {len(recent)}: {np.mean(recent or [0.0]):+.3f}", refresh=False)
+            progress.advance(rewards[ended].tolist(), stats)
             if stats:
                 updates += 1
                 exact = {"expected_return": expected_return(hit_probabilities(agent, greedy=args.free_text))}
                 tracker.log({**stats, **exact, "minutes": (time.perf_counter() - started) / 60}, finished)
                 if updates % 5 == 1:
                     said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])
-                    bar.write(f"update {updates}, entropy {stats['entropy']:.2f}, {said}")
+                    progress.note(f"update {updates}, {said}")
     minutes = (time.perf_counter() - started) / 60
     tracker.close()
     if not updates:

@@ -14,12 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from .conversation.chat_template import ChatTemplate, Message, end_ids
 from .conversation.demonstrations import read_demonstrations
-from .conversation.episode import Context, Conversation, Episode, commonest_reply, environment_ids
+from .conversation.episode import Context, Conversation, Episode, Reply, commonest_reply, environment_ids
 from .conversation.interface import TextInterface
 from .errors import ConfigError, EpisodeError, did_you_mean
 from .learners.alarms import Alarms
 from .learners.algorithms import Algorithm, make_learner
 from .learners.base import Stats
+from .learners.grpo import GRPOConfig, ReinforceConfig
+from .learners.ppo import PPOConfig
 from .learners.replay import Replay, ReplayConfig
 from .models.generation import GenerationConfig
 from .models.value_head import AutoModelForCausalLMWithValueHead
@@ -56,12 +58,12 @@ class Agent(TextInterface):
         model: AutoModelForCausalLMWithValueHead,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device | str | None = None,
-        generate_config_dict: dict[str, Any] | None = None,
-        ppo_config_dict: dict[str, Any] | None = None,
+        generate_config_dict: dict[str, Any] | GenerationConfig | None = None,
+        ppo_config_dict: dict[str, Any] | PPOConfig | None = None,
         *,
         algorithm: Algorithm = "ppo",
-        grpo_config_dict: dict[str, Any] | None = None,
-        reinforce_config_dict: dict[str, Any] | None = None,
+        grpo_config_dict: dict[str, Any] | GRPOConfig | None = None,
+        reinforce_config_dict: dict[str, Any] | ReinforceConfig | None = None,
         use_target_kl: bool = False,
         context: Context = "episode",
         response_prefix: str = "",
@@ -70,7 +72,7 @@ class Agent(TextInterface):
         choice_normalization: ChoiceNormalization = "none",
         aim_lora: bool = True,
         sft_warm_start: bool = False,
-        replay_config_dict: dict[str, Any] | None = None,
+        replay_config_dict: dict[str, Any] | ReplayConfig | None = None,
         seed: int | None = None,
     ) -> None:
         """Prepare to act and to learn.
@@ -79,11 +81,11 @@ class Agent(TextInterface):
             model: A causal language model with a value head.
             tokenizer: Its tokenizer, with a chat template.
             device: Where to move the model; None leaves it.
-            generate_config_dict: Options of `GenerationConfig`, with or without a `generate/` prefix.
-            ppo_config_dict: Options of `PPOConfig`.
+            generate_config_dict: A `GenerationConfig` or its options, with or without a `generate/` prefix.
+            ppo_config_dict: A `PPOConfig` or its options.
             algorithm: What turns episodes into updates.
-            grpo_config_dict: Options of `GRPOConfig`, with algorithm="grpo".
-            reinforce_config_dict: Options of `ReinforceConfig`, with algorithm="reinforce".
+            grpo_config_dict: A `GRPOConfig` or its options, with algorithm="grpo".
+            reinforce_config_dict: A `ReinforceConfig` or its options, with algorithm="reinforce".
             use_target_kl: Steer updates to a KL of `target_kl`, or of 0.03 where no such option is given.
             context: "episode" shows the model the whole conversation, as far as it holds it (the oldest turns are
                 dropped first), "turn" only the current observation.
@@ -94,7 +96,7 @@ class Agent(TextInterface):
                 so that a long choice is not unlikely for its length alone.
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `adapter`).
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
-            replay_config_dict: Options of `ReplayConfig`: after each update, go on learning from the best recent
+            replay_config_dict: A `ReplayConfig` or its options: after each update, go on learning from the best recent
                 episodes; None does not.
             seed: Of sampling and of the order of minibatches.
 
@@ -244,26 +246,21 @@ class Agent(TextInterface):
             for conversation, observation, offered in zip(conversations, observations, choices, strict=True):
                 contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
             replies = self.policy.sample(contexts, self._learning, self._greedy)
+            said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
+            named = [self._extract(text) for text in said]
+            actions = [
+                self._fallback(observation, text) if action is None else action
+                for observation, text, action in zip(observations, said, named, strict=True)
+            ]
         except BaseException:
-            # A caller that mends the cause can act again on the same observations.
+            # A caller that mends the cause can act again on the same observations: no turn has been taken.
             for conversation in conversations[: len(contexts)]:
                 conversation.withdraw()
             raise
-        actions = []
-        for conversation, observation, offered, reply in zip(
-            conversations, observations, choices, replies, strict=True
-        ):
-            if offered is not None and reply.choice_index is not None:
-                said = offered[reply.choice_index]
-            else:
-                said = str(self.tokenizer.decode(list(reply.ids), skip_special_tokens=True))
-            text = self._prefix + said
+        for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
             turn = conversation.answer(reply, text)
-            action = self._extract(text)
             if action is None:
                 turn.valid, turn.penalty = False, self._penalty
-                action = self._fallback(observation, text)
-            actions.append(action)
         self._acting_s += time.perf_counter() - started
         self._acted_tokens += self.policy.tokens_forwarded - forwarded
         return actions
@@ -351,6 +348,11 @@ class Agent(TextInterface):
         return [
             dict(zip(offered, row.exp().tolist(), strict=True)) for offered, row in zip(offers, logprobs, strict=True)
         ]
+
+    def _in_words(self, reply: Reply, offered: list[str] | None) -> str:
+        if offered is not None and reply.choice_index is not None:
+            return self._prefix + offered[reply.choice_index]
+        return self._prefix + str(self.tokenizer.decode(list(reply.ids), skip_special_tokens=True))
 
     def _new_conversation(self) -> Conversation:
         return Conversation(

@@ -1,13 +1,20 @@
-"""Where statistics go: a JSONL file, Weights & Biases, or several of these."""
+"""Where statistics go: the terminal, a JSONL file, Weights & Biases, or several of these."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
 
 Metrics = Mapping[str, float | str]
 
@@ -92,3 +99,53 @@ def default_tracker(
     if project:
         trackers.append(WandbTracker(project, config, mode))
     return MultiTracker(*trackers)
+
+
+class Progress:
+    """How far a run is, on stderr: a bar in a terminal, elsewhere (a file, a pipe, CI) one line per update."""
+
+    def __init__(self, episodes: int, unit: str = "episode", window: int = 100) -> None:
+        """Begin.
+
+        Args:
+            episodes: How many there will be.
+            unit: What an episode is called.
+            window: Over how many of the last episodes the mean return is taken.
+        """
+        self._has_bar = sys.stderr.isatty()
+        self._bar = tqdm(total=episodes, unit=unit, disable=not self._has_bar)
+        self._recent: deque[float] = deque(maxlen=window)
+        self._unit, self._total, self._done, self._updates = unit, episodes, 0, 0
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Progress:
+        """It has begun."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the bar as it stands."""
+        self._bar.close()
+
+    def advance(self, returns: Sequence[float], stats: Mapping[str, float]) -> None:
+        """Count episodes that ended, by their returns, and an update if there are statistics of one."""
+        new = min(len(returns), self._total - self._done)
+        self._done += new
+        self._recent.extend(returns)
+        self._updates += bool(stats)
+        self._bar.update(new)
+        mean = float(np.mean(self._recent)) if self._recent else math.nan
+        self._bar.set_postfix_str(f"mean return {mean:+.3f}, updates {self._updates}", refresh=False)
+        if stats and not self._has_bar:
+            named = [f"{name} {stats[name]:.3g}" for name in ("entropy", "approx_kl") if name in stats]
+            parts = [f"{self._done} {self._unit}s", f"mean return of the last {len(self._recent)} {mean:+.3f}", *named]
+            self.note(f"update {self._updates}: {', '.join(parts)}, {time.perf_counter() - self._started:.0f} s")
+
+    def note(self, line: str) -> None:
+        """Show a line, above the bar if there is one."""
+        if self._has_bar:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()

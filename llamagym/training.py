@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,18 +18,15 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
-from tqdm import tqdm
 
 from .agent import Agent
 from .errors import ConfigError
 from .learners.base import Stats
-from .tracking import Tracker
+from .tracking import Progress, Tracker
 
 logger = logging.getLogger(__name__)
 
 EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
-# The bar shows the mean return of this many last episodes.
-_WINDOW = 200
 
 
 @dataclass(frozen=True)
@@ -114,22 +110,18 @@ def train(
     returns: list[float] = []
     updates: list[Stats] = []
     turns, stop = 0, False
-    recent: deque[float] = deque(maxlen=_WINDOW)
-    with tqdm(total=episodes, unit="episode") as bar:
+    with Progress(episodes) as progress:
         for ended, stats in _steps(agent, envs, ids, seed, size):
             turns += num_envs
             new = [value for _, value in ended][: episodes - len(returns)]
             returns += new
-            recent.extend(new)
-            bar.update(len(new))
+            progress.advance(new, stats)
             if stats:
                 updates.append(stats)
                 if tracker:
                     tracker.log(stats, len(returns))
                 if on_update:
                     stop = bool(on_update(stats))
-            if recent:
-                bar.set_postfix_str(f"mean return {np.mean(recent):.3f}, updates {len(updates)}", refresh=False)
             if stop or len(returns) >= episodes:
                 break
     agent.discard_episodes(ids)

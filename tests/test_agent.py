@@ -21,6 +21,8 @@ from llamagym.learners.algorithms import make_learner
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
+pytestmark = pytest.mark.equivalence
+
 
 def play_episode(agent, turns, reward=1.0):
     for turn in range(turns):

@@ -14,6 +14,8 @@ from llamagym.engine import attention, prefix_cache
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.equivalence
+
 TOLERANCE = 2e-4
 
 

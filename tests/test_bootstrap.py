@@ -28,10 +28,23 @@ def test_dry_run_lists_the_steps_in_order():
     command = [sys.executable, str(SCRIPT), "--dry-run", "--test", "--extras", "minigrid", "textworld"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = [line.split(":")[0] for line in output.splitlines()[1:]]
-    linux = ["linux"] if sys.platform == "linux" else []
-    assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package", *["then"] * 4]
+    linux = ["linux"] if sys.platform == "linux" and shutil.which("nvidia-smi") else []
+    assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package", *["then"] * 5]
     checks = [line for line in output.splitlines() if line.startswith("then: ")]
-    assert checks == ["then: ruff format --check .", "then: ruff check .", "then: mypy llamagym", "then: pytest -q"]
+    assert checks == [
+        "then: ruff format --check .",
+        "then: ruff check .",
+        "then: mypy llamagym",
+        "then: LLAMAGYM_CPU_KERNELS=0 pytest -q -m equivalence",
+        "then: pytest -q",
+    ]
+
+
+@pytest.mark.parametrize(("gpu", "names"), [(None, []), ("/usr/bin/nvidia-smi", ["linux"])])
+def test_quantisation_is_installed_where_there_is_a_gpu(bootstrap, monkeypatch, gpu, names):
+    monkeypatch.setattr(bootstrap.sys, "platform", "linux")
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda program: gpu)
+    assert [step.name for step in bootstrap.plan([], True, False)] == ["base", "model", *names, "package"]
 
 
 def test_platform_extras_can_be_left_out(bootstrap):

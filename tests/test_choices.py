@@ -10,6 +10,8 @@ from tests.agents import WordAgent, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES
 
+pytestmark = pytest.mark.equivalence
+
 # Of log-probabilities: of sums of up to 35 tokens', computed in another order.
 TOLERANCE = 1e-3
 # How long a choice is, by the normalisation's definition.

@@ -14,6 +14,8 @@ from llamagym.engine.token_tree import TokenTree
 from tests.agents import WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.equivalence
+
 
 def turns_saying(agent, counts):
     """One turn each, whose reply has so many tokens."""

@@ -13,6 +13,8 @@ from llamagym.learners.losses import discounted_returns, group_advantages
 from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
+pytestmark = pytest.mark.equivalence
+
 BIG = {"batch_size": 1000, "group_size": 2}
 
 

@@ -16,6 +16,8 @@ from llamagym.engine.token_tree import Batch, TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES
 
+pytestmark = pytest.mark.equivalence
+
 TOLERANCE = 2e-4
 
 

@@ -15,6 +15,8 @@ from llamagym.learners.minibatches import minibatches
 from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
+pytestmark = pytest.mark.equivalence
+
 
 def fill(agent, episodes=4, turns=2):
     """Play episodes with known rewards into the buffer, without an update; returns them."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from llamagym.engine.transformer import Transformer
 from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.equivalence
 
 
 def test_words_logits_keep_what_bfloat16_would_round_away():

@@ -35,9 +35,8 @@ def test_the_loop_is_short():
 
 @pytest.mark.slow
 def test_the_loop_learns(after_the_loop):
-    # Eight hands hold at least eight turns, so that the last one fills the batch at the latest.
+    # Two hundred hands hold at least two hundred turns, more than a batch.
     assert after_the_loop["agent"].policy.weights_version >= 1
-    assert isinstance(after_the_loop["train_stats"], dict)
 
 
 @pytest.mark.slow
@@ -45,7 +44,7 @@ def test_the_library_s_loop_goes_on_from_there(after_the_loop, capsys):
     version = after_the_loop["agent"].policy.weights_version
     exec(LIBRARY_LOOP, after_the_loop)
     result = after_the_loop["result"]
-    assert len(result.returns) == 64
+    assert len(result.returns) == 256
     assert len(result.updates) >= 1
     assert after_the_loop["agent"].policy.weights_version == version + len(result.updates)
     *printed, mean = capsys.readouterr().out.splitlines()

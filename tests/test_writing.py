@@ -11,6 +11,8 @@ from llamagym.policy.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent
 from tests.tiny import FAMILIES
 
+pytestmark = pytest.mark.equivalence
+
 TOLERANCE = 2e-4
 
 

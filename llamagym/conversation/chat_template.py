@@ -96,7 +96,10 @@ class ChatTemplate:
     def _next_uncached(self, user: str, sampled_end: int | None) -> tuple[int, ...]:
         text = self._delta([], user)
         if sampled_end is not None:
-            text = text.removeprefix(str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
+            # Templates of Llama-2's kind put a space between the reply and its end.
+            closed = text.lstrip()
+            end = str(self._tokenizer.convert_ids_to_tokens(sampled_end))
+            text = closed.removeprefix(end) if closed.startswith(end) else text
         return self._encode_uncached(text)
 
     def _shared_uncached(self, system: str) -> list[int]:

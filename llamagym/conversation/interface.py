@@ -6,13 +6,33 @@ import logging
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..errors import ActionParseError
+from ..errors import ActionParseError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+# Methods of LlamaGym's Agent that this library never calls, and what does their work here.
+_NEVER_CALLED = {
+    "llm": "Replies come from agent.policy; sampling is set by generate_config_dict.",
+    "format_episode_for_ppo": "Turns keep the token ids that were sampled; rewards go to the turns that earned them.",
+    "train_batch": "A learner updates the weights: agent.learner, chosen by algorithm=.",
+}
 
 
 class TextInterface(ABC):
     """An environment as a conversation; three methods must be defined, two may be."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse methods that LlamaGym would have called and nobody calls here.
+
+        Raises:
+            ConfigError: The class defines one.
+        """
+        super().__init_subclass__(**kwargs)
+        for name in _NEVER_CALLED.keys() & vars(cls).keys():
+            raise ConfigError(
+                f"{cls.__name__} defines {name}(), which LlamaGym called and this library does not. "
+                f"{_NEVER_CALLED[name]} Remove it, or rename it if it is a helper of your own."
+            )
 
     @abstractmethod
     def get_system_prompt(self) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from ..errors import ConfigError, did_you_mean
 from ..policy.policy import Policy
 from .base import Learner
+from .config import LearnerConfig
 from .grpo import GRPO, GRPOConfig, ReinforceConfig
 from .ppo import PPO, PPOConfig
 
@@ -20,7 +22,7 @@ _TARGET_KL = 0.03
 def make_learner(
     policy: Policy,
     algorithm: Algorithm,
-    options: Mapping[str, dict[str, Any] | None],
+    options: Mapping[str, Mapping[str, Any] | LearnerConfig | None],
     use_target_kl: bool = False,
     seed: int | None = None,
 ) -> Learner[Any]:
@@ -29,7 +31,8 @@ def make_learner(
     Args:
         policy: Whose weights it updates.
         algorithm: Its name.
-        options: Per algorithm its options, or None; those of another algorithm are refused.
+        options: Per algorithm its options, by name or as its configuration, or None; those of another algorithm are
+            refused.
         use_target_kl: Whether updates are steered to a KL of 0.03 where the options name none.
         seed: Of the minibatches' order, where the options name none.
 
@@ -44,10 +47,10 @@ def make_learner(
                 f"{other}_config_dict={given} has no effect on algorithm={algorithm!r}. Pass {algorithm}_config_dict, "
                 f"or algorithm={other!r}."
             )
-    chosen = dict(options.get(algorithm) or {})
-    if seed is not None:
-        chosen.setdefault("seed", seed)
-    if use_target_kl and chosen.get("target_kl") is None:
-        chosen["target_kl"] = _TARGET_KL
-    config = _CONFIGS[algorithm].from_dict(chosen)
+    given = options.get(algorithm) or {}
+    if seed is not None and isinstance(given, Mapping):
+        given = {"seed": seed, **given}
+    config = _CONFIGS[algorithm].from_dict(given)
+    if use_target_kl and config.target_kl is None:
+        config = replace(config, target_kl=_TARGET_KL)
     return PPO(policy, config) if isinstance(config, PPOConfig) else GRPO(policy, config)

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import ConfigError
 from ..options import Options
+
+_OWN_TRACKER = "Drop it: trackers are passed to train(), see llamagym.tracking."
+_OWN_BATCHES = "Drop it: microbatch_nodes bounds the tokens of a forward and backward pass."
+# Options of TRL 0.11's PPOConfig that have no equal here.
+_FROM_TRL = {
+    "kl_penalty": 'Drop it: kl_placement="reward" takes k1 off the rewards ("kl" of TRL), "loss" adds k3 to the loss.',
+    "early_stopping": "Pass target_kl: a step that leads too far is undone and ends the update.",
+    "score_clip": "Clip rewards before assign_reward().",
+    "use_score_scaling": "Scale rewards before assign_reward(); advantages are normalised by whiten_advantages.",
+    "use_score_norm": "Normalise rewards before assign_reward(); advantages are normalised by whiten_advantages.",
+    "whiten_rewards": "Drop it: whiten_advantages normalises what the policy learns from.",
+    "ratio_threshold": "Pass target_kl: it bounds how far an update may go.",
+    "log_with": _OWN_TRACKER,
+    "tracker_project_name": _OWN_TRACKER,
+    "tracker_kwargs": _OWN_TRACKER,
+    "forward_batch_size": _OWN_BATCHES,
+    "backward_batch_size": _OWN_BATCHES,
+    "gradient_accumulation_steps": _OWN_BATCHES,
+    "optimize_cuda_cache": _OWN_BATCHES,
+    "optimize_device_cache": _OWN_BATCHES,
+    "gradient_checkpointing": _OWN_BATCHES,
+    "model_name": "Drop it: the model is the agent's first argument.",
+    "steps": "Drop it: train(agent, env, episodes=...) says how long to learn.",
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +62,8 @@ class LearnerConfig(Options):
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
         seed: Of the minibatches' order.
     """
+
+    advice: ClassVar[Mapping[str, str]] = _FROM_TRL
 
     batch_size: int = 128
     mini_batch_size: int = 32

@@ -42,10 +42,12 @@ class GenerationConfig(Options):
             raise ConfigError(f"top_k={self.top_k} is negative. 0 switches it off.")
 
     @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> GenerationConfig:
+    def from_dict(cls, options: Mapping[str, Any] | Options) -> GenerationConfig:
         """Read options, with or without a `generate/` prefix.
 
         >>> GenerationConfig.from_dict({"generate/max_new_tokens": 8}).max_new_tokens
         8
         """
-        return super().from_dict({key.removeprefix("generate/"): value for key, value in options.items()})
+        if isinstance(options, Mapping):
+            options = {key.removeprefix("generate/"): value for key, value in options.items()}
+        return super().from_dict(options)

@@ -27,13 +27,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedTokenizerBase,
 )
 
 from ..conversation.chat_template import invocation_tokens
 from ..errors import ConfigError, ModelLoadError, did_you_mean
 from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
+from .quantization import is_quantized, quantization_config
 from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, lookup, lookup_by_architecture, lora_config
 from .value_head import AutoModelForCausalLMWithValueHead
 
@@ -91,7 +91,7 @@ def load_model_and_tokenizer(
             f"attn_implementation={attn_implementation!r}: replies branch off their context, which needs a mask that "
             f"only {' and '.join(_ATTENTION)} take. Pass one of them, or None."
         )
-    quantization = _check_quantization(load_in_8bit, load_in_4bit, target, peft_config)
+    quantization = is_quantized(load_in_8bit, load_in_4bit, target.type, peft_config)
     source, hub = _locate(str(name), token)
     base_name, base, base_hub = str(name), source, hub
     adapter = find_file(source, ADAPTER_CONFIG, hub)
@@ -110,12 +110,7 @@ def load_model_and_tokenizer(
     options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
     if quantization:
         options["device_map"] = {"": target}
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_8bit=load_in_8bit,
-            load_in_4bit=load_in_4bit,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=weights_dtype,
-        )
+        options["quantization_config"] = quantization_config(load_in_8bit, weights_dtype)
     has_tokenizer = find_file(source, "tokenizer_config.json", hub) is not None
     tokenizer = _load_tokenizer(*((source, hub) if has_tokenizer else (base, base_hub)))
     if adapter is not None:
@@ -274,19 +269,3 @@ def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}. {did_you_mean(dtype, ['auto', *_DTYPES])}")
     return _DTYPES[dtype]
-
-
-def _check_quantization(in_8bit: bool, in_4bit: bool, device: torch.device, peft_config: object) -> bool:
-    """Whether to quantise; refuses what cannot work before anything is downloaded."""
-    if not (in_8bit or in_4bit):
-        return False
-    if in_8bit and in_4bit:
-        raise ConfigError("load_in_8bit and load_in_4bit exclude each other. Drop one.")
-    option = "load_in_8bit" if in_8bit else "load_in_4bit"
-    if device.type != "cuda":
-        raise ModelLoadError(f"{option} needs a CUDA device, and the device is {device.type!r}. Drop {option}.")
-    if find_spec("bitsandbytes") is None:
-        raise ModelLoadError(f"{option} needs bitsandbytes. Install it (pip install bitsandbytes), or drop {option}.")
-    if peft_config is False:
-        raise ModelLoadError(f"quantised weights cannot be trained themselves. Drop {option} or peft_config=False.")
-    return True

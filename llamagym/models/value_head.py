@@ -27,6 +27,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..errors import ModelLoadError
 from .hub import ADAPTER_CONFIG, drop_local_base, find_file, first_line, read_tensors, tensor_files
+from .quantization import is_quantized, quantization_config
+from .quiet import loading_quietly
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
@@ -134,6 +136,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         peft_config: PeftConfig | None = None,
         *,
         base_model: str | Path | PreTrainedModel | None = None,
+        load_in_8bit: bool = False,
+        load_in_4bit: bool = False,
         **kwargs: Any,
     ) -> AutoModelForCausalLMWithValueHead:
         """Load a model, its adapter if it has one, and its value head, or a fresh one.
@@ -143,6 +147,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 `save_pretrained` wrote (ours or TRL's); or a model that is already loaded.
             peft_config: The adapter to add to a model that has none.
             base_model: Where an adapter's base is, if not where its configuration says; or the base itself.
+            load_in_8bit: Quantise the base to 8 bits with bitsandbytes (CUDA only).
+            load_in_4bit: Quantise the base to 4 bits (NF4), likewise.
             **kwargs: Passed on to `AutoModelForCausalLM.from_pretrained`, e.g. `dtype`, `device_map`, `token`.
 
         Returns:
@@ -153,22 +159,30 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 model that already has an adapter.
         """
         source = pretrained_model_name_or_path
+        kwargs = {key: value for key, value in kwargs.items() if key != "token" or value is not None}
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        if is_quantized(load_in_8bit, load_in_4bit, device_type, peft_config):
+            dtype = kwargs.get("dtype", torch.bfloat16)
+            kwargs = {"device_map": {"": 0}, **kwargs, "quantization_config": quantization_config(load_in_8bit, dtype)}
         v_head: dict[str, Tensor] = {}
         model: PreTrainedModel | PeftModel
-        if isinstance(source, nn.Module):
-            if kwargs:
-                raise ModelLoadError(
-                    f"{sorted(kwargs)} cannot be applied to a model that is already loaded; drop them."
+        with loading_quietly():
+            if isinstance(source, nn.Module):
+                if kwargs:
+                    raise ModelLoadError(
+                        f"{sorted(kwargs)} cannot be applied to a model that is already loaded; drop them."
+                    )
+                model = source
+            else:
+                hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
+                adapter = find_file(source, ADAPTER_CONFIG, hub)
+                model = (
+                    _load_base(source, kwargs) if adapter is None else _load_adapter(source, base_model, kwargs, hub)
                 )
-            model = source
-        else:
-            hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
-            adapter = find_file(source, ADAPTER_CONFIG, hub)
-            model = _load_base(source, kwargs) if adapter is None else _load_adapter(source, base_model, kwargs, hub)
-            files = tensor_files(source, VALUE_HEAD_FILE, _PREFIX, hub, is_adapter=adapter is not None)
-            v_head = {key: value for file in files for key, value in read_tensors(file, _PREFIX).items()}
-        if peft_config is not None:
-            model = _add_adapter(model, peft_config)
+                files = tensor_files(source, VALUE_HEAD_FILE, _PREFIX, hub, is_adapter=adapter is not None)
+                v_head = {key: value for file in files for key, value in read_tensors(file, _PREFIX).items()}
+            if peft_config is not None:
+                model = _add_adapter(model, peft_config)
         result = cls(model)
         if v_head:
             result.v_head.load_saved(v_head)

@@ -1,0 +1,47 @@
+"""Weights in 8 or 4 bits, by bitsandbytes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from transformers import BitsAndBytesConfig
+
+from ..errors import ConfigError, ModelLoadError
+
+
+def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: object) -> bool:
+    """Whether to quantise; refuses what cannot work before anything is downloaded.
+
+    Args:
+        in_8bit: Whether 8 bits are asked for.
+        in_4bit: Whether 4 bits are.
+        device_type: Where the weights will lie, e.g. "cuda".
+        peft_config: The adapter; False for none.
+
+    Raises:
+        ConfigError: Both are asked for.
+        ModelLoadError: Weights cannot be quantised there, or not without an adapter.
+    """
+    if not (in_8bit or in_4bit):
+        return False
+    if in_8bit and in_4bit:
+        raise ConfigError("load_in_8bit and load_in_4bit exclude each other. Drop one.")
+    option = "load_in_8bit" if in_8bit else "load_in_4bit"
+    if device_type != "cuda":
+        raise ModelLoadError(f"{option} needs a CUDA device, and the device is {device_type!r}. Drop {option}.")
+    if find_spec("bitsandbytes") is None:
+        raise ModelLoadError(f"{option} needs bitsandbytes. Install it (pip install bitsandbytes), or drop {option}.")
+    if peft_config is False:
+        raise ModelLoadError(f"quantised weights cannot be trained themselves. Drop {option} or peft_config=False.")
+    return True
+
+
+def quantization_config(in_8bit: bool, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """What transformers is told: 8 bits, or else 4 (NF4), which compute in `dtype`."""
+    return BitsAndBytesConfig(
+        load_in_8bit=in_8bit,
+        load_in_4bit=not in_8bit,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+    )

@@ -1,0 +1,26 @@
+"""Keeps quiet what other libraries tell each other, not the user, while a model is loaded."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as transformers_logging
+
+
+@contextmanager
+def loading_quietly() -> Iterator[None]:
+    """While open, no bar of the weights is drawn where nobody could see it move, and PEFT's old names are no news."""
+    hides_bar = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks transformers 5 for a property under its old name whenever it wraps a model.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        if hides_bar:
+            transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if hides_bar:
+                transformers_logging.enable_progress_bar()
