@@ -1,7 +1,7 @@
-"""Regenerate the tables in README.md from what they describe.
+"""Regenerate the tables in README.md and docs/ from what they describe.
 
-python scripts/readme_tables.py            rewrites README.md
-python scripts/readme_tables.py --check    exits with 1 if it is out of date
+python scripts/readme_tables.py            rewrites the pages
+python scripts/readme_tables.py --check    exits with 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from llamagym.models import registry
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 from runs import ABLATIONS, RESULTS, TITLES, Run, half_width, runs_by_name
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
-# The results' folder as the README links to it.
-LEARNING = "scripts/benchmarks/learning/results"
+# The results' folders as pages in docs/ link to them.
+LEARNING = "../scripts/benchmarks/learning/results"
+SPEED = "../scripts/benchmarks/results"
 # What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
 _GOAL = -0.12
 # What was to be reached, set before the runs, in any dtype; by the name of the result files.
@@ -169,7 +170,7 @@ def benchmarks() -> str:
             continue
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         free, choices = (result[f"llamagym_{kind}"]["median"] for kind in ("free_text", "choices"))
-        lines.append(f"| [{what}](scripts/benchmarks/results/{file}.json) | {free:.1f} | {choices:.0f} |")
+        lines.append(f"| [{what}]({SPEED}/{file}.json) | {free:.1f} | {choices:.0f} |")
         for rival, label in names.items():
             if rival in result:
                 ratios = (result[f"{kind}_over_{rival}"] for kind in ("free_text", "choices"))
@@ -181,29 +182,66 @@ def benchmarks() -> str:
         "else is said; LlamaGym 0.1.1 and AgileRL 2.58 always in float32.",
     ]
     if (BENCHMARKS / "results" / "memory.png").exists():
-        lines += ["", "![Resident memory of a Blackjack run](scripts/benchmarks/results/memory.png)"]
+        lines += ["", "![Resident memory of a Blackjack run](../scripts/benchmarks/results/memory.png)"]
     return "\n".join(lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {
-    "results": results,
-    "ablations": ablations,
-    "benchmarks": benchmarks,
-    "models": models,
+def summary() -> str:
+    """What was learnt, an experiment a line, for the README."""
+    lines = [
+        "| task | before | after (worst seed) | random | optimum | minutes | hardware |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in runs_by_name().items():
+        after = [run["expected_return_after"] for run in runs]
+        baselines, hardware = runs[0]["baselines"], runs[0]["hardware"]
+        native = "bfloat16" if "with native bfloat16" in hardware["processor"] else "float32"
+        cells = [
+            TITLES.get(name, name).removesuffix(", bfloat16").removesuffix(" in bfloat16"),
+            number(statistics.mean(run["expected_return_before"] for run in runs)),
+            f"{number(statistics.mean(after))} ({number(min(after))})",
+            *(number(baselines[baseline]) if baseline in baselines else "" for baseline in ("random", "optimum")),
+            f"{statistics.mean(run['minutes'] for run in runs):.1f}",
+            f"{hardware['cores']} cores, {native}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def speed() -> str:
+    """Acting and learning in bfloat16 against others, for the README."""
+    lines = ["| | turns per second | over LlamaGym 0.1.1 | over the best plain loop |", "|---|---|---|---|"]
+    for file, what, plain in (
+        ("acting-bfloat16", "acting", "transformers_batch_64"),
+        ("learning-bfloat16", "learning", "plain_step"),
+    ):
+        result: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text(encoding="utf-8"))
+        for kind, how in (("free_text", "free text, 8 tokens"), ("choices", "choices")):
+            rate = result[f"llamagym_{kind}"]["median"]
+            ratios = [f"{result[f'{kind}_over_{rival}']:.0f}x" for rival in ("llamagym_0.1.1", plain)]
+            lines.append(f"| {what}, {how} | {rate:.0f} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
+Sections = dict[str, Callable[[], str]]
+PAGES: dict[Path, Sections] = {
+    ROOT / "README.md": {"summary": summary, "speed": speed},
+    ROOT / "docs" / "benchmarks.md": {"results": results, "ablations": ablations, "benchmarks": benchmarks},
+    ROOT / "docs" / "models.md": {"models": models},
 }
-"""What stands between `<!-- name:begin -->` and `<!-- name:end -->`, by name."""
+"""By page, what stands between `<!-- name:begin -->` and `<!-- name:end -->`, by name."""
 
 
-def render(text: str) -> str:
-    """The README's text with every section made anew.
+def render(page: str, text: str, sections: Sections) -> str:
+    """A page's text with every section made anew.
 
     Raises:
         ValueError: The markers of a section are not there, each once and in order.
     """
-    for name, make in SECTIONS.items():
+    for name, make in sections.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-            raise ValueError(f"README.md must hold the lines {begin!r} and {end!r} once each, in this order. Add them.")
+            raise ValueError(f"{page} must hold the lines {begin!r} and {end!r} once each, in this order. Add them.")
         before, rest = text.split(begin)
         text = f"{before}{begin}{make()}\n{end}{rest.split(end)[1]}"
     return text
@@ -212,16 +250,20 @@ def render(text: str) -> str:
 def main(argv: list[str]) -> int:
     """Rewrite or check; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if README.md is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(argv).check
-    current = README.read_text(encoding="utf-8")
-    fresh = render(current)
-    if check:
-        if fresh != current:
-            print("README.md is out of date. Run python scripts/readme_tables.py", file=sys.stderr)
-        return int(fresh != current)
-    README.write_text(fresh, encoding="utf-8")
-    return 0
+    outdated = 0
+    for path, sections in PAGES.items():
+        current = path.read_text(encoding="utf-8")
+        fresh = render(path.name, current, sections)
+        if fresh == current:
+            continue
+        if check:
+            outdated = 1
+            print(f"{path.name} is out of date. Run python scripts/readme_tables.py", file=sys.stderr)
+        else:
+            path.write_text(fresh, encoding="utf-8")
+    return outdated
 
 
 if __name__ == "__main__":

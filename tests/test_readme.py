@@ -18,6 +18,7 @@ from llamagym import Agent, GenerationConfig, PPOConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 TABLES = ROOT / "scripts" / "readme_tables.py"
 LOOP, LIBRARY_LOOP = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -31,6 +32,31 @@ def after_the_loop() -> dict[str, Any]:
 
 def test_the_loop_is_short():
     assert len(LOOP.splitlines()) < 25
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_architecture_names_files_that_exist_on_a_page():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    way = page.split("## One turn, from `act` to a gradient")[1].split("\n## ")[0]
+    named = re.findall(r"`(llamagym/[\w/]+\.py)`", way)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    assert len(way.splitlines()) <= 50
+    wings = {path.name for path in (ROOT / "llamagym").iterdir() if path.is_dir() and path.name[0].isalpha()}
+    assert [wing for wing in wings if f"| `{wing}/` |" not in page] == []
 
 
 @pytest.mark.slow
@@ -54,7 +80,7 @@ def test_the_library_s_loop_goes_on_from_there(after_the_loop, capsys):
 
 def table(header: str) -> dict[str, object]:
     """The options of the table under `header` with the defaults it shows."""
-    rows = README.split(f"| {header} | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    rows = OPTIONS.split(f"| {header} | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
     shown: dict[str, object] = {}
     for row in rows:
         names, defaults = row.split(" | ")[:2]
@@ -77,7 +103,7 @@ def test_every_option_of_the_agent_stands_there_with_its_default():
 
 
 def test_every_option_of_sampling_stands_there_with_its_default():
-    paragraph = README.split("\nSampling (`generate_config_dict`): ")[1].split("\n\n")[0]
+    paragraph = OPTIONS.split("\nSampling (`generate_config_dict`): ")[1].split("\n\n")[0]
     pairs = re.findall(r"`(\w+)` \(([^)]+)\)", paragraph)
     shown = {name: ast.literal_eval(value) for name, value in pairs}
     assert shown == {field.name: field.default for field in fields(GenerationConfig)}
@@ -86,7 +112,7 @@ def test_every_option_of_sampling_stands_there_with_its_default():
 def test_the_example_s_flags_stand_there_and_no_others():
     source = (ROOT / "examples" / "blackjack.py").read_text(encoding="utf-8")
     flags = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', source))
-    listed = re.findall(r"The Blackjack script's options: `([^`]+)`", README)
+    listed = re.findall(r"The Blackjack script's options: `([^`]+)`", OPTIONS)
     assert flags
     assert set(listed[0].split()) == flags
 
@@ -102,8 +128,9 @@ def tables(monkeypatch, tmp_path):
     spec = importlib.util.spec_from_file_location("readme_tables", TABLES)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "README", tmp_path / "README.md")
-    monkeypatch.setattr(module, "SECTIONS", {"a": lambda: "new a", "b": lambda: "new b"})
+    page = tmp_path / "README.md"
+    monkeypatch.setattr(module, "PAGES", {page: {"a": lambda: "new a", "b": lambda: "new b"}})
+    module.README = page
     return module
 
 
