@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,10 +11,9 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .conversation.chat_template import ChatTemplate, Message, end_ids
+from .conversation.chat_template import ChatTemplate, end_ids
 from .conversation.demonstrations import read_demonstrations
-from .conversation.episode import Context, Conversation, Episode, Reply, commonest_reply, environment_ids
-from .conversation.interface import TextInterface
+from .conversation.episode import Context, Episode, commonest_reply, environment_ids
 from .errors import ConfigError, EpisodeError, did_you_mean
 from .learners.alarms import Alarms
 from .learners.algorithms import Algorithm, make_learner
@@ -25,13 +23,14 @@ from .learners.ppo import PPOConfig
 from .learners.replay import Replay, ReplayConfig
 from .models.generation import GenerationConfig
 from .models.value_head import AutoModelForCausalLMWithValueHead
+from .policy.actor import Actor
 from .policy.choices import ChoiceNormalization, choice_length
 from .policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 
-class Agent(TextInterface):
+class Agent(Actor):
     """A language model that acts in an environment and learns from its rewards.
 
     Subclass it with `get_system_prompt`, `format_observation` and `extract_action`, then write the usual loop:
@@ -116,25 +115,19 @@ class Agent(TextInterface):
                 "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
             )
         generation = GenerationConfig.from_dict(generate_config_dict or {})
-        self.tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, append_only=context == "episode")
+        template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             model.to(device)
         end = end_ids(model.pretrained_model, tokenizer)
         length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
-        self.policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
+        policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
+        super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
         self.learner = make_learner(self.policy, algorithm, options, use_target_kl, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         self._replay = None if replay is None else Replay(self.policy, replay)
         self._alarms = Alarms(model.pretrained_model.dtype)
-        self._context: Context = context
-        self._prefix = response_prefix
-        self._penalty = invalid_action_penalty
-        self._conversations: dict[Hashable, Conversation] = {}
         self._buffer: list[Episode] = []
-        self._learning, self._greedy = True, False
-        self._acting_s, self._acted_tokens = 0.0, 0
         if sft_warm_start:
             self.sft_from_jsonl()
 
@@ -159,28 +152,6 @@ class Agent(TextInterface):
             self._replay.watch_weights()
         return stats
 
-    def train(self) -> None:
-        """Sample, record and learn: the mode an agent starts in."""
-        self._learning, self._greedy = True, False
-
-    def eval(self, greedy: bool = True) -> None:
-        """Only act: nothing is buffered and no weights change.
-
-        Args:
-            greedy: Take the most likely choice or token instead of sampling.
-        """
-        self._learning, self._greedy = False, greedy
-
-    @property
-    def learning(self) -> bool:
-        """Whether episodes are recorded and learnt from."""
-        return self._learning
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely choice or token is taken."""
-        return self._greedy
-
     @property
     def buffered_turns(self) -> int:
         """Turns of finished episodes that await the next update."""
@@ -189,26 +160,6 @@ class Agent(TextInterface):
     def why_no_update(self) -> str:
         """In words, how far the batch is from full."""
         return self.learner.why_no_update(self._buffer)
-
-    @property
-    def current_episode_messages(self) -> list[Message]:
-        """The conversation under way in environment 0, as chat messages."""
-        return self.conversation(0).messages
-
-    @property
-    def current_episode_rewards(self) -> list[float]:
-        """The raw rewards so far of environment 0, one per turn."""
-        return [turn.reward for turn in self.conversation(0).turns]
-
-    def conversation(self, env_id: Hashable) -> Conversation:
-        """The conversation under way in an environment; a new one if none is."""
-        if env_id not in self._conversations:
-            self._conversations[env_id] = self._new_conversation()
-        return self._conversations[env_id]
-
-    def act(self, observation: Any) -> Any:
-        """Choose an action for one environment: `act_batch` of one."""
-        return self.act_batch([observation], [0])[0]
 
     def assign_reward(self, reward: float) -> None:
         """Add a reward to the last action of one environment."""
@@ -223,47 +174,6 @@ class Agent(TextInterface):
     ) -> Stats:
         """End the episode of one environment; see `terminate_episodes`."""
         return self.terminate_episodes([0], [truncated], [final_observation], train, [group])
-
-    def act_batch(self, observations: Sequence[Any], env_ids: Sequence[Hashable] | None = None) -> list[Any]:
-        """Choose an action for each of several environments.
-
-        Args:
-            observations: One per environment.
-            env_ids: Which environments; by default 0, 1, 2, ...
-
-        Returns:
-            One action per observation.
-
-        Raises:
-            NotImplementedError: A reply named no action and `fallback_action` is not defined.
-        """
-        ids = environment_ids(observations, env_ids, "observations")
-        started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
-        conversations = [self.conversation(env_id) for env_id in ids]
-        choices = [self.get_action_choices(observation) for observation in observations]
-        contexts = []
-        try:
-            for conversation, observation, offered in zip(conversations, observations, choices, strict=True):
-                contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
-            replies = self.policy.sample(contexts, self._learning, self._greedy)
-            said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
-            named = [self._extract(text) for text in said]
-            actions = [
-                self._fallback(observation, text) if action is None else action
-                for observation, text, action in zip(observations, said, named, strict=True)
-            ]
-        except BaseException:
-            # A caller that mends the cause can act again on the same observations: no turn has been taken.
-            for conversation in conversations[: len(contexts)]:
-                conversation.withdraw()
-            raise
-        for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
-            turn = conversation.answer(reply, text)
-            if action is None:
-                turn.valid, turn.penalty = False, self._penalty
-        self._acting_s += time.perf_counter() - started
-        self._acted_tokens += self.policy.tokens_forwarded - forwarded
-        return actions
 
     def assign_rewards(self, rewards: Sequence[float], env_ids: Sequence[Hashable] | None = None) -> None:
         """Add each environment's reward to its last action; several rewards for one action add up."""
@@ -320,48 +230,6 @@ class Agent(TextInterface):
                 self._buffer.append(Episode(turns, not was_cut, bool(was_cut), values.get(index, 0.0), group))
         self.discard_episodes(env_ids)
         return self._learn() if self._learning and train else {}
-
-    def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
-        """Forget episodes under way, without learning from them."""
-        for env_id in env_ids:
-            self._conversations.pop(env_id, None)
-
-    def action_probabilities(self, observations: Sequence[Any]) -> list[dict[str, float]]:
-        """Exact probability of each choice at the start of an episode, for observations that offer choices.
-
-        Raises:
-            ConfigError: An observation offers no choices.
-        """
-        contexts = []
-        offers: list[list[str]] = []
-        for observation in observations:
-            offered = self.get_action_choices(observation)
-            if offered is None:
-                raise ConfigError(
-                    f"Observation {observation!r} offers no choices, so its replies cannot be enumerated. Define "
-                    "get_action_choices()."
-                )
-            offers.append(offered)
-            conversation = self._new_conversation()
-            contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
-        logprobs = self.policy.choice_logprobs(contexts)
-        return [
-            dict(zip(offered, row.exp().tolist(), strict=True)) for offered, row in zip(offers, logprobs, strict=True)
-        ]
-
-    def _in_words(self, reply: Reply, offered: list[str] | None) -> str:
-        if offered is not None and reply.choice_index is not None:
-            return self._prefix + offered[reply.choice_index]
-        return self._prefix + str(self.tokenizer.decode(list(reply.ids), skip_special_tokens=True))
-
-    def _new_conversation(self) -> Conversation:
-        return Conversation(
-            self._template,
-            self.get_system_prompt(),
-            self._context,
-            self.policy.max_length,
-            self.policy.generation.max_new_tokens,
-        )
 
     def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
         """The critic's estimate of each final observation, by index into `env_ids`."""

@@ -176,6 +176,8 @@ def test_the_exit_code_of_the_script_is_passed_on(bootstrap, monkeypatch, tmp_pa
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end processes on POSIX only")
 def test_a_script_ended_by_a_signal_counts_as_failed(bootstrap):
     assert bootstrap.call([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"]) == 143
+    said = 'import os; raise SystemExit(int(os.environ["CODE"]))'
+    assert bootstrap.call([sys.executable, "-c", said], {"CODE": "7"}) == 7
 
 
 def test_an_optional_step_may_fail(bootstrap, tmp_path, capsys):
@@ -205,14 +207,15 @@ def test_running_and_testing_at_once_is_refused(bootstrap, capsys):
 def test_every_check_runs_even_if_one_fails_and_pytest_has_the_last_word(bootstrap, monkeypatch, capsys, failing):
     ran = []
 
-    def call(command):
-        ran.append(command[2])
+    def call(command, variables):
+        ran.append((command[2], variables))
         sys.stdout.write(f"{command[2]}\n")
         return int(command[2] == failing)
 
     monkeypatch.setattr(bootstrap, "call", call)
     assert bootstrap.run_tests(Path("python")) == (0 if failing is None else 1)
-    assert ran == ["ruff", "ruff", "mypy", "pytest"]
+    without_kernels = {"LLAMAGYM_CPU_KERNELS": "0"}
+    assert ran == [("ruff", {}), ("ruff", {}), ("mypy", {}), ("pytest", without_kernels), ("pytest", {})]
     output = capsys.readouterr().out
     assert output.splitlines()[-1] == "pytest"
     assert ("failed: ruff format --check ., ruff check .;" in output) == (failing == "ruff")

@@ -14,6 +14,8 @@ from llamagym.models.lora import acting_on_every_token
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.kernels
+
 FUSED = {"llama", "smollm", "qwen2", "qwen3"}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 

@@ -32,8 +32,8 @@ DOOR = "engine/acceleration.py"
 LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "tensorboard"}
 FILES = sorted(LIBRARY.rglob("*.py"))
 LINES = 350
-# Larger than that today; it may shrink, no other file may join it.
-LARGE = {"agent.py": 400}
+# What a newcomer opens first is smaller.
+SMALL = {"agent.py": 300}
 ENTRIES = 14
 
 
@@ -177,7 +177,7 @@ def test_imports_at_once_are_told_from_those_in_functions():
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_stay_small(path):
-    assert len(path.read_text().splitlines()) <= LARGE.get(name_of(path), LINES)
+    assert len(path.read_text().splitlines()) <= SMALL.get(name_of(path), LINES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import hub as hub_utils
 
 from llamagym.errors import ConfigError, ModelLoadError
-from llamagym.models import loading
+from llamagym.models import loading, quantization
 from llamagym.models.loading import embedded_model_folder, load_model_and_tokenizer
 from llamagym.models.registry import PLAIN_CHAT_TEMPLATE
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
@@ -457,10 +457,10 @@ def test_quantisation_is_refused_where_it_cannot_work(monkeypatch: pytest.Monkey
         load_model_and_tokenizer(device="cpu", load_in_8bit=True, load_in_4bit=True)
     # As on a machine with a GPU: the checks run before anything is loaded.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="pip install bitsandbytes"):
         load_model_and_tokenizer(device="cuda", load_in_4bit=True)
-    monkeypatch.setattr(loading, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantization, "find_spec", lambda name: name)
     with pytest.raises(ModelLoadError, match="peft_config=False"):
         load_model_and_tokenizer(device="cuda", load_in_4bit=True, peft_config=False)
 

@@ -14,9 +14,10 @@ from llamagym.cpu.packing import Packed
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="PyTorch has no FBGEMM here"
-)
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="PyTorch has no FBGEMM here"),
+]
 
 
 # float32 that float16 holds, float32 that it does not, and bfloat16.

@@ -1,0 +1,172 @@
+"""A policy at work in environments: observations become contexts, replies become actions.
+
+What learns from it stands above, in `agent`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..conversation.chat_template import ChatTemplate, Message
+from ..conversation.episode import Context, Conversation, Reply, environment_ids
+from ..conversation.interface import TextInterface
+from ..errors import ConfigError
+from .policy import Policy
+
+
+class Actor(TextInterface):
+    """Acts in many environments at once, each with a conversation of its own.
+
+    Attributes:
+        policy: The model as a stochastic policy.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        context: Context,
+        response_prefix: str,
+        invalid_action_penalty: float,
+    ) -> None:
+        """Prepare to act; arguments as for `Agent`."""
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self._template = template
+        self._context: Context = context
+        self._prefix = response_prefix
+        self._penalty = invalid_action_penalty
+        self._conversations: dict[Hashable, Conversation] = {}
+        self._learning, self._greedy = True, False
+        self._acting_s, self._acted_tokens = 0.0, 0
+
+    def train(self) -> None:
+        """Sample, record and learn: the mode an agent starts in."""
+        self._learning, self._greedy = True, False
+
+    def eval(self, greedy: bool = True) -> None:
+        """Only act: nothing is buffered and no weights change.
+
+        Args:
+            greedy: Take the most likely choice or token instead of sampling.
+        """
+        self._learning, self._greedy = False, greedy
+
+    @property
+    def learning(self) -> bool:
+        """Whether episodes are recorded and learnt from."""
+        return self._learning
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely choice or token is taken."""
+        return self._greedy
+
+    @property
+    def current_episode_messages(self) -> list[Message]:
+        """The conversation under way in environment 0, as chat messages."""
+        return self.conversation(0).messages
+
+    @property
+    def current_episode_rewards(self) -> list[float]:
+        """The raw rewards so far of environment 0, one per turn."""
+        return [turn.reward for turn in self.conversation(0).turns]
+
+    def conversation(self, env_id: Hashable) -> Conversation:
+        """The conversation under way in an environment; a new one if none is."""
+        if env_id not in self._conversations:
+            self._conversations[env_id] = self._new_conversation()
+        return self._conversations[env_id]
+
+    def act(self, observation: Any) -> Any:
+        """Choose an action for one environment: `act_batch` of one."""
+        return self.act_batch([observation], [0])[0]
+
+    def act_batch(self, observations: Sequence[Any], env_ids: Sequence[Hashable] | None = None) -> list[Any]:
+        """Choose an action for each of several environments.
+
+        Args:
+            observations: One per environment.
+            env_ids: Which environments; by default 0, 1, 2, ...
+
+        Returns:
+            One action per observation.
+
+        Raises:
+            NotImplementedError: A reply named no action and `fallback_action` is not defined.
+        """
+        ids = environment_ids(observations, env_ids, "observations")
+        started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
+        conversations = [self.conversation(env_id) for env_id in ids]
+        choices = [self.get_action_choices(observation) for observation in observations]
+        contexts = []
+        try:
+            for conversation, observation, offered in zip(conversations, observations, choices, strict=True):
+                contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
+            replies = self.policy.sample(contexts, self._learning, self._greedy)
+            said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
+            named = [self._extract(text) for text in said]
+            actions = [
+                self._fallback(observation, text) if action is None else action
+                for observation, text, action in zip(observations, said, named, strict=True)
+            ]
+        except BaseException:
+            # A caller that mends the cause can act again on the same observations: no turn has been taken.
+            for conversation in conversations[: len(contexts)]:
+                conversation.withdraw()
+            raise
+        for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
+            turn = conversation.answer(reply, text)
+            if action is None:
+                turn.valid, turn.penalty = False, self._penalty
+        self._acting_s += time.perf_counter() - started
+        self._acted_tokens += self.policy.tokens_forwarded - forwarded
+        return actions
+
+    def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
+        """Forget episodes under way, without learning from them."""
+        for env_id in env_ids:
+            self._conversations.pop(env_id, None)
+
+    def action_probabilities(self, observations: Sequence[Any]) -> list[dict[str, float]]:
+        """Exact probability of each choice at the start of an episode, for observations that offer choices.
+
+        Raises:
+            ConfigError: An observation offers no choices.
+        """
+        contexts = []
+        offers: list[list[str]] = []
+        for observation in observations:
+            offered = self.get_action_choices(observation)
+            if offered is None:
+                raise ConfigError(
+                    f"Observation {observation!r} offers no choices, so its replies cannot be enumerated. Define "
+                    "get_action_choices()."
+                )
+            offers.append(offered)
+            conversation = self._new_conversation()
+            contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
+        logprobs = self.policy.choice_logprobs(contexts)
+        return [
+            dict(zip(offered, row.exp().tolist(), strict=True)) for offered, row in zip(offers, logprobs, strict=True)
+        ]
+
+    def _in_words(self, reply: Reply, offered: list[str] | None) -> str:
+        if offered is not None and reply.choice_index is not None:
+            return self._prefix + offered[reply.choice_index]
+        return self._prefix + str(self.tokenizer.decode(list(reply.ids), skip_special_tokens=True))
+
+    def _new_conversation(self) -> Conversation:
+        return Conversation(
+            self._template,
+            self.get_system_prompt(),
+            self._context,
+            self.policy.max_length,
+            self.policy.generation.max_new_tokens,
+        )
