@@ -30,6 +30,22 @@ OUTSIDE = ["errors", "options", "tracking", "agent", "training", "__init__"]
 DOOR = "engine/acceleration.py"
 # Heavy or optional: imported where they are used first.
 LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "tensorboard"}
+# What must not come along with `import llamagym`, which is to cost less than a second beside torch and transformers.
+HEAVY = {
+    *LAZY,
+    "datasets",
+    "numba",
+    "pandas",
+    "peft",
+    "pyarrow",
+    "scipy",
+    "sympy",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "transformers.models.auto.auto_factory",
+    "trl",
+}
 FILES = sorted(LIBRARY.rglob("*.py"))
 LINES = 350
 # What a newcomer opens first is smaller.
@@ -166,6 +182,27 @@ def test_the_house_has_few_doors():
 def test_optional_packages_are_imported_where_they_are_used(path):
     early = LAZY & top_level_imports(ast.parse(path.read_text()))
     assert not early, f"{name_of(path)} imports {sorted(early)} at once; import it in the function that needs it"
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh process has loaded after some code."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_import_is_light():
+    assert HEAVY & loaded_by("import llamagym") == set()
+
+
+def test_heavy_imports_are_seen():
+    # Were one of these renamed, the test above would pass whatever is imported.
+    assert loaded_by("import peft, transformers; transformers.AutoModelForCausalLM") >= {
+        "peft",
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "transformers.modeling_utils",
+        "transformers.models.auto.auto_factory",
+    }
 
 
 def test_imports_at_once_are_told_from_those_in_functions():

@@ -12,18 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .kv_cache import Places, RoomyCache
 
 _NAME = "llamagym_shared_prefix"
 # Larger scores are never held whole: PyTorch's fused attention takes them, on copies of the prefix.
 _SCORES = 2**23
+
+
+@cache
+def register() -> None:
+    """Make this attention known to transformers, once; `sharing` needs it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes more than a second to import
+
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
 
 
 @contextmanager
@@ -87,6 +95,8 @@ def _look(
     **others: Any,
 ) -> Tensor:
     """What rows see, (B, T, N, D); arguments as before."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if shared_prefix is None:
         alone: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
@@ -119,6 +129,3 @@ def _rows_together(part: Tensor) -> Tensor:
 def _rows_apart(part: Tensor, rows: int) -> Tensor:
     """The inverse of `_rows_together`."""
     return part.unflatten(1, (rows, -1)).transpose(0, 1)
-
-
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)

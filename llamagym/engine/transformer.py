@@ -15,14 +15,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ..errors import ModelLoadError
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
-from .attention import sharing
+from .attention import register, sharing
 from .kv_cache import RoomyCache
 from .layers import first_trained_layer, split
 from .masks import attention_mask, causal
@@ -40,8 +39,9 @@ class Transformer:
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
         """Find the parts of `model` and check that together they give the model's own logits."""
-        pretrained = model.pretrained_model
-        lm: Any = pretrained.get_base_model() if isinstance(pretrained, PeftModel) else pretrained
+        pretrained: Any = model.pretrained_model
+        lm: Any = pretrained.get_base_model() if model.is_peft_model else pretrained
+        register()
         self._lm = lm
         self._body: Any = getattr(lm, lm.base_model_prefix)
         self._head: nn.Module = lm.get_output_embeddings()

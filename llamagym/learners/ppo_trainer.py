@@ -17,12 +17,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from peft import PeftModel
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
@@ -144,7 +143,7 @@ class PPOTrainer:
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
-        if ref_model is None and not isinstance(model.pretrained_model, PeftModel):
+        if ref_model is None and not model.is_peft_model:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
         self.accelerator = Accelerator(cpu=model.device.type == "cpu")
@@ -319,8 +318,8 @@ class PPOTrainer:
 
     def _without_adapter(self) -> AbstractContextManager[None]:
         """The policy as its own reference, while the context lasts; nothing where there is a reference model."""
-        pretrained = self.model.pretrained_model
-        if self.ref_model is None and isinstance(pretrained, PeftModel):
+        if self.ref_model is None and self.model.is_peft_model:
+            pretrained: Any = self.model.pretrained_model
             context: AbstractContextManager[None] = pretrained.disable_adapter()
             return context
         return nullcontext()

@@ -18,17 +18,12 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from peft import PeftConfig, PeftModel
+import transformers
 from tokenizers import pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
 from ..errors import ConfigError, ModelLoadError, did_you_mean
@@ -36,6 +31,9 @@ from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, fi
 from .quantization import is_quantized, quantization_config
 from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, lookup, lookup_by_architecture, lora_config
 from .value_head import AutoModelForCausalLMWithValueHead
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +83,8 @@ def load_model_and_tokenizer(
         ModelLoadError: The model, its tokenizer or the quantisation cannot be had.
         ConfigError: `device`, `dtype` or `attn_implementation` is no such thing, or both quantisations are asked for.
     """
+    from peft import PeftConfig  # takes more than a second to import
+
     target = _resolve_device(device)
     if attn_implementation not in (None, *_ATTENTION):
         raise ConfigError(
@@ -104,7 +104,7 @@ def load_model_and_tokenizer(
                 f"the adapter {str(name)!r} does not name its base. Add base_model_name_or_path to it."
             )
         base, base_hub = _locate(base_name, token)
-    config = _read(AutoConfig, base, base_hub)
+    config = _read(transformers.AutoConfig, base, base_hub)
     entry = lookup(base_name) or lookup_by_architecture(config)
     weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
     options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
@@ -128,7 +128,7 @@ def load_model_and_tokenizer(
 def _name_base(model: AutoModelForCausalLMWithValueHead, hub_id: str) -> None:
     """Let what is saved name the base by an id that every machine knows, and not by this one's cache folder."""
     pretrained: Any = model.pretrained_model
-    if isinstance(pretrained, PeftModel):
+    if model.is_peft_model:
         pretrained.active_peft_config.base_model_name_or_path = hub_id
         pretrained = pretrained.get_base_model()
     pretrained.name_or_path = pretrained.config.name_or_path = hub_id
@@ -187,12 +187,14 @@ def _remove_stale(root: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     if find_spec("gguf") is None:
         raise ModelLoadError("converting the embedded model needs the package 'gguf'. Install it: pip install gguf")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The file asks for the pre-tokenizer "smollm": digits stand alone, and split before whitespace is looked at.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     tokenizer.model_max_length = model.config.max_position_embeddings
     with torch.no_grad():
         for weight in model.parameters():
@@ -230,7 +232,7 @@ def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:
 
 
 def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, source, hub)
+    tokenizer: PreTrainedTokenizerBase = _read(transformers.AutoTokenizer, source, hub)
     if tokenizer.eos_token is None:
         raise ModelLoadError(
             f"the tokenizer of {source!r} has no end token, so no reply could end. Set eos_token in it."

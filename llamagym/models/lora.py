@@ -23,12 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 # No component is amplified more than this many times over an average input: beyond it lies rounding, not observation.
 _MAX_GAIN = 30.0
@@ -38,6 +39,8 @@ _MAX_SHARED = 16
 
 def is_activated(model: nn.Module) -> bool:
     """Whether a model learns by an activated LoRA alone, so that what precedes a reply does not depend on it."""
+    from peft import LoraConfig, PeftModel  # takes more than a second to import
+
     if not isinstance(model, PeftModel):
         return False
     config = model.active_peft_config
@@ -123,6 +126,8 @@ def _projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
 
 
 def _lora_layers(model: nn.Module) -> list[LoraLayer]:
+    from peft.tuners.lora import LoraLayer
+
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 

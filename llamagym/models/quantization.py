@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import torch
-from transformers import BitsAndBytesConfig
+import transformers
 
 from ..errors import ConfigError, ModelLoadError
 
@@ -37,9 +37,9 @@ def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: ob
     return True
 
 
-def quantization_config(in_8bit: bool, dtype: torch.dtype) -> BitsAndBytesConfig:
+def quantization_config(in_8bit: bool, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
     """What transformers is told: 8 bits, or else 4 (NF4), which compute in `dtype`."""
-    return BitsAndBytesConfig(
+    return transformers.BitsAndBytesConfig(
         load_in_8bit=in_8bit,
         load_in_4bit=not in_8bit,
         bnb_4bit_quant_type="nf4",

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+import transformers
 
 from ..errors import ConfigError, did_you_mean
 from .generation import GenerationConfig
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ def _count_parameters(config: PretrainedConfig) -> int | None:
     """The exact count, from a model built without storage; None where transformers has no class for `config`."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config)
     except ValueError:
         return None
     count: int = sum(parameter.numel() for parameter in model.parameters())
@@ -286,6 +286,8 @@ def lora_config(
     >>> lora_config(lookup("smollm2-135m"), LlamaConfig(num_hidden_layers=30)).layers_to_transform[0]
     22
     """
+    from peft import LoraConfig  # takes more than a second to import
+
     layers = None
     if entry.lora_layer_fraction < 1.0:
         total = model_config.get_text_config().num_hidden_layers

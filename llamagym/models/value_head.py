@@ -15,20 +15,22 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers  # its Auto classes and PreTrainedModel take a second to import, which it does on first use
 from huggingface_hub import HfApi
-from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..errors import ModelLoadError
 from .hub import ADAPTER_CONFIG, drop_local_base, find_file, first_line, read_tensors, tensor_files
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
@@ -202,6 +204,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
     @property
     def is_peft_model(self) -> bool:
         """Whether the language model has an adapter."""
+        from peft import PeftModel  # takes more than a second to import
+
         return isinstance(self.pretrained_model, PeftModel)
 
     def forward(
@@ -237,7 +241,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(self.pretrained_model, PeftModel):
+        if self.is_peft_model:
+            from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
             # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.
             targets = getattr(self.pretrained_model.active_peft_config, "target_modules", None) or ()
             kwargs.setdefault("save_embedding_layers", not set(EMBEDDING_LAYER_NAMES).isdisjoint(targets))
@@ -275,7 +281,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
     except (OSError, ValueError) as error:
         raise ModelLoadError(
             f"cannot load a causal language model from {str(source)!r}: {first_line(error)} Check the name or the "
@@ -296,7 +302,9 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
 def _load_adapter(
     source: str | Path, base_model: str | Path | PreTrainedModel | None, kwargs: dict[str, Any], hub: dict[str, Any]
 ) -> PeftModel:
-    if not isinstance(base_model, PreTrainedModel):
+    from peft import PeftConfig, PeftModel
+
+    if not isinstance(base_model, transformers.PreTrainedModel):
         config = PeftConfig.from_pretrained(str(source), **hub)
         where = base_model or config.base_model_name_or_path
         if not where:
@@ -308,6 +316,8 @@ def _load_adapter(
 
 
 def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
+    from peft import PeftModel, get_peft_model
+
     if isinstance(model, PeftModel):
         raise ModelLoadError(
             "peft_config was given for a model that already has an adapter. Drop peft_config to go on training that "
@@ -329,6 +339,8 @@ def _prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze a quantised base and put what is not quantised in float32, as training an adapter on it needs."""
     if getattr(model, "hf_quantizer", None) is None:
         return model
+    from peft import prepare_model_for_kbit_training
+
     # Checkpointing would switch the key-value cache off, which sampling and shared prefixes live on.
     prepared: PreTrainedModel = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared
