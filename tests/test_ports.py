@@ -1,4 +1,7 @@
-"""Scripts written for LlamaGym 0.1.1 and ORLLLaM: only imports, the model's name and the device are changed."""
+"""Scripts in the manner of LlamaGym 0.1.1's and ORLLLaM's: other imports, model name and device, else unchanged.
+
+One method is added where `extract_action` may find no action: `fallback_action`.
+"""
 
 from __future__ import annotations
 
