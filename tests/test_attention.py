@@ -91,7 +91,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
 
     def learnt():
         passes.clear()
-        backbone.forget_histories()
+        backbone.forget_all()
         now = agent.policy.evaluate(segments)
         gradients = torch.autograd.grad(now.logprobs[now.mask].square().sum() + now.values.square().sum(), weights)
         return now, gradients
@@ -113,7 +113,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
 def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
     model = tiny_model("llama")
     model.pretrained_model.get_base_model().set_attn_implementation("eager")
-    assert not prefix_cache.Memory(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
+    assert not prefix_cache.PrefixCache(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
     assert not passes
 
 
@@ -133,13 +133,13 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
     def blind_fused(query, key, value, angles, kept, shared, mask, scaling):
         return fused(query, key, value, angles, kept, shared, narrowed(mask), scaling)
 
-    usual = prefix_cache.Memory(tiny_model(family))
+    usual = prefix_cache.PrefixCache(tiny_model(family))
     assert usual._can_share
     assert usual._can_pack
     monkeypatch.setattr(fused_layer, "attend_with_gradients", blind_fused)
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
-        misled = prefix_cache.Memory(tiny_model(family))
+        misled = prefix_cache.PrefixCache(tiny_model(family))
         assert not misled._can_share
         assert not misled._can_pack
     finally:
@@ -150,7 +150,7 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_shared_is_seen_with_an_activated_adapter_over_packed_weights(family, dtype):
     model = tiny_model(family).to(torch.bfloat16).to(dtype)
-    assert prefix_cache.Memory(model)._can_share
+    assert prefix_cache.PrefixCache(model)._can_share
 
 
 def test_few_queries_get_a_copy():
@@ -164,8 +164,8 @@ def test_few_queries_get_a_copy():
 def test_the_model_attends_as_before_once_a_pass_has_ended():
     backbone = make_agent().policy._backbone
     config = backbone._body.config
-    prefix = backbone.read_prefix((1, 2, 3))
-    cache = prefix_cache.cache_of(prefix, [backbone._nothing], 0, 1, True)
+    prefix = backbone.prefix((1, 2, 3))[1]
+    cache = prefix_cache.cache_of(prefix, [[]], 0, 1, True)
     with attention.sharing(backbone._body, cache) as given:
         assert given["shared_prefix"]
         assert config._attn_implementation == attention._NAME

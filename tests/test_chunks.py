@@ -56,7 +56,7 @@ def test_places_are_found_again():
 def test_what_computes_attention_in_a_way_of_its_own_is_padded():
     model = tiny_model("llama")
     model.pretrained_model.get_base_model().set_attn_implementation("eager")
-    assert not prefix_cache.Memory(model)._can_pack
+    assert not prefix_cache.PrefixCache(model)._can_pack
 
 
 @pytest.mark.parametrize("activated", [True, False])

@@ -39,14 +39,14 @@ def backbone_of(family, activated=True, dtype=torch.float32):
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight)
-    return prefix_cache.Memory(model)
+    return prefix_cache.PrefixCache(model)
 
 
 def states_of(backbone, is_shared):
     """What two rows of three tokens after a shared prefix become, and the entries that they leave."""
     prefix = torch.randn(len(backbone._nothing), backbone._nothing.shape[1], 4, backbone._nothing.shape[3])
     prefix = prefix.to(backbone._nothing)
-    cache = cache_of(prefix, [backbone._nothing] * 2, 0, 3, is_shared)
+    cache = cache_of(prefix, [[], []], 0, 3, is_shared)
     positions = torch.arange(4, 7).expand(2, -1)
     visible = prefix_cache.causal(4, 3).expand(2, -1, -1).clone()
     visible[1, :, 1] = False
@@ -93,7 +93,7 @@ def test_acting_is_fused_and_what_learning_reads_below_the_adapter_too(kind, run
     agent.assign_rewards([0.0] * 3)
     assert set(runs) == set(layers)
     runs.clear()
-    backbone.forget_histories()
+    backbone.forget_all()
     agent.policy.evaluate([agent.conversation(index).current_segment() for index in range(3)])
     assert set(layers[: backbone._first_top_layer]) <= set(runs)
 
@@ -118,7 +118,7 @@ def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
     layers = model.pretrained_model.get_base_model().model.layers
     norm = layers[0].input_layernorm
     norm.forward = lambda states, usual=norm.forward: 2 * usual(states)
-    backbone = prefix_cache.Memory(model)
+    backbone = prefix_cache.PrefixCache(model)
     replaced = layers[1].forward
     layers[1].forward = lambda *given, **more: replaced(*given, **more)
     kept = layers[1].forward
@@ -211,7 +211,7 @@ def test_no_weight_is_copied_twice():
         agent.act_batch(["a", "bb"])
         agent.assign_rewards([1.0, 0.0])
         agent.terminate_episodes([0, 1])
-        agent.policy._backbone.forget_histories()
+        agent.policy._backbone.forget_all()
     copies = agent.policy._backbone._acceleration._packed._copies
     for is_transposed in (False, True):
         copied = [layer for layers, of_transposed in copies if of_transposed == is_transposed for layer in layers]

@@ -39,7 +39,7 @@ def plain_logprobs(agent, ids, opening, temperature=1.0):
 
 def forget(agent):
     """Drop what was read before."""
-    agent.policy._backbone.forget_histories()
+    agent.policy._backbone.forget_all()
 
 
 def context_ids(segment):

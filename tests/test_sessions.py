@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llamagym.conversation.episode import Episode, Segment
-from llamagym.engine.lru import Recent
+from llamagym.engine.radix_tree import RadixTree
 from llamagym.engine.token_tree import TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES
@@ -23,6 +23,14 @@ class SingleTokens(ChoiceAgent):
 
     def extract_action(self, response: str) -> int:
         return self.choices.index(response[-1])
+
+
+def entries_of(backbone, trees):
+    """Keys and values of histories, those of the trunk first."""
+    return [
+        torch.cat([torch.cat([piece.entries for piece in pieces], dim=2) for pieces in (known.trunk, known.history)])
+        for known in backbone.prefill(trees)
+    ]
 
 
 def step(agent, text="x"):
@@ -75,7 +83,7 @@ def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
     again = earlier.prompt.opening_length + len(earlier.reply.ids) - 1
     assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids) + again
     recorded = [logprob for turn in agent.conversation(0).turns for logprob in turn.reply.logprobs]
-    backbone.forget_histories()
+    backbone.forget_all()
     now = agent.policy.evaluate([agent.conversation(0).current_segment()])
     assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
 
@@ -96,7 +104,7 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     now = agent.policy.evaluate(segments)
     assert not passes
     # The control: once that is forgotten they must run.
-    agent.policy._backbone.forget_histories()
+    agent.policy._backbone.forget_all()
     anew = agent.policy.evaluate(segments)
     handle.remove()
     assert passes
@@ -129,7 +137,7 @@ def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
     assert trees[0].parents != trees[1].parents
     agent.policy.choice_logprobs([first])
     after = agent.policy.choice_logprobs([second])[0]
-    agent.policy._backbone.forget_histories()
+    agent.policy._backbone.forget_all()
     agent.policy._weighed.clear()
     assert torch.allclose(after, agent.policy.choice_logprobs([second])[0], atol=TOLERANCE)
 
@@ -141,7 +149,8 @@ def test_the_first_turn_reads_the_system_prompt_once_for_all():
     before = agent.policy.tokens_forwarded
     agent.act_batch(["xyzzy", "plugh"], [1, 2])
     own = [len(agent.conversation(env).turns[0].prompt.ids) - shared for env in (1, 2)]
-    assert agent.policy.tokens_forwarded - before == sum(own)
+    # At most: observations may begin alike, too.
+    assert agent.policy.tokens_forwarded - before <= sum(own)
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
@@ -157,10 +166,10 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
             agent.discard_episodes([1])
     segments = [agent.conversation(env).current_segment() for env in range(3)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
-    grown = policy._backbone.read(trees)
-    policy._backbone.forget_histories()
+    grown = entries_of(policy._backbone, trees)
+    policy._backbone.forget_all()
     assert max(tree.context_length for tree in trees) > 64
-    for one, other in zip(grown, policy._backbone.read(trees), strict=True):
+    for one, other in zip(grown, entries_of(policy._backbone, trees), strict=True):
         assert torch.allclose(one, other, atol=TOLERANCE)
     recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
     now = policy.evaluate(segments)
@@ -180,12 +189,11 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
         agent.act_batch([text] * 4)
     segments = [agent.conversation(env).observe("x" * (1 + 600 * env), "", OneWord.choices) for env in range(4)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
-    assert len({tree.history[: tree.marks[-1].start] for tree in trees}) == 1
     backbone = agent.policy._backbone
-    together = backbone.read(trees)
+    together = entries_of(backbone, trees)
     for tree, entries in zip(trees, together, strict=True):
-        backbone.forget_histories()
-        assert torch.allclose(backbone.read([tree])[0], entries, atol=TOLERANCE)
+        backbone.forget_all()
+        assert torch.allclose(entries_of(backbone, [tree])[0], entries, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("activated", [True, False])
@@ -203,7 +211,7 @@ def test_what_does_not_fit_is_read_again():
     step(agent)
     usual = step(agent)
     backbone = agent.policy._backbone
-    backbone._histories = Recent(lambda entries: entries.nbytes, max_bytes=1000)
+    backbone._tree = RadixTree(max_bytes=1000)
     assert step(agent) > 3 * usual
     conversation = agent.conversation(0)
     recorded = [turn.reply.logprobs[0] for turn in conversation.turns]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .kv_cache import Places, RoomyCache
+from .kv_cache import Places, BufferCache
 
 _NAME = "llamagym_shared_prefix"
 # Larger scores are never held whole: PyTorch's fused attention takes them, on copies of the prefix.
@@ -37,7 +37,7 @@ def register() -> None:
 @contextmanager
 def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
     """While open, a model's attention looks at what a cache shares or spreads; yields what the model must be given."""
-    if not isinstance(cache, RoomyCache) or (cache.prefix is None and cache.places is None):
+    if not isinstance(cache, BufferCache) or (cache.prefix is None and cache.places is None):
         yield {}
         return
     usual = body.config._attn_implementation

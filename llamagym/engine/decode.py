@@ -1,177 +1,204 @@
-"""Writes replies token by token: what begins alike is written once, and keys and values grow in place.
+"""Decoding: many replies at once, token by token. What begins alike is run once, and keys and values grow in place.
 
-Whatever was written since the weights changed is known: a reply that begins as one did is run through the model only
-from where it departs from it.
+A reply that begins as one did since the weights changed goes through the model only from where it departs from it: the
+radix tree keeps what the layers made of every reply.
 
-Shapes: B beginnings, P tokens of the shared prefix, S of history after it, O of what opens a reply (both padded),
-t tokens said, T tokens run in one pass, H width. A row's columns of keys and values are P, S, O and t, in
-this order.
+Shapes: B replies, P tokens of the shared prefix, S of history after it, O of what opens a reply (both padded), t tokens
+said, T tokens run in one pass, H width. A row's columns of keys and values are P, S, O and t, in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .backbone import Backbone
-from .kv_cache import Room, Written
-from .token_tree import Ids, TokenTree
+from .kv_cache import KVBuffer
+from .radix_tree import Activations, Ids
+from .token_tree import TokenTree
 
-Beginning = tuple[TokenTree, Ids]
+PartialReply = tuple[TokenTree, Ids]
+"""A context, and what has been said so far."""
 
 
-class Writer:
-    """What the model makes of replies in the making."""
+class Decoder:
+    """Replies in the making."""
 
     def __init__(self, backbone: Backbone, trees: Sequence[TokenTree], max_new_tokens: int) -> None:
         """Prepare replies of up to `max_new_tokens` tokens to `trees`, which share one prefix.
 
-        No other writer may be at work with the same `backbone`.
+        No other decoder may be at work with the same `backbone`.
         """
         self._backbone = backbone
-        self._max_new_tokens = max_new_tokens
         self._context = len(trees[0].prefix) + max(len(tree.history) for tree in trees)
         self._opening = max(tree.node_count for tree in trees)
+        self._columns = self._context + self._opening + max_new_tokens
         self._max_rows = len(trees)
-        self._room: Room | None = None
-        self._rows: dict[Beginning, int] = {}
+        self._buffer: KVBuffer | None = None
+        # Of each row's columns behind the context: what the trunk returned, and what the top did.
+        self._states = backbone.new_states(2, len(trees), self._columns - self._context)
+        self._rows: dict[PartialReply, int] = {}
 
     @torch.no_grad()
-    def read(self, beginnings: Sequence[Beginning]) -> Tensor:
-        """The last hidden state of each beginning, float (B, H).
+    def read(self, replies: Sequence[PartialReply]) -> Tensor:
+        """The last hidden state of each reply, float (B, H).
 
         Args:
-            beginnings: Distinct, all of one length: first 0, then one more at each call, each going on from one of the
+            replies: Distinct, all of one length: first 0, then one more at each call, each going on from one of the
                 call before.
         """
-        found: dict[Beginning, Written] = {}
-        growing: list[Beginning] = []
-        resumed: dict[Beginning, list[Tensor]] = {}
-        fresh: list[Beginning] = []
-        for beginning in beginnings:
-            if _parent(beginning) in self._rows:
-                growing.append(beginning)
-            elif (known := self._backbone.written.get(_key(beginning))) is not None:
-                found[beginning] = known
-            elif beginning[1] and (parts := self._backbone.spoken(*_key(_parent(beginning)))):
-                resumed[beginning] = [part.entries for part in parts]
+        self._keep({_parent(reply) for reply in replies})
+        growing: list[PartialReply] = []
+        resumed: dict[PartialReply, tuple[list[Activations], list[Activations]]] = {}
+        fresh: list[PartialReply] = []
+        found: dict[PartialReply, Tensor] = {}
+        for reply in replies:
+            if _parent(reply) in self._rows:
+                growing.append(reply)
+                continue
+            below, above = self._backbone.reply(*reply)
+            size, known = reply[0].node_count + len(reply[1]), sum(map(len, above))
+            if known == size:
+                found[reply] = above[-1].hidden[-1]
+            elif reply[1] and known == size - 1 == sum(map(len, below)):
+                resumed[reply] = below, above
             else:
-                fresh.append(beginning)
+                fresh.append(reply)
         growing = self._take_rows(growing)
-        below = self._open_rows([*resumed, *fresh], len(growing))
-        self._fill_parts(resumed.values(), len(growing))
+        below_fresh = self._open_rows([*resumed, *fresh], len(growing))
+        for row, (reply, known_parts) in enumerate(resumed.items(), len(growing)):
+            self._resume(row, reply[0].node_count, *map(Activations.cat, known_parts))
         going_on = [*growing, *resumed]
-        last = self._context + self._opening + len(beginnings[0][1]) - 1
-        found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context, below)
-        self._rows = {beginning: row for row, beginning in enumerate([*going_on, *fresh])}
-        return torch.stack([found[beginning].state for beginning in beginnings])
+        last = self._context + self._opening + len(replies[0][1]) - 1
+        found |= self._run(going_on, 0, last) | self._run(fresh, len(going_on), self._context, below_fresh)
+        self._rows = {reply: row for row, reply in enumerate([*going_on, *fresh])}
+        return torch.stack([found[reply] for reply in replies])
 
-    def _fill_parts(self, parts_of_rows: Iterable[list[Tensor]], first: int) -> None:
-        """Fill the opening and all tokens but the last of rows from `first` on."""
-        for row, (opening, *others) in enumerate(parts_of_rows, first):
-            assert self._room is not None
-            self._room.fill(row, self._context, opening)
-            if others:
-                self._room.fill(row, self._context + self._opening, torch.cat(others, dim=2))
+    def close(self) -> None:
+        """Keep what was made of all replies."""
+        self._keep(set())
 
-    def _take_rows(self, growing: list[Beginning]) -> list[Beginning]:
-        """Put the entries that these go on from into the first rows, and return them in the order of their rows.
+    def _keep(self, continued: set[PartialReply]) -> None:
+        """Let the prefix cache keep all rows but those of replies that go on."""
+        bottom = self._backbone.first_entry
+        for (tree, said), row in self._rows.items():
+            if (tree, said) not in continued:
+                assert self._buffer is not None
+                opened, begun = self._context + tree.node_count, self._context + self._opening
+                parts = (self._context, opened), (begun, begun + len(said))
+                entries = torch.cat([self._buffer.entries(row, *part) for part in parts], dim=2)
+                columns = [slice(start - self._context, stop - self._context) for start, stop in parts]
+                below, last = torch.cat([self._states[:, row, part] for part in columns], dim=1)
+                self._backbone.keep_reply(
+                    tree, said, Activations(entries[:bottom], below), Activations(entries[bottom:], last)
+                )
+
+    def _take_rows(self, growing: list[PartialReply]) -> list[PartialReply]:
+        """Put what these go on from into the first rows, and return them in the order of their rows.
 
         Most stay in the row where they are; one of them replaces a reply that has ended, or is a second one's copy.
         """
-        order: dict[int, Beginning] = {}
+        order: dict[int, PartialReply] = {}
         moving = []
-        for beginning in growing:
-            row = self._rows[_parent(beginning)]
+        for reply in growing:
+            row = self._rows[_parent(reply)]
             if row < len(growing) and row not in order:
-                order[row] = beginning
+                order[row] = reply
             else:
-                moving.append(beginning)
+                moving.append(reply)
         for row in range(len(growing)):
             if row not in order:
                 order[row] = moving.pop()
         ordered = [order[row] for row in range(len(growing))]
-        if self._room is not None:
-            self._room.rearrange([self._rows[_parent(beginning)] for beginning in ordered])
+        for row, reply in enumerate(ordered):
+            if row != (source := self._rows[_parent(reply)]):
+                assert self._buffer is not None
+                self._buffer.copy(source, row)
+                self._states[:, row] = self._states[:, source]
         return ordered
 
-    def _open_rows(self, fresh: list[Beginning], first: int) -> Tensor | None:
-        """Fill rows from `first` on with the contexts of these, and with what the frozen layers make of openings.
+    def _open_rows(self, fresh: list[PartialReply], first: int) -> Tensor | None:
+        """Fill rows from `first` on with the contexts of these, and with what the trunk made of what opens replies.
 
-        Returns the states (B, O, H) of these where the top begins; None where there is none or more has been said.
+        Returns the states (B, O, H) that the trunk returned; None where there is none or more has been said.
         """
         if not fresh:
             return None
         trees, is_begun = [tree for tree, _ in fresh], bool(fresh[0][1])
-        histories, openings = (self._backbone.read(trees), []) if is_begun else self._backbone.open(trees)
-        prefix = self._backbone.read_prefix(trees[0].prefix)
-        if self._room is None:
-            columns = self._context + self._opening + self._max_new_tokens
+        known_of = self._backbone.prefill(trees, with_decisions=not is_begun)
+        below, above = self._backbone.prefix(trees[0].prefix)
+        if self._buffer is None:
+            prefix = torch.cat([below, above])
             is_shared = self._backbone.shares(prefix, self._max_rows)
-            self._room = Room(prefix, self._max_rows, columns, is_shared, self._backbone.space)
-        for row, history in enumerate(histories, first):
-            self._room.fill(row, prefix.shape[2], history, self._context + self._opening)
-        for row, opening in enumerate(openings, first):
-            self._room.fill(row, self._context, opening.entries)
-        return pad_sequence([opening.below for opening in openings], batch_first=True) if openings else None
+            self._buffer = KVBuffer(prefix, self._max_rows, self._columns, is_shared, self._backbone.space)
+        openings = []
+        for row, known in enumerate(known_of, first):
+            for pieces, layer in ((known.trunk, 0), (known.history, self._backbone.first_entry)):
+                end = self._buffer.fill(row, below.shape[2], [piece.entries for piece in pieces], layer)
+            self._buffer.clear(row, end, self._context + self._opening)
+            if known.decisions is not None:
+                self._buffer.fill(row, self._context, [known.decisions.entries])
+                openings.append(known.decisions.hidden)
+        return pad_sequence(openings, batch_first=True) if openings else None
+
+    def _resume(self, row: int, opened: int, below: Activations, above: Activations) -> None:
+        """Fill in a reply, of which all but the last token is known."""
+        assert self._buffer is not None
+        begun = self._context + self._opening
+        for known, layer in ((below, 0), (above, self._backbone.first_entry)):
+            self._buffer.fill(row, self._context, [known[:opened].entries], layer)
+            self._buffer.fill(row, begun, [known[opened:].entries], layer)
+        for part, known in enumerate((below, above)):
+            self._states[part, row, :opened] = known.hidden[:opened]
+            self._states[part, row, self._opening : self._opening + len(known) - opened] = known.hidden[opened:]
 
     def _run(
-        self, beginnings: list[Beginning], first_row: int, first_column: int, below: Tensor | None = None
-    ) -> dict[Beginning, Written]:
-        """Run the tokens from a column on, in rows from `first_row` on; returns what is known at their ends.
+        self, replies: list[PartialReply], first_row: int, first_column: int, below: Tensor | None = None
+    ) -> dict[PartialReply, Tensor]:
+        """Run the tokens from a column on, in rows from `first_row` on; returns each reply's last hidden state (H,).
 
-        Where the top begins, `below` are the tokens' states (B, T, H), if they are known.
+        What the trunk returned for them is `below` (B, T, H), if it has run over them.
         """
-        if not beginnings:
+        if not replies:
             return {}
-        assert self._room is not None
-        said = len(beginnings[0][1])
+        assert self._buffer is not None
+        said = len(replies[0][1])
         end = self._context + self._opening + said
-        contexts = torch.tensor([tree.context_length for tree, _ in beginnings])[:, None]
-        openings = torch.tensor([tree.node_count for tree, _ in beginnings])[:, None]
+        contexts = torch.tensor([tree.context_length for tree, _ in replies])[:, None]
+        openings = torch.tensor([tree.node_count for tree, _ in replies])[:, None]
         columns = torch.arange(end)
         opened = columns - self._context
         is_said = opened >= self._opening
         is_real = torch.where(opened < 0, columns < contexts, is_said | (opened < openings))
         behind = contexts + torch.where(is_said, openings + opened - self._opening, opened)
         key_positions = torch.where(opened < 0, columns, behind)
-        spelled = [self._spell(beginning)[first_column - self._context :] for beginning in beginnings]
+        spelled = [self._spell(reply)[first_column - self._context :] for reply in replies]
         visible = is_real[:, None] & (columns <= columns[first_column:, None])
-        hidden, below = self._backbone.write(
+        rows = slice(first_row, first_row + len(replies))
+        hidden, below = self._backbone.decode(
             torch.tensor(spelled) if below is None else below,
             key_positions[:, first_column:],
             visible,
             key_positions,
-            self._room.cache(slice(first_row, first_row + len(beginnings)), first_column),
+            self._buffer.cache(rows, first_column),
         )
-        states = hidden[:, -1] if said else hidden[torch.arange(len(beginnings)), openings[:, 0].to(hidden.device) - 1]
-        found = {}
-        for row, beginning in enumerate(beginnings):
-            new = (end - 1, end) if said else (self._context, self._context + beginning[0].node_count)
-            states_below = below[row, -1:] if said else below[row, : openings[row]]
-            found[beginning] = Written(
-                states[row].clone(), self._room.copy(first_row + row, *new), states_below.clone()
-            )
-            self._backbone.written.put(_key(beginning), found[beginning])
-        return found
+        self._states[0, rows, first_column - self._context : end - self._context] = below
+        self._states[1, rows, first_column - self._context : end - self._context] = hidden
+        last = torch.full((len(replies),), -1) if said else openings[:, 0] - 1
+        states = hidden[torch.arange(len(replies)), last.to(hidden.device)]
+        return dict(zip(replies, states, strict=True))
 
-    def _spell(self, beginning: Beginning) -> Ids:
-        """A beginning's tokens: what opens it, padded, and what has been said."""
-        tree, said = beginning
+    def _spell(self, reply: PartialReply) -> Ids:
+        """A reply's tokens: what opens it, padded, and what has been said."""
+        tree, said = reply
         opening = tree.decisions[0].ids
         return opening + (0,) * (self._opening - len(opening)) + said
 
 
-def _key(beginning: Beginning) -> tuple[Ids, Ids, Ids, Ids]:
-    """What a beginning is known by: its tokens."""
-    tree, said = beginning
-    return *tree.context, tree.decisions[0].ids, said
-
-
-def _parent(beginning: Beginning) -> Beginning:
-    """The beginning that is one token shorter."""
-    tree, said = beginning
+def _parent(reply: PartialReply) -> PartialReply:
+    """The reply that is one token shorter."""
+    tree, said = reply
     return tree, said[:-1]

@@ -1,11 +1,11 @@
-"""Keeps what the model has read: keys and values by content, so that a conversation that grows is read once.
+"""Keys and values of rows in one buffer: what is filled in from the prefix cache, and room for tokens to come.
 
-Shapes: L layers, S tokens of history after the prefix, B rows.
+Shapes: L layers, S tokens of history after the prefix, B rows, P columns of a prefix that all rows share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,84 +14,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from .lru import Space
-from .token_tree import TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """What a tree's decisions need of its frozen layers.
-
-    Attributes:
-        entries: Keys and values of the history after the prefix, one layer after the other, (2L, heads, S, head size).
-        hidden: Decision nodes' states where the adapted layers begin, (D, H).
-    """
-
-    entries: Tensor
-    hidden: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What the frozen layers made of the tokens that open a reply.
-
-    Attributes:
-        entries: Their keys and values, of layers below the adapted ones, (2L, heads, O, head size).
-        below: Their states where the adapted layers begin, (O, H).
-    """
-
-    entries: Tensor
-    below: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return self.entries.nbytes + self.below.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What is known of the last token of a reply's beginning.
-
-    Attributes:
-        state: Its last hidden state, (H,).
-        entries: Its keys and values, (2L, heads, 1, head size); for a reply not begun, those of what opens it.
-        below: Likewise its states where the adapted layers begin, (1, H).
-    """
-
-    state: Tensor
-    entries: Tensor
-    below: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return self.state.nbytes + self.entries.nbytes + self.below.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A history of which only the beginning is known.
-
-    Attributes:
-        tree: Whose history it is.
-        known: Entries of the tokens that have been read, (2L, heads, S, head size).
-        spoken: What is known of those after them, which opened and made up a reply; empty if it is not all known.
-    """
-
-    tree: TokenTree
-    known: Tensor
-    spoken: tuple[Written, ...]
-
-    @property
-    def mark(self) -> int:
-        """How many tokens have been read."""
-        return self.known.shape[2]
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """What is neither read nor written."""
-        return self.tree.history[self.mark + sum(part.entries.shape[2] for part in self.spoken) :]
+from .space import Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +45,11 @@ class Places:
         return rectangle.flatten(0, 1).index_select(0, self.index.to(rectangle.device))[None]
 
 
-class Room:
+class KVBuffer:
     """Keys and values of several rows, with columns free for more; the first columns are a prefix of all rows."""
 
     def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool, space: Space | None = None) -> None:
-        """Make room for several rows.
+        """Allocate it, filled with the prefix alone.
 
         Args:
             prefix: Entries (2L, heads, P, head size) that all rows begin with.
@@ -134,7 +57,7 @@ class Room:
             columns: How many entries a row can hold, those of the prefix included.
             is_shared: Whether attention looks at the prefix where it is (see `attention`); otherwise each row has a
                 copy.
-            space: Where to make it, until the next one is made there; None for memory of its own.
+            space: Memory to take, until the next buffer takes it; None for memory of its own.
         """
         layers, heads, length, width = prefix.shape
         self._prefix = prefix if is_shared else None
@@ -144,35 +67,33 @@ class Room:
         if not is_shared:
             self._entries[..., :length, :] = prefix[:, None]
 
-    def fill(self, row: int | slice, start: int, entries: Tensor, stop: int | None = None) -> None:
-        """Put entries into columns behind the prefix, and zeros behind them, since what is masked must be finite.
+    def fill(self, row: int, column: int, pieces: Iterable[Tensor], first: int = 0) -> int:
+        """Put entries into a row's columns, one piece behind the other; returns the column behind them.
 
         Args:
-            row: Which, or a slice of rows.
-            start: The first column.
-            entries: (2L, heads, S, head size), or (2L, B, heads, S, head size) of several rows; of the lowest layers
-                if they are fewer.
-            stop: The first column that stays as it is; None for the one behind the entries.
+            row: Which.
+            column: The first, behind the prefix.
+            pieces: (2l, heads, T, head size) each, of l layers.
+            first: Index of the pieces' first keys among the buffer's 2L keys and values.
         """
-        start -= self._first
-        end = start + entries.shape[-2]
-        of_rows = self._entries[: len(entries), row]
-        of_rows[..., start:end, :].copy_(entries)
-        if stop is not None:
-            of_rows[..., end : stop - self._first, :].zero_()
+        for entries in pieces:
+            start, column = column - self._first, column + entries.shape[2]
+            self._entries[first : first + len(entries), row, :, start : column - self._first] = entries
+        return column
 
-    def copy(self, row: int, start: int, stop: int) -> Tensor:
-        """What a row's columns behind the prefix hold, (2L, heads, S, head size)."""
-        return self._entries[:, row, :, start - self._first : stop - self._first].clone()
+    def clear(self, row: int, start: int, stop: int) -> None:
+        """Put zeros into columns behind the prefix: even what a mask hides must be finite."""
+        self._entries[:, row, :, start - self._first : stop - self._first] = 0
 
-    def rearrange(self, sources: Sequence[int]) -> None:
-        """Let row i be what row `sources[i]` was; a row that is copied must itself stay, or be beyond these."""
-        for row, source in enumerate(sources):
-            if row != source:
-                assert source >= len(sources) or sources[source] == source, "copied after it was overwritten"
-                self._entries[:, row] = self._entries[:, source]
+    def entries(self, row: int, start: int, stop: int) -> Tensor:
+        """What a row's columns behind the prefix hold, (2L, heads, stop - start, head size), as a view."""
+        return self._entries[:, row, :, start - self._first : stop - self._first]
 
-    def cache(self, rows: slice, columns: int, first_layer: int = 0) -> RoomyCache:
+    def copy(self, source: int, row: int) -> None:
+        """Let a row hold what another one does."""
+        self._entries[:, row] = self._entries[:, source]
+
+    def cache(self, rows: slice, columns: int, first_layer: int = 0) -> BufferCache:
         """A cache that shows the first `columns` of some rows; what it is given is written behind them.
 
         Args:
@@ -182,12 +103,12 @@ class Room:
         """
         below: list[Any] = [DynamicLayer() for _ in range(first_layer)]
         pairs = self._entries[:, rows].unflatten(0, (-1, 2))
-        layers = [_RoomyLayer(keys, values, columns - self._first) for keys, values in pairs]
+        layers = [_BufferLayer(keys, values, columns - self._first) for keys, values in pairs]
         prefix = None if self._prefix is None else [None] * first_layer + list(self._prefix.unflatten(0, (-1, 2)))
-        return RoomyCache([*below, *layers], prefix)
+        return BufferCache([*below, *layers], prefix)
 
 
-class RoomyCache(Cache):
+class BufferCache(Cache):
     """Keys and values of rows, beside those that they share.
 
     Attributes:
@@ -220,7 +141,7 @@ class RoomyCache(Cache):
         return kept
 
 
-class _RoomyLayer(DynamicLayer):
+class _BufferLayer(DynamicLayer):
     """Keys and values that grow in place, unless gradients must flow through them."""
 
     def __init__(self, keys: Tensor, values: Tensor, columns: int) -> None:
@@ -259,24 +180,24 @@ def entries_of(cache: Cache, columns: slice, first_layer: int = 0) -> Tensor:
 
 def cache_of(
     prefix: Tensor,
-    histories: Sequence[Tensor],
+    histories: Sequence[Sequence[Tensor]],
     size: int,
     new_columns: int,
     is_shared: bool,
     first_layer: int = 0,
-) -> RoomyCache:
+) -> BufferCache:
     """A cache that holds the prefix and then each row's history, padded to `size` columns.
 
     Args:
         prefix: Entries (2L, heads, P, head size) that all rows share.
-        histories: Entries (2L, heads, S, head size) of each row.
+        histories: Of each row, in pieces of (2L, heads, T, head size), S tokens together.
         size: At least the largest S.
         new_columns: How many more entries a row will be given.
         is_shared: Whether attention looks at the prefix where it is.
         first_layer: The model's layer that the entries begin with.
     """
     shared = prefix.shape[2]
-    room = Room(prefix, len(histories), shared + size + new_columns, is_shared)
-    for row, history in enumerate(histories):
-        room.fill(row, shared, history, shared + size)
-    return room.cache(slice(None), shared + size, first_layer)
+    buffer = KVBuffer(prefix, len(histories), shared + size + new_columns, is_shared)
+    for row, pieces in enumerate(histories):
+        buffer.clear(row, buffer.fill(row, shared, pieces), shared + size)
+    return buffer.cache(slice(None), shared + size, first_layer)

@@ -1,8 +1,9 @@
-"""A transformer that remembers: what it has read, or written itself, it does not compute again.
+"""Prefill: the layers run over the tokens of a context that the radix tree does not know yet.
 
-A conversation is known by its tokens and read on from where it was known. A reply that was written is not read when it
-has become history: its entries are those that writing left. Where an activated LoRA acted on it, that holds below the
-adapted layers; these read it once more, since it acts on no history.
+The frozen layers below the adapted ones, the trunk, make the same of a token whether it is history or reply. Above
+them, an activated LoRA acts on replies and not on histories, so that a reply which has become history runs through
+the upper layers once more, from the states that the trunk left. Without an activated LoRA there is no such difference,
+and all that is known holds until the weights change.
 
 Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes, H width, L layers.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,55 +23,58 @@ from transformers import Cache, DynamicCache
 from ..models.lora import acting_on_every_token, is_activated
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .hardware import memory_bytes
-from .kv_cache import Opening, Places, Unread, Written, cache_of, entries_of
-from .lru import Recent, Space
+from .kv_cache import Places, cache_of, entries_of
 from .masks import causal
-from .token_tree import Batch, Ids, TokenTree
+from .radix_tree import Activations, Ids, Part, RadixTree
+from .space import Space
+from .token_tree import Batch, Decision, TokenTree
 from .transformer import Transformer, probe
 
 logger = logging.getLogger(__name__)
 
-# Kept at most, of what was read: so many bytes or this share of the device's memory. 20 tokens take 900 kB in a 135M
-# model, and 250 kB more where 8 layers are adapted. Conversations under way, or observations that come again and again,
-# are read anew every time where they do not fit.
-_KEPT_BYTES, _KEPT_SHARE = 512 * 2**20, 1 / 16
-_WRITTEN_BYTES = 512 * 2**20  # Of what was written: a token takes 50 kB in a 135M model.
-_STATES_BYTES = 512 * 2**20  # Of decisions' states where the adapted layers begin: 2 kB a token.
-_OPENINGS_BYTES = 128 * 2**20  # Of what opens replies, in the frozen layers: 36 kB a token.
+# Kept at most: so many bytes or this share of the device's memory. A token takes 25 kB in a 135M model.
+_KEPT_BYTES, _KEPT_SHARE = 2**30, 1 / 8
 _SPACE_BYTES = 128 * 2**20  # For replies in the making: 64 rows of 40 tokens take 60 MB in a 135M model.
 # Attention in two parts, to what is shared and to a row's own, takes longer than in one where there is less to share:
 # fewer pairs of tokens than these.
 _SHARED_SCORES = 1024
-# Tokens of history in one pass.
-_HISTORY_TOKENS = 2048
+# Tokens in one pass.
+_PREFILL_TOKENS = 2048
+# What the trunk makes of tokens, and what the layers above make of histories; what these make of a reply is filed under
+# where their adapter begins to act.
+_TRUNK, _HISTORY = "trunk", "history"
 
 
-class Memory(Transformer):
-    """A causal language model that remembers what it has read and written.
+@dataclass(slots=True)
+class Prefilled:
+    """What is known of a context.
+
+    Attributes:
+        trunk: What the trunk made of its history, in pieces.
+        history: What the layers above made of it, in pieces.
+        decisions: What the trunk made of its decision nodes; None if that is unknown.
+    """
+
+    trunk: list[Activations]
+    history: list[Activations]
+    decisions: Activations | None
+
+
+class PrefixCache(Transformer):
+    """A causal language model that runs each token of a conversation once.
 
     Attributes:
         history_is_frozen: Whether histories do not depend on what is trained.
-        tokens_forwarded: Tokens, with what padding there was, that were read or decided so far.
-        written: By prefix, history, what opens a reply and its beginning: what was written since the weights changed.
+        tokens_forwarded: Tokens, with what padding there was, that went through the model so far.
         space: For the rows of replies in the making.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
-        """Remember nothing yet."""
+        """Begin with nothing known."""
         super().__init__(model)
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
-        kept = max(_KEPT_BYTES, int(_KEPT_SHARE * memory_bytes(self.device)))
-        # Entries of all layers, for what is read on or written; of the adapted layers, for decisions; and of decisions,
-        # states where these layers begin.
-        nbytes = attrgetter("nbytes")
-        self._histories: Recent[tuple[Ids, Ids], Tensor] = Recent(nbytes, kept)
-        self._tops: Recent[tuple[Ids, Ids], Tensor] = Recent(nbytes, kept)
-        # By prefix, history, and the decision's ids and parents.
-        self._states: Recent[tuple[Ids, Ids, Ids, Ids], Tensor] = Recent(nbytes, _STATES_BYTES)
-        # By prefix, history and what opens the reply.
-        self._openings: Recent[tuple[Ids, Ids, Ids], Opening] = Recent(nbytes, _OPENINGS_BYTES)
-        self.written: Recent[tuple[Ids, Ids, Ids, Ids], Written] = Recent(nbytes, _WRITTEN_BYTES)
+        self._tree = RadixTree(max(_KEPT_BYTES, int(_KEPT_SHARE * memory_bytes(self.device))))
         self.space = Space(_SPACE_BYTES)
         self._nothing = self._no_entries()
         if not self._sees_as_alone(is_shared=False):
@@ -89,43 +93,69 @@ class Memory(Transformer):
 
     def forget(self) -> None:
         """Drop what depends on weights that have changed."""
-        self.written.clear()
-        if not self.history_is_frozen:
-            self.forget_histories()
+        self._tree.forget(lambda part: not self.history_is_frozen or isinstance(part, int))
 
-    def forget_histories(self) -> None:
-        """Drop what was read."""
-        self._histories.clear()
-        self._tops.clear()
-        self._states.clear()
-        self._openings.clear()
+    def forget_all(self) -> None:
+        """Drop everything."""
+        self._tree.forget(lambda part: True)
+
+    def shares(self, prefix: Tensor, queries: int) -> bool:
+        """Whether `queries` tokens in one pass had better look at a prefix where it is than at copies of it."""
+        return self._can_share and queries * prefix.shape[2] >= _SHARED_SCORES
+
+    def prefix(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        """Entries (2l, heads, P, head size) of a shared prefix: the trunk's, and those of the layers above."""
+        known = self.prefill([TokenTree((), ids, ())])[0] if ids else Prefilled([], [], None)
+        below = [self._nothing[: self.first_entry], *(piece.entries for piece in known.trunk)]
+        above = [self._nothing[self.first_entry :], *(piece.entries for piece in known.history)]
+        return torch.cat(below, dim=2), torch.cat(above, dim=2)
+
+    def new_states(self, *sizes: int) -> Tensor:
+        """Memory for hidden states (*sizes, H), filled with anything."""
+        width = self._body.get_input_embeddings().weight.shape[1]
+        return self._nothing.new_empty(*sizes, width)
+
+    @property
+    def first_entry(self) -> int:
+        """How many keys and values of a token, those of the trunk's layers, come before those of the layers above."""
+        return 2 * self._first_top_layer
 
     @torch.no_grad()
-    def open(self, trees: Sequence[TokenTree]) -> tuple[list[Tensor], list[Opening]]:
-        """Entries (2L, heads, S, head size) of each tree's history, and what opens the reply, of the frozen layers."""
-        keys = {tree: (*tree.context, tree.decisions[0].ids) for tree in trees}
-        known = {tree: opening for tree, key in keys.items() if (opening := self._openings.get(key)) is not None}
-        entries = dict(zip(known, self.read(list(known)), strict=True))
-        for histories, below, cache in self._read_below([tree for tree in keys if tree not in known]):
-            width = below.shape[1]
-            own = [self._nothing[:0]] * len(below) if cache is None else entries_of(cache, slice(-width, None))
-            for tree, of_history, of_tree, states in zip(histories, histories.values(), own, below, strict=True):
-                count = tree.node_count
-                entries[tree], known[tree] = of_history, Opening(of_tree[:, :, :count].clone(), states[:count].clone())
-                self._openings.put(keys[tree], known[tree])
-        return [entries[tree] for tree in trees], [known[tree] for tree in trees]
+    def prefill(self, trees: Sequence[TokenTree], with_decisions: bool = False) -> list[Prefilled]:
+        """Histories of contexts with one prefix, and what the trunk makes of their decisions, if that is wanted."""
+        found = {tree: self._look_up(tree, with_decisions) for tree in dict.fromkeys(trees)}
+        unknown: dict[TokenTree, int] = {}
+        for tree, known in found.items():
+            tokens = len(tree.history) - _length(known.trunk) + (tree.node_count if known.decisions is None else 0)
+            if tokens or _length(known.history) < len(tree.history):
+                unknown[tree] = tokens
+        for chunk in _chunks(unknown):
+            self._run_trunk({tree: found[tree] for tree in chunk}, with_decisions)
+            self._run_top({tree: found[tree] for tree in chunk})
+        return [found[tree] for tree in trees]
 
-    def write(
+    def reply(self, tree: TokenTree, said: Ids) -> tuple[list[Activations], list[Activations]]:
+        """What is known of a reply, the tokens that open it first: below the adapted layers, and from these on."""
+        ids, start = _path(tree, said), tree.context_length
+        return self._tree.find(ids, _TRUNK, start), self._tree.find(ids, self._part_of_reply(tree), start)
+
+    def keep_reply(self, tree: TokenTree, said: Ids, below: Activations, above: Activations) -> None:
+        """Keep what the layers made of a reply, the tokens that open it first."""
+        ids, start = _path(tree, said), tree.context_length
+        self._tree.put(ids, _TRUNK, start, below)
+        self._tree.put(ids, self._part_of_reply(tree), start, above)
+
+    def decode(
         self, inputs: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: Cache
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states (B, T, H) of a reply's tokens, whose entries are added to the cache, and where the top begins.
+        """Last hidden states (B, T, H) of a reply's tokens, and those that the trunk returned.
 
         Args:
-            inputs: Token ids, int64 (B, T), or their states where the top begins, float (B, T, H).
+            inputs: Token ids, int64 (B, T), or what the trunk returned, float (B, T, H).
             positions: Their positions, int64 (B, T).
             visible: Which entries, the new ones included, each token sees, bool (B, T, S).
             key_positions: Positions of the entries, int64 (B, S).
-            cache: Holds the S - T entries before, and below the top those of tokens given as states.
+            cache: Holds the S - T entries before, and the trunk's of tokens that it has run over. It is added to.
         """
         self.tokens_forwarded += positions.numel()
         if inputs.is_floating_point():
@@ -137,175 +167,113 @@ class Memory(Transformer):
         with acting_on_every_token(self._top):
             return self._run(self._top, below, positions, visible, key_positions, cache), below
 
-    def spoken(self, prefix: Ids, history: Ids, opening: Ids, said: Ids) -> tuple[Written, ...]:
-        """What is known of a reply's tokens, those that open it first; empty if it is not all known."""
-        parts = []
-        for length in range(len(said) + 1):
-            if (part := self.written.get((prefix, history, opening, said[:length]))) is None:
-                return ()
-            parts.append(part)
-        return tuple(parts)
+    def _part_of_reply(self, tree: TokenTree) -> Part:
+        return tree.context_length if self.history_is_frozen else _HISTORY
 
-    def keep_for_learning(self, tree: TokenTree, said: Ids) -> None:
-        """Keep what the frozen layers made of a reply, which learning begins with; the last token is not decided on."""
-        opening = tree.decisions[0].ids
-        below = [part.below for part in self.spoken(*tree.context, opening, said[:-1])]
-        if below and self.history_is_frozen:
-            ids = opening + said[:-1]
-            self._states.put((*tree.context, ids, tuple(range(-1, len(ids) - 1))), torch.cat(below))
+    def _look_up(self, tree: TokenTree, with_decisions: bool) -> Prefilled:
+        """What the radix tree knows of a context."""
+        ids, start = tree.prefix + tree.history, len(tree.prefix)
+        known = Prefilled(self._tree.find(ids, _TRUNK, start), self._tree.find(ids, _HISTORY, start), None)
+        if with_decisions:
+            found: list[Activations] = []
+            for decision in tree.decisions:
+                before = ids[: decision.start]
+                found += self._tree.find(before + decision.ids, _part_of(decision), decision.start)
+            known.decisions = Activations.cat(found) if _length(found) == tree.node_count else None
+        return known
 
-    def read_prefix(self, ids: Ids) -> Tensor:
-        """Entries (2L, heads, P, head size) of a shared prefix."""
-        return self.read([TokenTree((), ids, ())])[0] if ids else self._nothing
-
-    @torch.no_grad()
-    def read(self, trees: Sequence[TokenTree]) -> list[Tensor]:
-        """Entries (2L, heads, S, head size) of each tree's history, of which only what is new is read."""
-        found, chunks = self._look_up(trees)
-        for chunk in chunks:
-            found |= self._read_on(chunk)[0]
-        return [found[tree] for tree in trees]
-
-    def shares(self, prefix: Tensor, queries: int) -> bool:
-        """Whether `queries` tokens in one pass had better look at a prefix where it is than at copies of it."""
-        return self._can_share and queries * prefix.shape[2] >= _SHARED_SCORES
-
-    @property
-    def _bottom(self) -> int:
-        """How many of a history's entries, keys and values of each layer, lie below the top."""
-        return 2 * self._first_top_layer
-
-    def _look_up(self, trees: Sequence[TokenTree]) -> tuple[dict[TokenTree, Tensor], list[list[Unread]]]:
-        """Entries of the histories that are known, and what is left to read of others, alike in length in a chunk."""
-        found: dict[TokenTree, Tensor] = {}
-        fresh: list[Unread] = []
-        for tree in dict.fromkeys(trees):
-            if (known := self._histories.get(tree.context)) is not None:
-                found[tree] = known
-            else:
-                fresh.append(self._known_of(tree))
-        chunks: list[list[Unread]] = []
-        for unread in sorted(fresh, key=lambda unread: len(unread.ids)):
-            if not chunks or (len(chunks[-1]) + 1) * len(unread.ids) > _HISTORY_TOKENS:
-                chunks.append([])
-            chunks[-1].append(unread)
-        return found, chunks
-
-    def _known_of(self, tree: TokenTree) -> Unread:
-        """A history up to the latest decision before which it was read, and the reply if it was written."""
-        for start, said, end in reversed(tree.marks):
-            known = self._histories.get((tree.prefix, tree.history[:start]))
-            if known is not None:
-                # Without a trunk, nothing that was written under an activated LoRA is as it is read.
-                is_valid = self._trunk is not None or not self.history_is_frozen
-                reply = tree.history[start:said], tree.history[said : end - 1]
-                spoken = self.spoken(tree.prefix, tree.history[:start], *reply) if is_valid else ()
-                return Unread(tree, known, spoken)
-        return Unread(tree, self._nothing, ())
-
-    def _read_below(self, trees: Sequence[TokenTree]) -> Iterator[tuple[dict[TokenTree, Tensor], Tensor, Cache | None]]:
-        """In groups, entries of the trees' histories and what the frozen layers make of their decisions.
-
-        Yields:
-            The entries (2L, heads, S, head size) of each tree; the states of its decisions where the top begins, (B, D,
-            H); and a cache whose last D columns are their entries below the top, None where nothing lies below.
-        """
-        known, chunks = self._look_up(trees)
-        if self._trunk is None:
-            for chunk in chunks:
-                known |= self._read_on(chunk)[0]
-            if known:
-                yield known, self._embedded(Batch.from_trees(list(known)).ids), None
+    def _run_trunk(self, known_of: dict[TokenTree, Prefilled], with_decisions: bool) -> None:
+        """Add what the trunk makes of tokens that it has not run over."""
+        trees = list(known_of)
+        read = [_length(known.trunk) for known in known_of.values()]
+        ids = [torch.tensor(tree.history[size:], dtype=torch.long) for tree, size in zip(trees, read, strict=True)]
+        decisions = None
+        if with_decisions and any(known.decisions is None for known in known_of.values()):
+            decisions = Batch.from_trees(trees)
+        elif not any(map(len, ids)):
             return
-        if known:
-            prefix = self.read_prefix(trees[0].prefix)[: self._bottom]
-            rows, nothing = [row[: self._bottom] for row in known.values()], [torch.zeros(0, dtype=torch.long)]
-            yield (known, *self._extend(self._trunk, prefix, rows, nothing * len(rows), Batch.from_trees(list(known))))
-        for chunk in chunks:
-            entries, below, cache = self._read_on(chunk, Batch.from_trees([unread.tree for unread in chunk]))
-            yield entries, below, cache
+        prefix = self.prefix(trees[0].prefix)[0]
+        if self._trunk is None:
+            new_of = self._embed(prefix, ids, decisions)
+        else:
+            new_of = self._extend(self._trunk, prefix, [known.trunk for known in known_of.values()], ids, decisions)
+        for (tree, known), (new, nodes) in zip(known_of.items(), new_of, strict=True):
+            path = tree.prefix + tree.history
+            if len(new):
+                self._tree.put(path, _TRUNK, len(path) - len(new), new)
+                known.trunk.append(new)
+            if decisions is not None and known.decisions is None:
+                known.decisions, first = nodes[: tree.node_count], 0
+                for decision in tree.decisions:
+                    own, first = nodes[first : first + len(decision.ids)], first + len(decision.ids)
+                    before = path[: decision.start]
+                    self._tree.put(before + decision.ids, _part_of(decision), decision.start, own)
+
+    def _run_top(self, known_of: dict[TokenTree, Prefilled]) -> None:
+        """Add what the layers above the trunk make of histories."""
+        states = []
+        for tree, known in known_of.items():
+            size = _length(known.history)
+            states.append(Activations.cat(known.trunk).hidden[size:] if size < len(tree.history) else None)
+        if all(state is None for state in states):
+            return
+        nothing = next(state for state in states if state is not None)[:0]
+        prefix = self.prefix(next(iter(known_of)).prefix)[1]
+        inputs = [nothing if state is None else state for state in states]
+        rows = [known.history for known in known_of.values()]
+        new_of = self._extend(self._top, prefix, rows, inputs)
+        for (tree, known), (new, _) in zip(known_of.items(), new_of, strict=True):
+            if len(new):
+                path = tree.prefix + tree.history
+                self._tree.put(path, _HISTORY, len(path) - len(new), new)
+                known.history.append(new)
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings (B, T, H) of ids (B, T): the states where the top begins if it is the whole body."""
+        """Embeddings (B, T, H) of ids (B, T): what the trunk returns if it has no layers."""
         result: Tensor = self._body.get_input_embeddings()(ids.to(self.device))
         return result
 
-    def _read_on(
-        self, fresh: list[Unread], decisions: Batch | None = None
-    ) -> tuple[dict[TokenTree, Tensor], Tensor, Cache]:
-        """Read histories from where earlier turns stopped; returns the entries of all.
-
-        Args:
-            fresh: What is left to read.
-            decisions: Those of the same trees; run through the trunk beside their histories, which saves a pass. The
-                other results are their states where the top begins, (B, D, H), and a cache that ends with them.
-        """
-        prefix, bottom = self.read_prefix(fresh[0].tree.prefix), self._bottom
-        rows, ids = [], [torch.tensor(unread.ids, dtype=torch.long) for unread in fresh]
-        for unread in fresh:
-            row = prefix.new_empty(*prefix.shape[:2], len(unread.tree.history), prefix.shape[3])
-            row[:, :, : unread.mark] = unread.known
-            if unread.spoken:
-                written = torch.cat([part.entries for part in unread.spoken], dim=2)
-                row[:, :, unread.mark : unread.mark + written.shape[2]] = written
-            rows.append(row)
-        size = max(map(len, ids))
-        self.tokens_forwarded += len(fresh) * size
-        if self._trunk is None:
-            below, cache = self._extend(self._body, prefix, rows, ids)
-        else:
-            below, cache = self._extend(self._trunk, prefix[:bottom], [row[:bottom] for row in rows], ids, decisions)
-            inputs = []
-            for unread, states in zip(fresh, below, strict=True):
-                spoken = [part.below for part in unread.spoken]
-                inputs.append(torch.cat([*spoken, states[: len(unread.ids)]]))
-            self._extend(self._top, prefix[bottom:], [row[bottom:] for row in rows], inputs)
-        found = {}
-        for row, unread in zip(rows, fresh, strict=True):
-            tree = unread.tree
-            # Its conversation has gone on; what follows it has a copy.
-            self._histories.pop((tree.prefix, tree.history[: unread.mark]))
-            found[tree] = row
-            self._histories.put(tree.context, row)
-            if self.history_is_frozen:
-                self._top_of(tree, row)
-        return found, below[:, size:], cache
-
-    def _top_of(self, tree: TokenTree, entries: Tensor) -> Tensor:
-        """Of a history's entries those of the adapted layers, which are kept for longer since they are fewer."""
-        if (top := self._tops.get(tree.context)) is None:
-            top = entries[self._bottom :].clone()
-            self._tops.put(tree.context, top)
-        return top
+    def _embed(
+        self, prefix: Tensor, inputs: Sequence[Tensor], decisions: Batch | None
+    ) -> Iterator[tuple[Activations, Activations]]:
+        """What `_extend` yields of a trunk without layers."""
+        nodes = torch.zeros(len(inputs), 0, dtype=torch.long) if decisions is None else decisions.ids
+        for ids in zip(inputs, nodes, strict=True):
+            own, below = (
+                Activations(prefix.new_empty(0, prefix.shape[1], len(of), prefix.shape[3]), self._embedded(of))
+                for of in ids
+            )
+            yield own, below
 
     def _extend(
         self,
         part: nn.Module,
         prefix: Tensor,
-        rows: Sequence[Tensor],
+        rows: Sequence[Sequence[Activations]],
         inputs: Sequence[Tensor],
         decisions: Batch | None = None,
-    ) -> tuple[Tensor, Cache]:
-        """Read tokens that follow known ones.
-
-        Returns their last hidden states, and those of decisions, (B, T + D, H), and a cache that ends with them.
+    ) -> Iterator[tuple[Activations, Activations]]:
+        """Run over tokens that follow known ones.
 
         Args:
-            part: Body, trunk or top.
+            part: Trunk or top.
             prefix: Entries of its layers of the shared prefix.
-            rows: Entries of each history, (2L, heads, S, head size); those of the inputs come last and are filled in.
-            inputs: Ids (T,) or hidden states (T, H) of each row.
+            rows: What it made of each history so far.
+            inputs: Ids (T,) or hidden states (T, H) that follow, of each row.
             decisions: That branch off these histories, as ids; one row each.
+
+        Yields:
+            For each row, what was made of its inputs and, padded, of its decisions.
         """
         first_layer = self._first_top_layer if part is self._top else 0
         fed, lengths = pad_sequence(list(inputs), batch_first=True), torch.tensor([len(own) for own in inputs])[:, None]
-        marks = torch.tensor([row.shape[2] for row in rows])[:, None] - lengths
+        marks = torch.tensor([_length(row) for row in rows])[:, None]
         (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
         width = 0 if decisions is None else decisions.ids.shape[1]
-        known = [row[:, :, :mark] for row, mark in zip(rows, marks[:, 0].tolist(), strict=True)]
+        if part is self._trunk or self._trunk is None:
+            self.tokens_forwarded += count * size
+        known = [[piece.entries for piece in row] for row in rows]
         cache = cache_of(prefix, known, seen, size + width, self.shares(prefix, count * (size + width)), first_layer)
-        if not size + width:
-            return fed, cache
         positions = shared + marks + torch.arange(size)
         keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
         before = torch.arange(shared + seen) < shared + marks
@@ -319,10 +287,10 @@ class Memory(Transformer):
             fed, positions = torch.cat([fed, decisions.ids], dim=1), torch.cat([positions, decisions.positions], dim=1)
             keys = torch.cat([keys, decisions.positions], dim=1)
         hidden = self._run(part, fed, positions, visible, keys, cache)
-        new = entries_of(cache, slice(-size - width, -width or None), first_layer)
-        for row, of_row, own in zip(rows, new, inputs, strict=True):
-            row[:, :, row.shape[2] - len(own) :] = of_row[:, :, : len(own)]
-        return hidden, cache
+        entries = entries_of(cache, slice(-size - width, None), first_layer)
+        for of_row, states, own in zip(entries, hidden, inputs, strict=True):
+            new = Activations(of_row, states)
+            yield new[: len(own)], new[size:]
 
     def _no_entries(self) -> Tensor:
         """Entries of no tokens, (2L, heads, 0, head size): what every history begins with."""
@@ -337,7 +305,7 @@ class Memory(Transformer):
         alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
         with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
             self._run(self._body, ids, positions, visible, positions, alone)
-            cache = cache_of(entries_of(alone, slice(0, 2))[0].detach(), [self._nothing] * 2, 0, 3, is_shared)
+            cache = cache_of(entries_of(alone, slice(0, 2))[0].detach(), [[], []], 0, 3, is_shared)
             # Packed, the second row has one token less.
             cache.places = Places(torch.arange(5), 2, 3) if is_packed else None
             ids, positions, visible = (part.expand(2, *part.shape[1:]) for part in (ids, positions, visible))
@@ -347,3 +315,30 @@ class Memory(Transformer):
             expected, received = (entries_of(of, slice(-3, -1), 1)[:, :2] for of in (alone, cache))
             return torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0)
         return False
+
+
+def _part_of(decision: Decision) -> Part:
+    """Where the trunk's activations of a decision are filed: a sequence's, or those of nodes that branch in one way."""
+    is_sequence = decision.parents == tuple(range(-1, len(decision.ids) - 1))
+    return _TRUNK if is_sequence else decision.parents
+
+
+def _path(tree: TokenTree, said: Ids) -> Ids:
+    """All tokens up to the last one said."""
+    return tree.prefix + tree.history + tree.decisions[0].ids + said
+
+
+def _length(pieces: Sequence[Activations]) -> int:
+    return sum(map(len, pieces))
+
+
+def _chunks(tokens: dict[TokenTree, int]) -> Iterator[list[TokenTree]]:
+    """Contexts, alike in how many tokens are to be run over, in groups for one pass each."""
+    chunk: list[TokenTree] = []
+    for tree in sorted(tokens, key=tokens.__getitem__):
+        if chunk and (len(chunk) + 1) * tokens[tree] > _PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(tree)
+    if chunk:
+        yield chunk

@@ -12,17 +12,14 @@ padded), N nodes that are no padding, M of them that are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..conversation.episode import Prompt, Reply, Segment
-
-Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +66,6 @@ class Decision:
         return cls(start, tuple(ids), tuple(parents), end, outcomes, prompt.choices)
 
 
-class Mark(NamedTuple):
-    """Where in a history an earlier turn was decided.
-
-    Attributes:
-        start: Where the tokens that open its reply begin.
-        said: Where the reply begins.
-        end: Where it ends.
-    """
-
-    start: int
-    said: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True)
 class TokenTree:
     """One context with its decisions.
@@ -91,18 +74,11 @@ class TokenTree:
         prefix: Leading token ids that other contexts share.
         history: The ids that follow, up to where the last decision begins.
         decisions: One per turn, or the pending prompt's alone.
-        marks: Where earlier turns were decided: how far the history has been read before, and written.
     """
 
     prefix: tuple[int, ...]
     history: tuple[int, ...]
     decisions: tuple[Decision, ...]
-    marks: tuple[Mark, ...] = field(default=(), compare=False)
-
-    @property
-    def context(self) -> tuple[Ids, Ids]:
-        """Prefix and history."""
-        return self.prefix, self.history
 
     @property
     def context_length(self) -> int:
@@ -128,7 +104,6 @@ class TokenTree:
         """Lay out a segment: its pending prompt's decision if it has one, otherwise those of all turns."""
         ids: list[int] = []
         decisions: list[Decision] = []
-        marks: list[Mark] = []
         shared, start = segment.prompts[0].shared_length, 0
         for index, prompt in enumerate(segment.prompts):
             reply = segment.turns[index].reply if index < len(segment.turns) else None
@@ -137,11 +112,8 @@ class TokenTree:
             if reply is None or segment.pending is None:
                 decisions.append(Decision.from_turn(start, prompt, reply))
             if reply is not None:
-                said = len(ids)
                 ids += reply.ids
-                marks.append(Mark(start - shared, said - shared, len(ids) - shared))
-        earlier = tuple(mark for mark in marks if mark.start < start - shared)
-        return cls(tuple(ids[:shared]), tuple(ids[shared:start]), tuple(decisions), earlier)
+        return cls(tuple(ids[:shared]), tuple(ids[shared:start]), tuple(decisions))
 
 
 def _grow_branches(

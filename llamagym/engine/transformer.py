@@ -22,7 +22,7 @@ from ..errors import ModelLoadError
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import register, sharing
-from .kv_cache import RoomyCache
+from .kv_cache import BufferCache
 from .layers import first_trained_layer, split
 from .masks import attention_mask, causal
 
@@ -125,7 +125,7 @@ class Transformer:
             self._layer_types,
             self._lm.dtype,
         )
-        if isinstance(cache, RoomyCache) and cache.places is not None:
+        if isinstance(cache, BufferCache) and cache.places is not None:
             inputs, positions = cache.places.gather(inputs), cache.places.gather(positions)
         with self.ready(), sharing(self._body, cache) as shared:
             output = part(

@@ -12,7 +12,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from ..conversation.episode import FinishReason
 from ..engine.backbone import Backbone
-from ..engine.decode import Beginning, Writer
+from ..engine.decode import Decoder, PartialReply
 from ..engine.likelihood import sums_in_groups
 from ..engine.token_tree import TokenTree
 from ..models.generation import GenerationConfig
@@ -77,16 +77,16 @@ def write_text(
     Returns:
         The hidden state of each context's last token, float (B, H), and the texts.
     """
-    writer = Writer(backbone, trees, config.max_new_tokens)
+    decoder = Decoder(backbone, trees, config.max_new_tokens)
     said: list[tuple[int, ...]] = [()] * len(trees)
     logprobs: list[tuple[float, ...]] = [()] * len(trees)
     reasons: list[FinishReason] = ["length"] * len(trees)
     active = list(range(len(trees)))
     first: Tensor | None = None
     for _ in range(config.max_new_tokens):
-        row_of: dict[Beginning, int] = {}
+        row_of: dict[PartialReply, int] = {}
         rows = torch.tensor([row_of.setdefault((trees[i], said[i]), len(row_of)) for i in active])
-        states = writer.read(list(row_of))
+        states = decoder.read(list(row_of))
         rows = rows.to(states.device)
         if first is None:
             first = states[rows]
@@ -110,8 +110,7 @@ def write_text(
         active = [i for i in active if reasons[i] != "eos"]
         if not active:
             break
-    for tree, ids in dict.fromkeys(zip(trees, said, strict=True)):
-        backbone.keep_for_learning(tree, ids)
+    decoder.close()
     assert first is not None, "max_new_tokens is positive"
     return first, [Text(*text) for text in zip(said, logprobs, reasons, strict=True)]
 
