@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .kv_cache import Places, BufferCache
+from .kv_cache import BufferCache, Places
 
 _NAME = "llamagym_shared_prefix"
 # Larger scores are never held whole: PyTorch's fused attention takes them, on copies of the prefix.
