@@ -26,6 +26,8 @@ from .low_rank import add_low_rank, low_rank_of
 from .packing import Packed
 from .rowwise import gated, normalize
 
+# Tokens of a row from which on PyTorch's attention is faster than the compiled one, if there are no gradients.
+_MANY_TOKENS = 8
 _KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
@@ -127,6 +129,8 @@ class _Layer:
             is_simple = hasattr(cache, "grow") and not cache.keeps_gradients
             if not is_simple or not self._may_hold_scores(mask, query.shape[2] // attention.head_dim):
                 return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
+        elif query.shape[1] >= _MANY_TOKENS:
+            return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
         shared, places = others.get("shared_prefix"), others.get("places")
         if places is not None:
             query, key, value, *turns = map(places.fill, (query, key, value, *angles))

@@ -91,6 +91,11 @@ class PrefixCache(Transformer):
         # Passes to come multiply by other copies than these first ones, which were not fused.
         self.forget_copies()
 
+    @property
+    def token_bytes(self) -> int:
+        """Size of a token's keys and values in all layers."""
+        return self._nothing.new_empty(*self._nothing.shape[:2], 1, self._nothing.shape[3]).nbytes
+
     def forget(self) -> None:
         """Drop what depends on weights that have changed."""
         self._tree.forget(lambda part: not self.history_is_frozen or isinstance(part, int))

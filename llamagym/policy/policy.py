@@ -39,8 +39,8 @@ from .score import Reading, read
 _FIT_CONTEXTS = 512
 # Nodes in one forward pass without gradients; their keys and values live until its end.
 _FORWARD_NODES = 1024
-# The same while replies are written, each with room for its longest.
-_WRITING_NODES = 2048
+# Keys and values of replies that are decoded together, each with room for its longest.
+_DECODE_BYTES = 2**30
 
 
 class Policy:
@@ -143,8 +143,9 @@ class Policy:
         self._forget_outdated()
         replies: dict[int, Reply] = {}
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
-        longest = self.generation.max_new_tokens
-        for rows in self._chunks([trees[row] for row in texts], _WRITING_NODES, longest):
+        lengths = [_length_of(trees[row]) + self.generation.max_new_tokens for row in texts]
+        room = _DECODE_BYTES // self._backbone.token_bytes
+        for rows in self._chunks([trees[row] for row in texts], room, lengths):
             chunk = [trees[texts[row]] for row in rows]
             with self._backbone.ready():
                 features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
@@ -228,13 +229,15 @@ class Policy:
             yield [segments[row] for row in rows]
 
     def _chunks(
-        self, trees: Sequence[TokenTree], nodes: int = _FORWARD_NODES, new_nodes: int = 0
+        self, trees: Sequence[TokenTree], most: int = _FORWARD_NODES, sizes: Sequence[int] | None = None
     ) -> Iterator[list[int]]:
-        """Rows in chunks of one prefix that cost at most `nodes`, of which each adds `new_nodes`.
+        """Rows in chunks of one prefix, padded to their largest size at most `most`, or of a single row.
 
-        Equal trees lie together and count once.
+        Without `sizes`, they are those of a forward pass in nodes, in which equal trees lie together and count once.
         """
-        sizes = [self._backbone.size(tree) + new_nodes for tree in trees]
+        is_pass = sizes is None
+        if sizes is None:
+            sizes = [self._backbone.size(tree) for tree in trees]
 
         def order(row: int) -> tuple[object, ...]:
             return trees[row].prefix, sizes[row], trees[row].history
@@ -242,9 +245,9 @@ class Policy:
         chunk: list[int] = []
         distinct = 0
         for row in sorted(range(len(trees)), key=order):
-            is_new = not chunk or trees[row] != trees[chunk[-1]]
+            is_new = not (chunk and is_pass and trees[row] == trees[chunk[-1]])
             # They come by size, so this is what all would cost as a rectangle.
-            is_full = is_new and (distinct + 1) * sizes[row] > nodes
+            is_full = is_new and (distinct + 1) * sizes[row] > most
             if chunk and (is_full or trees[row].prefix != trees[chunk[-1]].prefix):
                 yield chunk
                 chunk, distinct = [], 0
@@ -277,7 +280,7 @@ class Policy:
     def _check_room(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
             room = 0 if tree.decisions[0].choices else self.generation.max_new_tokens
-            length = tree.context_length + tree.node_count
+            length = _length_of(tree)
             if length + room > self._backbone.max_length:
                 raise ContextLengthError(
                     f"A conversation of {length} tokens and a reply of up to {room} do not fit the model's "
@@ -322,3 +325,8 @@ class Policy:
                     sums.setdefault(choice, []).append(score)
         for choice, scores_of_choice in sums.items():
             self.choice_prior.setdefault(choice, sum(scores_of_choice) / len(scores_of_choice))
+
+
+def _length_of(tree: TokenTree) -> int:
+    """Tokens of a context with what opens its reply, or its choices."""
+    return tree.context_length + tree.node_count

@@ -134,9 +134,8 @@ def acting_work(workload: Workload, agent: Agent, tokens: list[float]) -> Work:
     return work
 
 
-def take_batch(workload: Workload, agent: Agent, play: Callable[[], int]) -> list[Episode]:
-    """Finished episodes of one round at least."""
-    play()
+def take_batch(agent: Agent, play: Callable[[], int]) -> list[Episode]:
+    """The episodes that have finished, one round's at least."""
     while not agent._buffer:
         play()
     episodes = list(agent._buffer)
