@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from .agent import Agent
+from .conversation.interface import no_action_advice
 from .errors import ConfigError
 from .learners.base import Stats
 from .tracking import Progress, Tracker
@@ -182,6 +183,8 @@ def _steps(
     space = envs.single_action_space
     while True:
         actions = agent.act_batch(list(iterate(envs.observation_space, observations)), ids)
+        if any(action is None for action in actions):
+            raise NotImplementedError(f"A reply names no action. {no_action_advice(agent)}")
         batch = concatenate(space, actions, create_empty_array(space, envs.num_envs))  # type: ignore[arg-type]
         observations, rewards, terminated, truncated, _ = envs.step(batch)
         agent.assign_rewards(rewards.tolist(), ids)

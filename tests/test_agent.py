@@ -16,6 +16,7 @@ from llamagym import (
     EpisodeError,
     GRPOConfig,
     ReinforceConfig,
+    train,
 )
 from llamagym.learners.algorithms import make_learner
 from tests.agents import ChoiceAgent, WordAgent, make_agent
@@ -120,13 +121,18 @@ def test_an_invalid_reply_costs_the_penalty_and_leaves_the_reward_raw():
     assert (turn.reward, turn.penalty, turn.valid) == (2.0, -0.5, False)
 
 
-def test_an_invalid_reply_without_fallback_says_what_to_define():
+def test_an_invalid_reply_without_fallback_says_what_to_define(caplog):
     class Strict(WordAgent):
         def extract_action(self, response):
             return None
 
-    with pytest.raises(NotImplementedError, match=r"Strict does not say.*Define fallback_action"):
-        make_agent(Strict).act("x")
+    agent = make_agent(Strict)
+    assert agent.act_batch(["x", "y"]) == [None, None]
+    agent.assign_rewards([0.0, 0.0])
+    assert [agent.conversation(env).turns[0].valid for env in (0, 1)] == [False, False]
+    assert caplog.text.count("Strict does not say what to do then: define fallback_action") == 1
+    with pytest.raises(NotImplementedError, match="define fallback_action"):
+        train(make_agent(Strict), "Blackjack-v1", episodes=1)
 
 
 def test_rewards_stay_raw_through_an_update():

@@ -1,21 +1,18 @@
-"""Scripts in the manner of LlamaGym 0.1.1's and ORLLLaM's: other imports, model name and device, else unchanged.
-
-One method is added where `extract_action` may find no action: `fallback_action`.
-"""
+"""Scripts for LlamaGym 0.1.1, as `docs/from-llamagym.md` shows them: they run, and what has changed is said."""
 
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
-from gymnasium import spaces
-from peft import LoraConfig
 
 from llamagym import (
-    Agent,
     AutoModelForCausalLMWithValueHead,
     ConfigError,
     GRPOConfig,
@@ -25,127 +22,146 @@ from llamagym import (
 )
 from llamagym.models.loading import embedded_model_folder
 from tests.agents import ChoiceAgent, WordAgent, make_agent
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
-GENERATION = {
-    "generate/max_new_tokens": 6,
-    "generate/do_sample": True,
-    "generate/top_p": 0.6,
-    "generate/top_k": 0,
-    "generate/temperature": 0.9,
-}
+PAGE = (Path(__file__).parent.parent / "docs" / "from-llamagym.md").read_text(encoding="utf-8")
+# The page's blocks, in this order: what is loaded otherwise (before, after), then whole scripts as they run here.
+BEFORE, AFTER, BLACKJACK, TEXT_WORLD, CARTPOLE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-class BlackjackAgent(Agent):
-    def get_system_prompt(self) -> str:
-        return "You are an expert blackjack player. Reply with Action: 0 to stay or Action: 1 to hit."
-
-    def format_observation(self, observation) -> str:
-        return f"You: {observation[0]}. Dealer: {observation[1]}. You have {'an' if observation[2] else 'no'} ace."
-
-    def extract_action(self, response: str):
-        match = re.compile(r"Action: (\d)").search(response)
-        if match:
-            return int(match.group(1))
-        if "stay" in response.lower():
-            return 0
-        if "hit" in response.lower():
-            return 1
-        raise ValueError(f"no action in {response!r}")
-
-    def fallback_action(self, observation) -> int:
-        return 0
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model as a folder; what a port names as its model."""
+    where = tmp_path_factory.mktemp("model")
+    tiny_base_model("llama").save_pretrained(where)
+    tiny_tokenizer("llama").save_pretrained(where)
+    return where
 
 
-class WorldAgent(Agent):
-    def get_system_prompt(self) -> str:
-        return "You play a text game. Reply with one command after the word Action."
+class Rooms:
+    """Three rooms in a row, played by text commands; has the methods of TextWorld's older Gym interface."""
 
-    def format_observation(self, observation) -> str:
-        return observation
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
 
-    def extract_action(self, response: str) -> str:
-        return response.split("Action: ")[1].strip() if "Action: " in response else "look"
+    def reset(self):
+        self.room, self.steps = 0, 0
+        return "A header $$$$$$$ \n\nYou are in room 0.", {}
 
+    def step(self, command):
+        self.commands.append(command)
+        self.steps += 1
+        self.room += command is not None and command.strip() == "go east"
+        won = self.room == 2
+        return f"You are in room {self.room}.", float(won), won or self.steps == 4, {}
 
-class PoleAgent(Agent):
-    def get_system_prompt(self) -> str:
-        return "You balance a pole on a cart."
+    def render(self):
+        pass
 
-    def format_observation(self, observation) -> str:
-        return f"The pole leans {'right' if observation[2] > 0 else 'left'}. Answer only LEFT or RIGHT"
-
-    def extract_action(self, response: str) -> int:
-        return 1 if "RIGHT" in response.upper() else 0
-
-
-class World(gym.Env):
-    """Three rooms in a row, read and answered in words."""
-
-    observation_space = spaces.Text(100)
-    action_space = spaces.Text(100)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.moves = 0
-        return "A dark room.", {}
-
-    def step(self, action):
-        self.moves += 1
-        return f"Room {self.moves}. You said {action[:20]!r}.", float("east" in action), self.moves == 3, False, {}
+    def close(self):
+        pass
 
 
-def load(**adapter):
-    """As LlamaGym's scripts load a model, with every keyword that they pass."""
-    folder = embedded_model_folder()
-    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.05, bias="none", task_type="CAUSAL_LM", **adapter)
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(
-        pretrained_model_name_or_path=folder, peft_config=lora, load_in_8bit=False, token=None
-    )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    model.pretrained_model.resize_token_embeddings(len(tokenizer))
-    return model, tokenizer
+@pytest.fixture
+def logged(monkeypatch):
+    """A stand-in for W&B; what was logged to it."""
+    rows: list[dict[str, Any]] = []
+    fake = SimpleNamespace(init=lambda **options: None, log=rows.append)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return rows
 
 
-def play(agent, env, episodes: int) -> list[dict]:
-    """LlamaGym's loop."""
-    updates = []
-    for episode in range(episodes):
-        observation, _ = env.reset(seed=episode)
-        done = False
-        while not done:
-            action = agent.act(observation)
-            observation, reward, terminated, truncated, _ = env.step(action)
-            agent.assign_reward(reward)
-            done = terminated or truncated
-        if stats := agent.terminate_episode(truncated=truncated, final_observation=observation):
-            updates.append(stats)
-    return updates
+def port(script: str, model: Path | str, logged: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Run a script of the page; W&B's stand-in is in place. Returns its variables."""
+    small = re.sub(r'("episodes": )\d+', r"\g<1>3", script)
+    small = re.sub(r'("batch_size": )\d+', r"\g<1>2", small)
+    small = re.sub(r'("generate/max_new_tokens": )\d+', r"\g<1>6", small)
+    namespace: dict[str, Any] = {"model_name": str(model), **more}
+    exec(compile(small, "<docs/from-llamagym.md>", "exec"), namespace)
+    return namespace
+
+
+def check(variables: dict[str, Any], logged: list[dict[str, Any]]) -> None:
+    """It has learnt, and the statistics have reached the log."""
+    agent = variables["agent"]
+    assert agent.policy.weights_version >= 1
+    assert len([row for row in logged if "total_return" in row]) == 3
+    assert any("ratio_error" in row for row in logged)
+    assert max(row.get("ratio_error", 0.0) for row in logged) < 1e-3
+    # The script added a token for padding and made room for it.
+    assert agent.tokenizer.pad_token == "<pad>"
+    embeddings = agent.policy.model.pretrained_model.get_input_embeddings()
+    assert embeddings.weight.shape[0] == len(agent.tokenizer)
+
+
+def test_blackjack_of_llamagym_runs(folder, logged):
+    variables = port(BLACKJACK, folder, logged)
+    check(variables, logged)
+    assert {row["action"] for row in logged if "action" in row} <= {0, 1}
+    generation = variables["agent"].policy.generation
+    assert (generation.top_p, generation.temperature, generation.max_new_tokens) == (0.8, 0.7, 6)
+
+
+def test_text_world_of_llamagym_runs_though_replies_name_no_command(folder, logged):
+    env = Rooms()
+    variables = port(TEXT_WORLD, folder, logged, env=env)
+    check(variables, logged)
+    # A tiny random model never says "command: ", so every action is None, as it was in LlamaGym.
+    assert set(env.commands) == {None}
+    rates = [row["invalid_rate"] for row in logged if "invalid_rate" in row]
+    assert rates
+    assert set(rates) == {1.0}
+
+
+def test_what_a_port_has_learnt_is_loaded_again(folder, logged, tmp_path):
+    agent = port(BLACKJACK, folder, logged)["agent"]
+    agent.policy.model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
+    ids, known = torch.tensor([[1, 2, 3]]), len(tiny_tokenizer("llama"))
+    with torch.no_grad():
+        here, there = agent.policy.model(ids), loaded(ids)
+    assert torch.allclose(here[0][..., :known], there[0][..., :known], atol=1e-5)
+    assert torch.allclose(here[2], there[2], atol=1e-5)
+    assert there[2].abs().max() > 0
+
+
+def test_text_world_s_commands_reach_the_environment(folder, logged):
+    env = Rooms()
+    variables = port(TEXT_WORLD, folder, logged, env=env)
+    agent = variables["agent"]
+    assert agent.extract_action("First I look. command: go east") == "go east"
+    agent._prefix = "command: go east "
+    assert agent.act("You are in room 0.").startswith("go east")
+
+
+def test_cartpole_in_free_text_runs_and_learns_from_what_it_said(folder):
+    variables = port(CARTPOLE, folder, [])
+    agent = variables["agent"]
+    assert agent.policy.weights_version >= 1
+    assert variables["returns"]
+    assert min(variables["returns"]) >= 8
+    assert agent.extract_action("I push LEFT") == 0
+    assert agent.extract_action("right.") == 1
+    with pytest.raises(ValueError, match="names no action"):
+        agent.extract_action("up")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "env", "episodes"),
-    [
-        (BlackjackAgent, lambda: gym.make("Blackjack-v1"), 6),
-        (WorldAgent, World, 2),
-        (PoleAgent, lambda: gym.make("CartPole-v1", max_episode_steps=4), 2),
-    ],
-    ids=["blackjack", "text-world", "cartpole"],
-)
-def test_a_ported_script_acts_and_learns(kind, env, episodes):
-    model, tokenizer = load(target_modules=["q_proj", "v_proj"])
-    trained = [weight for weight in model.pretrained_model.parameters() if weight.requires_grad]
-    before = [weight.clone() for weight in trained]
-    # The learning rate rises over 20 steps, so that a few of them move little.
-    agent = kind(model, tokenizer, "cpu", GENERATION, {"batch_size": 6, "mini_batch_size": 6, "warmup_steps": 1})
-    updates = play(agent, env(), episodes)
-    assert updates
-    assert all(torch.tensor(stats["policy_loss"]).isfinite() for stats in updates)
-    assert any(not torch.equal(weight, old) for weight, old in zip(trained, before, strict=True))
+def test_blackjack_of_llamagym_runs_with_the_embedded_model(logged):
+    # The page's first lines name the model.
+    named: dict[str, Any] = {}
+    exec(AFTER, named)
+    assert named["model_name"] == str(embedded_model_folder())
+    check(port(BLACKJACK, named["model_name"], logged), logged)
+
+
+def test_before_and_after_differ_in_imports_model_and_device_only():
+    def kept(block: str) -> list[str]:
+        moved = ("import", "model_name", "device =", 'load_in_8bit":', "load_in_8bit = ")
+        return [line for line in block.splitlines() if line and not any(word in line for word in moved)]
+
+    assert kept(BEFORE) == kept(AFTER)
+    assert BEFORE != AFTER
 
 
 @pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])

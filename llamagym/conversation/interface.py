@@ -21,6 +21,8 @@ _NEVER_CALLED = {
 class TextInterface(ABC):
     """An environment as a conversation; three methods must be defined, two may be."""
 
+    _has_warned = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse methods that LlamaGym would have called and nobody calls here.
 
@@ -55,8 +57,8 @@ class TextInterface(ABC):
         return None
 
     def fallback_action(self, observation: Any) -> Any:
-        """What to do when a reply names no action."""
-        raise NotImplementedError
+        """What to do when a reply names no action; None unless defined."""
+        return None
 
     def _extract(self, text: str) -> Any:
         try:
@@ -66,10 +68,16 @@ class TextInterface(ABC):
             return None
 
     def _fallback(self, observation: Any, text: str) -> Any:
-        try:
-            return self.fallback_action(observation)
-        except NotImplementedError:
-            raise NotImplementedError(
-                f"Reply {text!r} names no action, and {type(self).__name__} does not say what to do then. Define "
-                "fallback_action(observation), or restrict replies with get_action_choices(observation)."
-            ) from None
+        action = self.fallback_action(observation)
+        if action is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning("Reply %r names no action, so the action is None. %s", text, no_action_advice(self))
+        return action
+
+
+def no_action_advice(interface: TextInterface) -> str:
+    """What to do about replies that name no action."""
+    return (
+        f"{type(interface).__name__} does not say what to do then: define fallback_action(observation), or restrict "
+        "replies with get_action_choices(observation)."
+    )

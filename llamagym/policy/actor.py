@@ -96,10 +96,7 @@ class Actor(TextInterface):
             env_ids: Which environments; by default 0, 1, 2, ...
 
         Returns:
-            One action per observation.
-
-        Raises:
-            NotImplementedError: A reply named no action and `fallback_action` is not defined.
+            One action per observation; None where a reply named none and `fallback_action` is not defined.
         """
         ids = environment_ids(observations, env_ids, "observations")
         started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
