@@ -158,7 +158,7 @@ class Agent(Actor):
         return sum(len(episode.turns) for episode in self._buffer)
 
     def why_no_update(self) -> str:
-        """In words, how far the batch is from full."""
+        """Why no update has run yet: how full the batch is."""
         return self.learner.why_no_update(self._buffer)
 
     def assign_reward(self, reward: float) -> None:

@@ -38,7 +38,7 @@ class TrainingResult:
         returns: Undiscounted return of each finished episode, in the order of their ends.
         updates: Statistics of each update.
         turns: Environment steps taken.
-        message: In words, when no update ran and why; else empty.
+        message: Why no update ran; empty if one did.
     """
 
     returns: list[float]
@@ -86,7 +86,7 @@ def train(
         agent: Who learns; switched to `train()`.
         env: An environment's id, an environment, or a function that makes one. With `num_envs` > 1 an environment must
             have a spec to be copied from.
-        episodes: Stop when this many have ended; others under way are dropped.
+        episodes: Stop when this many have ended; unfinished ones are dropped.
         num_envs: Copies that are acted in at once.
         seed: Of the episodes' reset seeds; None draws one.
         on_update: Called with the statistics of each update; returning True ends the training.

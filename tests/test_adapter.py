@@ -11,7 +11,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from llamagym.models.lora import (
-    acting_on_every_token,
     aim_,
     directions_of_difference,
     fresh_rows,
@@ -20,6 +19,7 @@ from llamagym.models.lora import (
     latest_inputs,
     set_aside_,
 )
+from llamagym.models.peft_internals import acting_on_every_token
 from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model
 

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llamagym.cpu import fused_layer
-from llamagym.engine import attention, prefix_cache
+from llamagym.engine import attention, prefix_cache, transformer
+from llamagym.engine.kv_cache import KVBuffer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
@@ -79,7 +80,7 @@ def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatc
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, activated, passes, monkeypatch):
-    monkeypatch.setattr(prefix_cache, "_SHARED_SCORES", 0)
+    monkeypatch.setattr(transformer, "_SHARED_SCORES", 0)
     agent = make_agent(kind, family, activated)
     backbone = agent.policy._backbone
     for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
@@ -165,7 +166,7 @@ def test_the_model_attends_as_before_once_a_pass_has_ended():
     backbone = make_agent().policy._backbone
     config = backbone._body.config
     prefix = backbone.prefix((1, 2, 3))[1]
-    cache = prefix_cache.cache_of(prefix, [[]], 0, 1, True)
+    cache = KVBuffer(prefix, 1, 4, True).cache(slice(None), 3)
     with attention.sharing(backbone._body, cache) as given:
         assert given["shared_prefix"]
         assert config._attn_implementation == attention._NAME

@@ -15,7 +15,7 @@ import llamagym
 LIBRARY = Path(llamagym.__file__).parent
 # What the files of each wing may import, its own beside; files outside of wings stand in the order below them.
 WINGS = {
-    "cpu": set(),
+    "cpu": {"models"},
     "conversation": set(),
     "models": {"conversation"},
     "engine": {"conversation", "models"},

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import ChatTemplateError
 
-# Plain words: a template that trims or escapes content leaves them alone.
+# Plain words, which no template trims or escapes.
 _SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
 
 Message = dict[str, str]
@@ -47,7 +47,7 @@ class ChatTemplate:
         self.has_system_role = self._probe_system_role()
         if append_only:
             self._check_append_only()
-        # The same texts come again and again, and to render one takes longer than a look at it.
+        # The same texts recur, and rendering one takes longer than a lookup.
         self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
         self._first = lru_cache(maxsize=4096)(self._first_uncached)
         self._next = lru_cache(maxsize=4096)(self._next_uncached)

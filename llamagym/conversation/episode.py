@@ -1,4 +1,4 @@
-"""What was said, as facts: prompts, replies, turns, episodes, and the conversation that grows them.
+"""Prompts, replies, turns and episodes as token ids, and the conversation that they grow in.
 
 Token ids are only ever appended. The prompts and replies of a context, concatenated, are exactly what the model saw
 and sampled; nothing is decoded and encoded again.
@@ -153,7 +153,7 @@ class Conversation:
             older half of the turns shown, or as many as need be, is dropped: a new context begins with the rest.
         reply_length: Tokens kept free for a reply in free text.
         turns: Finished turns.
-        messages: The same in words, as chat messages, system prompt first.
+        messages: The same as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
     """
 
@@ -175,7 +175,7 @@ class Conversation:
         """Append an observation and return the context that the model must answer.
 
         Args:
-            text: The observation in words.
+            text: The observation as text.
             prefix: Fixed text the reply begins with.
             choices: Admissible replies, or None for free text.
         """
@@ -230,7 +230,7 @@ class Conversation:
         return Segment(tuple(groups[-1]) if groups else (), self.pending)
 
     def answer(self, reply: Reply, text: str) -> Turn:
-        """Append the reply to the pending prompt; `text` is the reply in words, its prefix included."""
+        """Append the reply to the pending prompt; `text` is the reply as text, its prefix included."""
         assert self.pending is not None, "a reply needs a prompt"
         turn = Turn(self.pending, reply)
         self.turns.append(turn)

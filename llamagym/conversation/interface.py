@@ -1,4 +1,4 @@
-"""What a user says about an environment: its observations in words, and which action a reply names."""
+"""What a user defines: how an observation reads as text, and which action a reply names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TextInterface(ABC):
     _has_warned = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse methods that LlamaGym would have called and nobody calls here.
+        """Refuse methods that LlamaGym called and this library does not.
 
         Raises:
             ConfigError: The class defines one.
@@ -42,7 +42,7 @@ class TextInterface(ABC):
 
     @abstractmethod
     def format_observation(self, observation: Any) -> str:
-        """An observation in words."""
+        """An observation as text."""
 
     @abstractmethod
     def extract_action(self, response: str) -> Any:

@@ -1,11 +1,11 @@
 """Compiles functions on tensors for the processor, with numba: at first use, in some seconds, and kept on disk.
 
 Compiled functions take addresses, since wrapping tensors as arrays would take as long as some of the work; what lies
-there is checked before. They compute in float32. numba knows no bfloat16: to it these are unsigned integers, the upper
-halves of float32.
+there is checked before. They compute in float32. numba has no bfloat16: these are passed as unsigned integers, the
+upper halves of float32.
 
-numba looks at a function's own file alone to see whether what it keeps is outdated. Whoever changes a function that
-those of other files call, as they do all that are here, has to delete `*.nbi` in `__pycache__`.
+numba's cache is invalidated by changes to a function's own file alone. After a change to a function that other files
+call, as they call all of these, delete `*.nbi` in `__pycache__`.
 
 A function that is given another one to call is compiled anew in every process, so those that start threads are written
 out, one for each.

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from ..models.peft_internals import base_of
+from ..models.torch_internals import hooks_of
+from ..models.transformers_internals import attention_function, attention_of, has_attention, rotate
 from .attention_backward import attend_with_gradients
 from .attention_kernel import attend
 from .compiling import has_kernels
-from .low_rank import add_low_rank, low_rank_of
 from .packing import Packed
 from .rowwise import gated, normalize
 
@@ -67,7 +67,7 @@ class _Layer:
         self._norms = [layer.input_layernorm, layer.post_attention_layernorm]
         self._norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         inner = [module for module in layer.modules() if module is not layer]
-        self._hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._hooks = [hooks for module in inner for hooks in hooks_of(module)]
 
     @property
     def is_watched(self) -> bool:
@@ -88,7 +88,7 @@ class _Layer:
         if not torch.is_grad_enabled():
             return hasattr(cache, "grow")
         are_frozen = not any(norm.weight.requires_grad for norm in self._norms)
-        return are_frozen and self._layer.self_attn.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        return are_frozen and has_attention(attention_of(self._layer.self_attn.config))
 
     def _run(
         self,
@@ -153,19 +153,17 @@ class _Layer:
         """The same, by the operations of PyTorch."""
         attention = self._layer.self_attn
         heads = [part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in (query, key, value)]
-        query, key = apply_rotary_pos_emb(heads[0], heads[1], *angles)
+        query, key = rotate(heads[0], heads[1], angles)
         key, value = cache.update(key, heads[2], attention.layer_idx)
-        look = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        look = attention_function(attention_of(attention.config))
         seen: Tensor = look(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
         return seen.flatten(2)
 
     def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (B, T, O) of projections of the same inputs."""
-        added = [low_rank for module in modules if (low_rank := low_rank_of(module)) is not None]
-        if len(added) < len(modules):
-            return tuple(module(inputs) for module in modules)
-        products = self._packed.multiply(tuple(map(_base_of, modules)), inputs)
-        return tuple(add_low_rank(product, inputs, low_rank) for product, low_rank in zip(products, added, strict=True))
+        if all(type(module) is nn.Linear for module in modules):
+            return self._packed.multiply(modules, inputs)
+        return tuple(module(inputs) for module in modules)
 
 
 def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
@@ -177,11 +175,6 @@ def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
         (feed_forward.gate_proj, feed_forward.up_proj),
         (feed_forward.down_proj,),
     )
-
-
-def _base_of(module: Any) -> Any:
-    """A projection, without LoRA."""
-    return getattr(module, "base_layer", module)
 
 
 def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
@@ -196,5 +189,5 @@ def _is_usual(layer: Any) -> bool:
         and layer.self_attn.config.hidden_act == "silu"
         and len({weight.dtype for name, weight in layer.named_parameters() if ".lora_" not in name}) == 1
         and not any("forward" in vars(module) for module in layer.modules())
-        and all(type(_base_of(module)) is nn.Linear for modules in _projections(layer) for module in modules)
+        and all(type(base_of(module)) is nn.Linear for modules in _projections(layer) for module in modules)
     )

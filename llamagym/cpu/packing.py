@@ -11,17 +11,16 @@ Shapes: I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-# Rows of inputs that oneDNN lays a copy out for; 1 to 1024 gave copies alike in speed.
-_ROWS = 64
+from ..models.peft_internals import adapters_by_module, merged_into
+from ..models.torch_internals import Product, can_pack, pack, pack_float16, version_of
+
 # What float16 may change a weight matrix by, relative to its norm: what every float32 is rounded by. bfloat16's
 # smallest numbers, far below a matrix's others, have no place in float16.
 _TOLERANCE = torch.finfo(torch.float32).eps
@@ -36,8 +35,7 @@ class Packed:
     def __init__(self, model: nn.Module, max_bytes: int) -> None:
         """Find the layers of `model` that can be copied, into `max_bytes` in all."""
         self._max_bytes = max_bytes
-        adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-        self._adapter_of = {inner: layer for layer in adapters for inner in layer.modules()}
+        self._adapter_of = adapters_by_module(model)
         # One whose `forward` was replaced, by hooks of accelerate, say, does more than multiply.
         self._forwards = {
             layer: partial(self._forward, layer)
@@ -100,9 +98,8 @@ class Packed:
         state: list[object] = []
         for layer in layers:
             weight, adapter = layer.weight, self._adapter_of.get(layer)
-            # Merging an adapter into a weight does not change its version.
-            merged = tuple(adapter.merged_adapters) if adapter else ()
-            state += weight._version, weight.data_ptr(), weight.dtype, weight.requires_grad, merged
+            merged = merged_into(adapter) if adapter else ()
+            state += version_of(weight), weight.data_ptr(), weight.dtype, weight.requires_grad, merged
         return state
 
 
@@ -110,15 +107,12 @@ class Packed:
 class _Copy:
     """A packed copy of a weight (O, I): multiplies inputs (..., I) by it, giving (..., O)."""
 
-    multiply: Callable[[Tensor], Tensor]
+    multiply: Product
     nbytes: int
 
 
 def _can_be_packed(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.requires_grad or torch.backends.quantized.engine not in ("x86", "fbgemm"):
-        return False
-    is_native = weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return is_native or weight.dtype == torch.float32
+    return not weight.requires_grad and can_pack(weight)
 
 
 def _pack(weight: Tensor, room: int) -> _Copy | None:
@@ -129,11 +123,7 @@ def _pack(weight: Tensor, room: int) -> _Copy | None:
     nbytes = 2 * weight.numel() if is_held else weight.nbytes
     if nbytes > room:
         return None
-    if is_held:
-        copy = torch.ops.quantized.linear_prepack_fp16(weight, None)
-        return _Copy(lambda inputs: torch.ops.quantized.linear_dynamic_fp16(inputs, copy), nbytes)
-    copy = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-    return _Copy(lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, copy, None, "none", [], ""), nbytes)
+    return _Copy(pack_float16(weight) if is_held else pack(weight), nbytes)
 
 
 class _Product(torch.autograd.Function):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ..models.transformers_internals import attending_by, attention_function, register_attention
 from .kv_cache import BufferCache, Places
 
 _NAME = "llamagym_shared_prefix"
@@ -29,23 +30,17 @@ _SCORES = 2**23
 @cache
 def register() -> None:
     """Make this attention known to transformers, once; `sharing` needs it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes more than a second to import
-
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
+    register_attention(_NAME, _attend)
 
 
 @contextmanager
 def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
-    """While open, a model's attention looks at what a cache shares or spreads; yields what the model must be given."""
+    """While open, a model attends to a cache's shared prefix and packed rows; yields the arguments for that."""
     if not isinstance(cache, BufferCache) or (cache.prefix is None and cache.places is None):
         yield {}
         return
-    usual = body.config._attn_implementation
-    body.config._attn_implementation = _NAME
-    try:
+    with attending_by(body.config, _NAME):
         yield {"shared_prefix": cache.prefix, "places": cache.places}
-    finally:
-        body.config._attn_implementation = usual
 
 
 def may_hold_scores(mask: Tensor, heads: int) -> bool:
@@ -95,9 +90,7 @@ def _look(
     **others: Any,
 ) -> Tensor:
     """What rows see, (B, T, N, D); arguments as before."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    sdpa = attention_function("sdpa")
     if shared_prefix is None:
         alone: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
         return alone

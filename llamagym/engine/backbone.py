@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from ..models.lora import acting_on_every_token
-from .kv_cache import BufferCache, KVBuffer, Places, cache_of, entries_of
+from ..models.peft_internals import acting_on_every_token
+from .kv_cache import BufferCache, KVBuffer, Places, entries_of
 from .masks import causal
 from .prefix_cache import PrefixCache
 from .token_tree import Batch, TokenTree
@@ -29,7 +29,7 @@ class Backbone(PrefixCache):
     """A causal language model that decides: it gives the hidden states that replies are read from."""
 
     def size(self, tree: TokenTree) -> int:
-        """What a tree costs in a pass with gradients, in nodes: entries that are only looked at cost an eighth."""
+        """Cost of a tree in a pass with gradients, in nodes; a cached token counts as an eighth of one."""
         if self.history_is_frozen:
             return tree.node_count + tree.context_length // 8
         return tree.node_count + len(tree.history)
@@ -49,7 +49,8 @@ class Backbone(PrefixCache):
         below = [of_tree.decisions.hidden for of_tree in known if of_tree.decisions is not None]
         prefix = self.prefix(trees[0].prefix)[1]
         rows = [[piece.entries for piece in of_tree.history] for of_tree in known]
-        cache = cache_of(prefix, rows, size, width, self.shares(prefix, batch.ids.numel()), self._first_top_layer)
+        buffer = KVBuffer.filled(prefix, rows, size, width, self.shares(prefix, batch.ids.numel()))
+        cache = buffer.cache(slice(None), batch.prefix_length + size, self._first_top_layer)
         return self._decide(batch, pad_sequence(below, batch_first=True) if below else batch.ids, cache, adapted)
 
     def _decide(self, batch: Batch, inputs: Tensor, cache: BufferCache, adapted: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values of rows in one buffer: what is filled in from the prefix cache, and room for tokens to come.
+"""The KV cache of one batch: a preallocated buffer, filled from the prefix cache, in which rows grow in place.
 
 Shapes: L layers, S tokens of history after the prefix, B rows, P columns of a prefix that all rows share.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from .space import Space
+from ..models.transformers_internals import InitializedLayer
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where tokens that run side by side in one row, without padding, belong in a rectangle.
+    """Sequence packing: where tokens that are packed into one row, without padding, belong in a rectangle.
 
     Attributes:
         index: Flat index (row * T + column) of each, int64 (N,).
@@ -32,40 +32,57 @@ class Places:
     width: int
 
     def fill(self, tokens: Tensor) -> Tensor:
-        """What is known of the tokens (1, N, ...) in their places, (B, T, ...), 0 elsewhere."""
+        """Unpack (1, N, ...) into (B, T, ...), with 0 for padding."""
         places = tokens.new_zeros(self.rows * self.width, *tokens.shape[2:])
         return places.index_copy(0, self.index.to(tokens.device), tokens[0]).unflatten(0, (self.rows, self.width))
 
     def spread(self, heads: Tensor) -> Tensor:
-        """Tokens' heads (1, heads, N, head size) in their places, (B, heads, T, head size), 0 elsewhere."""
+        """Unpack heads (1, heads, N, head size) into (B, heads, T, head size), with 0 for padding."""
         return self.fill(heads.transpose(1, 2)).transpose(1, 2)
 
     def gather(self, rectangle: Tensor) -> Tensor:
-        """What lies (B, T, ...) in the tokens' places, side by side (1, N, ...)."""
+        """Pack (B, T, ...) into (1, N, ...)."""
         return rectangle.flatten(0, 1).index_select(0, self.index.to(rectangle.device))[None]
 
 
 class KVBuffer:
     """Keys and values of several rows, with columns free for more; the first columns are a prefix of all rows."""
 
-    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool, space: Space | None = None) -> None:
+    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool) -> None:
         """Allocate it, filled with the prefix alone.
 
         Args:
             prefix: Entries (2L, heads, P, head size) that all rows begin with.
             rows: How many.
             columns: How many entries a row can hold, those of the prefix included.
-            is_shared: Whether attention looks at the prefix where it is (see `attention`); otherwise each row has a
-                copy.
-            space: Memory to take, until the next buffer takes it; None for memory of its own.
+            is_shared: Whether all rows attend to one prefix (see `attention`); otherwise each row has a copy.
         """
         layers, heads, length, width = prefix.shape
         self._prefix = prefix if is_shared else None
         self._first = length if is_shared else 0
         sizes = layers, rows, heads, columns - self._first, width
-        self._entries = prefix.new_empty(sizes) if space is None else space.take(prefix, sizes)
+        self._entries = prefix.new_empty(sizes)
         if not is_shared:
             self._entries[..., :length, :] = prefix[:, None]
+
+    @classmethod
+    def filled(
+        cls, prefix: Tensor, histories: Sequence[Sequence[Tensor]], size: int, new_columns: int, is_shared: bool
+    ) -> KVBuffer:
+        """A buffer that holds the prefix and then each row's history, padded to `size` columns.
+
+        Args:
+            prefix: Entries (2L, heads, P, head size) that all rows share.
+            histories: Of each row, in pieces of (2L, heads, T, head size), S tokens together.
+            size: At least the largest S.
+            new_columns: How many more entries a row will be given.
+            is_shared: Whether all rows attend to one prefix.
+        """
+        shared = prefix.shape[2]
+        buffer = cls(prefix, len(histories), shared + size + new_columns, is_shared)
+        for row, pieces in enumerate(histories):
+            buffer.clear(row, buffer.fill(row, shared, pieces), shared + size)
+        return buffer
 
     def fill(self, row: int, column: int, pieces: Iterable[Tensor], first: int = 0) -> int:
         """Put entries into a row's columns, one piece behind the other; returns the column behind them.
@@ -90,11 +107,11 @@ class KVBuffer:
         return self._entries[:, row, :, start - self._first : stop - self._first]
 
     def copy(self, source: int, row: int) -> None:
-        """Let a row hold what another one does."""
+        """Copy one row over another."""
         self._entries[:, row] = self._entries[:, source]
 
     def cache(self, rows: slice, columns: int, first_layer: int = 0) -> BufferCache:
-        """A cache that shows the first `columns` of some rows; what it is given is written behind them.
+        """A cache of the first `columns` of some rows, to which new keys and values are appended in place.
 
         Args:
             rows: Which.
@@ -109,17 +126,17 @@ class KVBuffer:
 
 
 class BufferCache(Cache):
-    """Keys and values of rows, beside those that they share.
+    """A view of a `KVBuffer` as transformers takes it.
 
     Attributes:
-        prefix: For each layer, keys and values (2, heads, P, head size) that all rows see before their own; None if
-            rows hold all that they see.
-        places: Of the tokens to come, if these run side by side in one row; None if they come as rectangles.
-        keeps_gradients: Whether gradients are to flow through what is kept.
+        prefix: For each layer, keys and values (2, heads, P, head size) that all rows share; None if they share
+            none.
+        places: Where the tokens to come belong, if they are packed into one row; None if they come as a rectangle.
+        keeps_gradients: Whether gradients flow back through the cached keys and values.
     """
 
     def __init__(self, layers: list[Any], prefix: list[Any] | None) -> None:
-        """Show `layers` and share `prefix`."""
+        """Wrap layers and a shared prefix."""
         super().__init__(layers=layers)
         self.prefix = prefix
         self.places: Places | None = None
@@ -141,13 +158,11 @@ class BufferCache(Cache):
         return kept
 
 
-class _BufferLayer(DynamicLayer):
+class _BufferLayer(InitializedLayer):
     """Keys and values that grow in place, unless gradients must flow through them."""
 
     def __init__(self, keys: Tensor, values: Tensor, columns: int) -> None:
-        super().__init__()
-        # What `lazy_initialization` sets, without the empty tensors that it makes.
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        super().__init__(keys)
         self._room = keys, values
         self._show(columns)
 
@@ -176,28 +191,3 @@ def entries_of(cache: Cache, columns: slice, first_layer: int = 0) -> Tensor:
     """Keys and values in some columns, layer after layer, (B, 2L, heads, S, head size)."""
     layers: list[Any] = cache.layers[first_layer:]
     return torch.stack([part[:, :, columns] for layer in layers for part in (layer.keys, layer.values)], dim=1)
-
-
-def cache_of(
-    prefix: Tensor,
-    histories: Sequence[Sequence[Tensor]],
-    size: int,
-    new_columns: int,
-    is_shared: bool,
-    first_layer: int = 0,
-) -> BufferCache:
-    """A cache that holds the prefix and then each row's history, padded to `size` columns.
-
-    Args:
-        prefix: Entries (2L, heads, P, head size) that all rows share.
-        histories: Of each row, in pieces of (2L, heads, T, head size), S tokens together.
-        size: At least the largest S.
-        new_columns: How many more entries a row will be given.
-        is_shared: Whether attention looks at the prefix where it is.
-        first_layer: The model's layer that the entries begin with.
-    """
-    shared = prefix.shape[2]
-    buffer = KVBuffer(prefix, len(histories), shared + size + new_columns, is_shared)
-    for row, pieces in enumerate(histories):
-        buffer.clear(row, buffer.fill(row, shared, pieces), shared + size)
-    return buffer.cache(slice(None), shared + size, first_layer)

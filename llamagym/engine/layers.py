@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..models.torch_internals import shallow_copy
+
 
 def first_trained_layer(body: nn.Module) -> int:
     """Index of the lowest layer that is trained; 0 if anything outside the layers is, or nothing."""
@@ -30,8 +32,7 @@ def split(body: Any, first: int) -> tuple[Any, Any]:
 
 
 def _part(body: Any, layers: slice) -> Any:
-    part = copy.copy(body)
-    part._modules = dict(body._modules)
+    part = shallow_copy(body)
     part.layers = nn.ModuleList(list(body.layers)[layers])
     if types := getattr(body.config, "layer_types", None):
         # A model that mixes kinds of layers looks their masks up by index.

@@ -90,7 +90,7 @@ class _Likelihood(torch.autograd.Function):
         of_picked, of_entropy = of_picked.contiguous(), of_entropy.contiguous()
         shift = of_picked.sum(1) + of_entropy * entropy
         if (kernels := likelihood_kernels(logits)) is not None:
-            # The gradient replaces the logits, which nobody else needs: fresh memory takes longer than computing it.
+            # The gradient overwrites the logits, which are not used again: to allocate takes longer than to compute.
             increment_version(logits)
             kernels.replace_by_gradient_(logits, targets, (scales, total), (of_picked, of_entropy, shift))
             return logits, None, None

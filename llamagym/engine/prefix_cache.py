@@ -10,34 +10,26 @@ Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
-from ..models.lora import acting_on_every_token, is_activated
+from ..models.lora import is_activated
+from ..models.peft_internals import acting_on_every_token
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .hardware import memory_bytes
-from .kv_cache import Places, cache_of, entries_of
+from .kv_cache import KVBuffer
 from .masks import causal
 from .radix_tree import Activations, Ids, Part, RadixTree
-from .space import Space
 from .token_tree import Batch, Decision, TokenTree
-from .transformer import Transformer, probe
-
-logger = logging.getLogger(__name__)
+from .transformer import Transformer
 
 # Kept at most: so many bytes or this share of the device's memory. A token takes 25 kB in a 135M model.
 _KEPT_BYTES, _KEPT_SHARE = 2**30, 1 / 8
-_SPACE_BYTES = 128 * 2**20  # For replies in the making: 64 rows of 40 tokens take 60 MB in a 135M model.
-# Attention in two parts, to what is shared and to a row's own, takes longer than in one where there is less to share:
-# fewer pairs of tokens than these.
-_SHARED_SCORES = 1024
 # Tokens in one pass.
 _PREFILL_TOKENS = 2048
 # What the trunk makes of tokens, and what the layers above make of histories; what these make of a reply is filed under
@@ -66,7 +58,6 @@ class PrefixCache(Transformer):
     Attributes:
         history_is_frozen: Whether histories do not depend on what is trained.
         tokens_forwarded: Tokens, with what padding there was, that went through the model so far.
-        space: For the rows of replies in the making.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
@@ -75,26 +66,10 @@ class PrefixCache(Transformer):
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
         self._tree = RadixTree(max(_KEPT_BYTES, int(_KEPT_SHARE * memory_bytes(self.device))))
-        self.space = Space(_SPACE_BYTES)
-        self._nothing = self._no_entries()
-        if not self._sees_as_alone(is_shared=False):
-            logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
-            self._acceleration.unfuse()
-        is_sdpa = self._body.config._attn_implementation == "sdpa"
-        # On a processor, where it was measured; in learning and acting.
-        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as_alone(is_shared=True)
-        self._can_share = self._can_share and self._sees_as_alone(is_shared=True, is_learning=True)
-        # Tokens of several rows side by side, in learning.
-        self._can_pack = is_sdpa and self._sees_as_alone(self._can_share, is_learning=True, is_packed=True)
         if self.history_is_frozen:
             self._split()
         # Passes to come multiply by other copies than these first ones, which were not fused.
         self.forget_copies()
-
-    @property
-    def token_bytes(self) -> int:
-        """Size of a token's keys and values in all layers."""
-        return self._nothing.new_empty(*self._nothing.shape[:2], 1, self._nothing.shape[3]).nbytes
 
     def forget(self) -> None:
         """Drop what depends on weights that have changed."""
@@ -104,21 +79,12 @@ class PrefixCache(Transformer):
         """Drop everything."""
         self._tree.forget(lambda part: True)
 
-    def shares(self, prefix: Tensor, queries: int) -> bool:
-        """Whether `queries` tokens in one pass had better look at a prefix where it is than at copies of it."""
-        return self._can_share and queries * prefix.shape[2] >= _SHARED_SCORES
-
     def prefix(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Entries (2l, heads, P, head size) of a shared prefix: the trunk's, and those of the layers above."""
         known = self.prefill([TokenTree((), ids, ())])[0] if ids else Prefilled([], [], None)
         below = [self._nothing[: self.first_entry], *(piece.entries for piece in known.trunk)]
         above = [self._nothing[self.first_entry :], *(piece.entries for piece in known.history)]
         return torch.cat(below, dim=2), torch.cat(above, dim=2)
-
-    def new_states(self, *sizes: int) -> Tensor:
-        """Memory for hidden states (*sizes, H), filled with anything."""
-        width = self._body.get_input_embeddings().weight.shape[1]
-        return self._nothing.new_empty(*sizes, width)
 
     @property
     def first_entry(self) -> int:
@@ -163,11 +129,8 @@ class PrefixCache(Transformer):
             cache: Holds the S - T entries before, and the trunk's of tokens that it has run over. It is added to.
         """
         self.tokens_forwarded += positions.numel()
-        if inputs.is_floating_point():
-            below = inputs
-        elif self._trunk is None:
-            below = self._embedded(inputs)
-        else:
+        below = inputs
+        if not inputs.is_floating_point():
             below = self._run(self._trunk, inputs, positions, visible, key_positions, cache)
         with acting_on_every_token(self._top):
             return self._run(self._top, below, positions, visible, key_positions, cache), below
@@ -198,10 +161,7 @@ class PrefixCache(Transformer):
         elif not any(map(len, ids)):
             return
         prefix = self.prefix(trees[0].prefix)[0]
-        if self._trunk is None:
-            new_of = self._embed(prefix, ids, decisions)
-        else:
-            new_of = self._extend(self._trunk, prefix, [known.trunk for known in known_of.values()], ids, decisions)
+        new_of = self._extend(self._trunk, prefix, [known.trunk for known in known_of.values()], ids, decisions)
         for (tree, known), (new, nodes) in zip(known_of.items(), new_of, strict=True):
             path = tree.prefix + tree.history
             if len(new):
@@ -233,26 +193,9 @@ class PrefixCache(Transformer):
                 self._tree.put(path, _HISTORY, len(path) - len(new), new)
                 known.history.append(new)
 
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings (B, T, H) of ids (B, T): what the trunk returns if it has no layers."""
-        result: Tensor = self._body.get_input_embeddings()(ids.to(self.device))
-        return result
-
-    def _embed(
-        self, prefix: Tensor, inputs: Sequence[Tensor], decisions: Batch | None
-    ) -> Iterator[tuple[Activations, Activations]]:
-        """What `_extend` yields of a trunk without layers."""
-        nodes = torch.zeros(len(inputs), 0, dtype=torch.long) if decisions is None else decisions.ids
-        for ids in zip(inputs, nodes, strict=True):
-            own, below = (
-                Activations(prefix.new_empty(0, prefix.shape[1], len(of), prefix.shape[3]), self._embedded(of))
-                for of in ids
-            )
-            yield own, below
-
     def _extend(
         self,
-        part: nn.Module,
+        part: nn.Module | None,
         prefix: Tensor,
         rows: Sequence[Sequence[Activations]],
         inputs: Sequence[Tensor],
@@ -261,7 +204,7 @@ class PrefixCache(Transformer):
         """Run over tokens that follow known ones.
 
         Args:
-            part: Trunk or top.
+            part: Trunk, None if it has no layers, or top.
             prefix: Entries of its layers of the shared prefix.
             rows: What it made of each history so far.
             inputs: Ids (T,) or hidden states (T, H) that follow, of each row.
@@ -275,10 +218,11 @@ class PrefixCache(Transformer):
         marks = torch.tensor([_length(row) for row in rows])[:, None]
         (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
         width = 0 if decisions is None else decisions.ids.shape[1]
-        if part is self._trunk or self._trunk is None:
-            self.tokens_forwarded += count * size
+        # Those that pass the upper layers alone were counted when they passed the trunk.
+        self.tokens_forwarded += count * size if part is (self._trunk or self._top) else 0
         known = [[piece.entries for piece in row] for row in rows]
-        cache = cache_of(prefix, known, seen, size + width, self.shares(prefix, count * (size + width)), first_layer)
+        is_shared = self.shares(prefix, count * (size + width))
+        buffer = KVBuffer.filled(prefix, known, seen, size + width, is_shared)
         positions = shared + marks + torch.arange(size)
         keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
         before = torch.arange(shared + seen) < shared + marks
@@ -291,35 +235,11 @@ class PrefixCache(Transformer):
             visible = torch.cat([of_history, torch.cat([context, own], dim=2)], dim=1)
             fed, positions = torch.cat([fed, decisions.ids], dim=1), torch.cat([positions, decisions.positions], dim=1)
             keys = torch.cat([keys, decisions.positions], dim=1)
-        hidden = self._run(part, fed, positions, visible, keys, cache)
-        entries = entries_of(cache, slice(-size - width, None), first_layer)
-        for of_row, states, own in zip(entries, hidden, inputs, strict=True):
-            new = Activations(of_row, states)
+        hidden = self._run(part, fed, positions, visible, keys, buffer.cache(slice(None), shared + seen, first_layer))
+        for row, own in enumerate(inputs):
+            entries = buffer.entries(row, shared + seen, shared + seen + size + width)
+            new = Activations(entries, hidden[row])
             yield new[: len(own)], new[size:]
-
-    def _no_entries(self) -> Tensor:
-        """Entries of no tokens, (2L, heads, 0, head size): what every history begins with."""
-        cache, nobody = DynamicCache(), torch.zeros(1, 1, dtype=torch.long)
-        with torch.no_grad():
-            self._run(self._body, nobody, nobody, causal(0, 1)[None], nobody, cache)
-        return entries_of(cache, slice(0, 0))[0]
-
-    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False, is_packed: bool = False) -> bool:
-        """Whether tokens see what was kept, shared or their own, as they would see it in a sequence of their own."""
-        ids, positions, visible = probe()
-        alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
-        with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
-            self._run(self._body, ids, positions, visible, positions, alone)
-            cache = cache_of(entries_of(alone, slice(0, 2))[0].detach(), [[], []], 0, 3, is_shared)
-            # Packed, the second row has one token less.
-            cache.places = Places(torch.arange(5), 2, 3) if is_packed else None
-            ids, positions, visible = (part.expand(2, *part.shape[1:]) for part in (ids, positions, visible))
-            self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)
-            # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16
-            # drifts as far as an error would.
-            expected, received = (entries_of(of, slice(-3, -1), 1)[:, :2] for of in (alone, cache))
-            return torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0)
-        return False
 
 
 def _part_of(decision: Decision) -> Part:

@@ -19,14 +19,20 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ..errors import ModelLoadError
+from ..models.peft_internals import acting_on_every_token
+from ..models.transformers_internals import attention_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import register, sharing
-from .kv_cache import BufferCache
+from .kv_cache import BufferCache, KVBuffer, Places, entries_of
 from .layers import first_trained_layer, split
 from .masks import attention_mask, causal
 
 logger = logging.getLogger(__name__)
+
+# Attention in two parts, to what is shared and to a row's own, takes longer than in one where there is less to share:
+# fewer pairs of tokens than these.
+_SHARED_SCORES = 1024
 
 
 class Transformer:
@@ -57,6 +63,16 @@ class Transformer:
         self._top = self._body
         self._first_top_layer = 0
         self._check_parts()
+        self._nothing = self._no_entries()
+        if not self._sees_as_alone(is_shared=False):
+            logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
+            self._acceleration.unfuse()
+        is_sdpa = attention_of(self._body.config) == "sdpa"
+        # On a processor, where it was measured; in learning and acting.
+        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as_alone(is_shared=True)
+        self._can_share = self._can_share and self._sees_as_alone(is_shared=True, is_learning=True)
+        # Tokens of several rows side by side, in learning.
+        self._can_pack = is_sdpa and self._sees_as_alone(self._can_share, is_learning=True, is_packed=True)
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +102,7 @@ class Transformer:
         self._acceleration.forget_copies()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits (M, V) of hidden states (M, H), in the model's number format or in float32."""
+        """Next-token logits (M, V) of hidden states (M, H), in the model's dtype or in float32."""
         with self.ready():
             logits: Tensor = self._head(hidden)
         return logits if self._softcap is None else self._cap(logits)
@@ -99,13 +115,27 @@ class Transformer:
         logits = (self._head.weight[targets].float() @ hidden.float()[:, :, None])[:, :, 0]
         return self._cap(logits if self._head.bias is None else logits + self._head.bias[targets])
 
+    @property
+    def token_bytes(self) -> int:
+        """Size of a token's keys and values in all layers."""
+        return self._nothing.new_empty(*self._nothing.shape[:2], 1, self._nothing.shape[3]).nbytes
+
+    def new_states(self, *sizes: int) -> Tensor:
+        """Memory for hidden states (*sizes, H), filled with anything."""
+        width = self._body.get_input_embeddings().weight.shape[1]
+        return self._nothing.new_empty(*sizes, width)
+
+    def shares(self, prefix: Tensor, queries: int) -> bool:
+        """Whether `queries` tokens in one pass should attend to one shared prefix rather than to a copy in each row."""
+        return self._can_share and queries * prefix.shape[2] >= _SHARED_SCORES
+
     def _cap(self, logits: Tensor) -> Tensor:
         logits = logits.float()
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
     def _run(
         self,
-        part: nn.Module,
+        part: nn.Module | None,
         inputs: Tensor,
         positions: Tensor,
         visible: Tensor,
@@ -114,9 +144,14 @@ class Transformer:
     ) -> Tensor:
         """Last hidden states (B, T, H) of `part`, given token ids (B, T) or hidden states (B, T, H).
 
-        If the cache tells the tokens' places, these run side by side in one row: (1, N, H).
+        Without a part, they are the embeddings.
+
+        If the cache has `places`, tokens are packed into one row: (1, N, H).
         """
         device = self.device
+        if part is None:
+            embeddings: Tensor = self._body.get_input_embeddings()(inputs.to(device))
+            return embeddings
         mask = attention_mask(
             visible.to(device),
             positions.to(device),
@@ -152,6 +187,31 @@ class Transformer:
                 f"difference is {(received - expected).abs().max().item():.3g}. Use one of the registry's families, or "
                 "report the architecture as an issue."
             )
+
+    def _no_entries(self) -> Tensor:
+        """Keys and values of no tokens, (2L, heads, 0, head size)."""
+        cache, token = DynamicCache(), torch.zeros(1, 1, dtype=torch.long)
+        with torch.no_grad():
+            self._run(self._body, token, token, causal(0, 1)[None], token, cache)
+        return entries_of(cache, slice(0, 0))[0]
+
+    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False, is_packed: bool = False) -> bool:
+        """Whether tokens attend to a cache, shared or not, as they would in a plain sequence."""
+        ids, positions, visible = probe()
+        alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
+        with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
+            self._run(self._body, ids, positions, visible, positions, alone)
+            prefix = entries_of(alone, slice(0, 2))[0].detach()
+            cache = KVBuffer(prefix, 2, 5, is_shared).cache(slice(None), 2)
+            # Packed, the second row has one token less.
+            cache.places = Places(torch.arange(5), 2, 3) if is_packed else None
+            ids, positions, visible = (part.expand(2, *part.shape[1:]) for part in (ids, positions, visible))
+            self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)
+            # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16
+            # drifts as far as an error would.
+            expected, received = (entries_of(of, slice(-3, -1), 1)[:, :2] for of in (alone, cache))
+            return torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0)
+        return False
 
     @torch.no_grad()
     def _split(self) -> None:

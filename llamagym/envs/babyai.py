@@ -1,4 +1,4 @@
-"""BabyAI's grid worlds (https://arxiv.org/abs/1810.08272) in words: the mission, and what the agent sees of the room.
+"""BabyAI's grid worlds (https://arxiv.org/abs/1810.08272) as text: the mission, and what the agent sees of the room.
 
 The agent sees the 7 by 7 cells before it, turned so that it looks ahead; walls hide what is behind them. Positions are
 given as steps ahead and to the side, so the same view reads the same wherever the agent stands.

@@ -174,7 +174,7 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
         return self._observation(), reward, terminated, self._steps >= self._max_steps, self._info()
 
     def close(self) -> None:
-        """Close the game under way."""
+        """Close the current game."""
         if self._playing is not None:
             self._playing.close()
             self._playing = None

@@ -1,4 +1,4 @@
-"""Alarms: says in plain words when learning goes wrong, each time with the next move.
+"""Alarms: warns when learning goes wrong, and says what to try next.
 
 A rule looks at the statistics of the latest updates and returns a sentence, or None if all is well. Rules skip
 statistics that an algorithm does not have.

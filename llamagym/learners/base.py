@@ -124,7 +124,7 @@ class Learner(ABC, Generic[TargetsT]):
         return batch
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
-        """In words, how far the batch is from full."""
+        """Why no update has run yet: how full the batch is."""
         ready = sum(map(_count_turns, self._units(finished)))
         return (
             f"No update yet: finished episodes hold {ready} turns, and a batch needs {self.config.batch_size}. Play "

@@ -66,7 +66,7 @@ class ReinforceConfig(GRPOConfig):
     """REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696), returns normalised over the batch.
 
     One step on a batch, from where it was sampled: every ratio is 1, so nothing is clipped. (Turns that older weights
-    sampled, in episodes under way during the last update, are weighted by their ratio.)
+    sampled, in episodes that the last update interrupted, are weighted by their ratio.)
     """
 
     mini_batch_size: int = field(default=sys.maxsize, init=False)
@@ -98,7 +98,7 @@ class GRPO(Learner[Targets]):
         return 1 if self.config.baseline == "none" else self.config.group_size
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
-        """In words, how far the batch is from full, and what waits for the rest of its group."""
+        """Why no update has run yet: how full the batch is, and which episodes wait for the rest of their group."""
         waiting = len(finished) - sum(map(len, self._units(finished)))
         rest = f" {waiting} more wait until their group has {self.config.group_size}." if waiting else ""
         return super().why_no_update(finished) + rest

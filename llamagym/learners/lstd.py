@@ -83,7 +83,7 @@ def normal_equations(
     size = rows.shape[1]
     total = rows.new_zeros(size, size + 1)
     turns = torch.tensor(list(lengths), dtype=torch.long)
-    # The longest first, so that those still under way at a turn are the first ones.
+    # The longest first, so that the episodes that reach a turn are the first ones.
     order = turns.argsort(descending=True)
     starts, turns, final_values = (turns.cumsum(0) - turns)[order], turns[order], final_values[order].to(rows)
     traces = rows.new_zeros(len(turns), size)

@@ -26,7 +26,7 @@ from ..policy.policy import Policy
 
 @dataclass(frozen=True)
 class ReplayConfig(Options):
-    """What is kept, and how it is learnt from.
+    """What the replay buffer keeps, and how it is learnt from.
 
     Attributes:
         episodes: The best of the recent episodes that are learnt from, by return with penalties; of equal ones, any.
@@ -62,7 +62,7 @@ class Replay:
 
         Args:
             policy: Whose trainable weights are updated; the value head is left alone.
-            config: What is kept, and how it is learnt from.
+            config: What to keep, and how to learn from it.
         """
         self.policy = policy
         self.config = config

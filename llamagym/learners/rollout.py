@@ -1,6 +1,6 @@
-"""What is known of a batch's turns before they are credited: when they were sampled, and by the weights of now.
+"""The rollout batch: log-probabilities of its turns when they were sampled, and under the current weights.
 
-Long episodes are under way during several updates, so older weights sampled their first turns. How far an update may go
+Long episodes span several updates, so older weights sampled their first turns. How far an update may go
 is measured from the policy before it, whoever sampled; turns of older weights count by how much more likely that policy
 makes them (the decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641, weights truncated).
 
@@ -33,7 +33,7 @@ class Sampled:
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
         weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
-        features: What these are read from, float (N, H); (N, 0) if nobody asked for them.
+        features: What these are read from, float (N, H); (N, 0) if they were not requested.
         ref_logprobs: The same under the reference, where there is one.
         ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
         rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.

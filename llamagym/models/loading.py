@@ -177,7 +177,7 @@ def embedded_model_folder() -> Path:
 
 
 def _remove_stale(root: Path) -> None:
-    """Delete the scratch folders of conversions that were killed, and not those of conversions under way."""
+    """Delete the scratch folders of conversions that were killed, but not those of running conversions."""
     for scratch in root.glob(f"{_SCRATCH}*"):
         with suppress(FileNotFoundError):  # another process deletes it too
             if time.time() - scratch.stat().st_mtime > _STALE_S:
@@ -188,7 +188,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     if find_spec("gguf") is None:
         raise ModelLoadError("converting the embedded model needs the package 'gguf'. Install it: pip install gguf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The file asks for the pre-tokenizer "smollm": digits stand alone, and split before whitespace is looked at.
+    # The file asks for the pre-tokenizer "smollm": digits stand alone, and are split off before whitespace.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -23,13 +23,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from peft.tuners.lora import LoraLayer
+from .peft_internals import count_active, double_ranks_, projections
 
 # No component is amplified more than this many times over an average input: beyond it lies rounding, not observation.
 _MAX_GAIN = 30.0
@@ -52,34 +51,16 @@ def is_activated(model: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def acting_on_every_token(model: nn.Module) -> Iterator[None]:
-    """While open, an activated LoRA changes all tokens it is given, as a plain one does; otherwise it changes none.
-
-    PEFT finds the reply by its invocation tokens in `input_ids`; whoever knows where it starts passes only its tokens.
-    """
-    layers = _lora_layers(model)
-    variants = [layer.lora_variant for layer in layers]
-    for layer in layers:
-        layer.lora_variant = {}
-    try:
-        yield
-    finally:
-        for layer, variant in zip(layers, variants, strict=True):
-            layer.lora_variant = variant
-
-
 def fresh_rows(model: nn.Module) -> dict[nn.Linear, Tensor]:
     """The rows of each A matrix whose columns of B are still zero, int64; matrices that have none are left out."""
-    rows = {down: (~up.weight.any(dim=0)).nonzero()[:, 0] for down, up in _projections(model)}
+    rows = {down: (~up.weight.any(dim=0)).nonzero()[:, 0] for down, up in projections(model)}
     return {down: of_down for down, of_down in rows.items() if len(of_down)}
 
 
 def is_fresh(model: nn.Module) -> bool:
     """Whether there is LoRA, on linear layers alone, and none of it does anything yet."""
-    pairs, layers = _projections(model), _lora_layers(model)
-    everywhere = sum(name in layer.r for layer in layers for name in layer.active_adapters)
-    return bool(pairs) and len(pairs) == everywhere and not any(up.weight.any() for _, up in pairs)
+    pairs = projections(model)
+    return bool(pairs) and len(pairs) == count_active(model) and not any(up.weight.any() for _, up in pairs)
 
 
 @torch.no_grad()
@@ -92,7 +73,7 @@ def set_aside_(model: nn.Module) -> None:
     Args:
         model: A PEFT model with LoRA on linear layers alone.
     """
-    for down, up in _projections(model):
+    for down, up in projections(model):
         rank = down.out_features
         # As PEFT begins: A at random, as large as it was, and B at zero.
         fresh = torch.randn(down.weight.shape, generator=torch.Generator().manual_seed(0)).to(down.weight)
@@ -103,8 +84,7 @@ def set_aside_(model: nn.Module) -> None:
         learns = torch.arange(2 * rank, device=down.weight.device) >= rank
         down.weight.register_hook(lambda grad, learns=learns: grad * learns[:, None])
         up.weight.register_hook(lambda grad, learns=learns: grad * learns)
-    for layer in _lora_layers(model):
-        layer.r.update({name: 2 * layer.r[name] for name in layer.active_adapters if name in layer.r})
+    double_ranks_(model)
     adapted: Any = model
     config = adapted.active_peft_config
     # The scale, alpha / r or alpha / sqrt(r), stays what it is when the adapter is loaded again.
@@ -112,23 +92,6 @@ def set_aside_(model: nn.Module) -> None:
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
-
-
-def _projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
-    """A and B of each active LoRA on a linear layer."""
-    return [
-        (down, up)
-        for layer in _lora_layers(model)
-        for name, down in layer.lora_A.items()
-        if name in layer.active_adapters
-        if isinstance(down, nn.Linear) and isinstance(up := layer.lora_B[name], nn.Linear)
-    ]
-
-
-def _lora_layers(model: nn.Module) -> list[LoraLayer]:
-    from peft.tuners.lora import LoraLayer
-
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 @contextmanager

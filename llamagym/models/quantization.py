@@ -38,7 +38,7 @@ def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: ob
 
 
 def quantization_config(in_8bit: bool, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
-    """What transformers is told: 8 bits, or else 4 (NF4), which compute in `dtype`."""
+    """Transformers' configuration: 8 bit, or else 4 bit (NF4), computing in `dtype`."""
     return transformers.BitsAndBytesConfig(
         load_in_8bit=in_8bit,
         load_in_4bit=not in_8bit,

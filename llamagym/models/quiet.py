@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def loading_quietly() -> Iterator[None]:
-    """While open, no bar of the weights is drawn where nobody could see it move, and PEFT's old names are no news."""
+    """While open, only a terminal gets transformers' progress bar, and PEFT's deprecations are silent."""
     hides_bar = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     with warnings.catch_warnings():
         # PEFT 0.21 asks transformers 5 for a property under its old name whenever it wraps a model.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelLoadError
 from .hub import ADAPTER_CONFIG, drop_local_base, find_file, first_line, read_tensors, tensor_files
+from .peft_internals import names_of_embeddings
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
 
@@ -242,11 +243,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_peft_model:
-            from peft.utils.constants import EMBEDDING_LAYER_NAMES
-
             # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.
             targets = getattr(self.pretrained_model.active_peft_config, "target_modules", None) or ()
-            kwargs.setdefault("save_embedding_layers", not set(EMBEDDING_LAYER_NAMES).isdisjoint(targets))
+            kwargs.setdefault("save_embedding_layers", not names_of_embeddings().isdisjoint(targets))
         self.pretrained_model.save_pretrained(str(folder), **kwargs)
         head = {_PREFIX + key: value.detach().cpu().contiguous() for key, value in self.v_head.state_dict().items()}
         save_file(head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})

@@ -1,6 +1,6 @@
-"""A policy at work in environments: observations become contexts, replies become actions.
+"""Acting: turns observations into contexts, and replies into actions, in any number of environments.
 
-What learns from it stands above, in `agent`.
+Learning is added by `agent.Agent`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Actor(TextInterface):
 
     @property
     def current_episode_messages(self) -> list[Message]:
-        """The conversation under way in environment 0, as chat messages."""
+        """The current conversation of environment 0, as chat messages."""
         return self.conversation(0).messages
 
     @property
@@ -79,7 +79,7 @@ class Actor(TextInterface):
         return [turn.reward for turn in self.conversation(0).turns]
 
     def conversation(self, env_id: Hashable) -> Conversation:
-        """The conversation under way in an environment; a new one if none is."""
+        """The current conversation of an environment; a new one if there is none."""
         if env_id not in self._conversations:
             self._conversations[env_id] = self._new_conversation()
         return self._conversations[env_id]
@@ -127,7 +127,7 @@ class Actor(TextInterface):
         return actions
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
-        """Forget episodes under way, without learning from them."""
+        """Drop unfinished episodes without learning from them."""
         for env_id in env_ids:
             self._conversations.pop(env_id, None)
 

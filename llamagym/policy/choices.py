@@ -15,8 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..engine.token_tree import ReadPlan
 from ..errors import ConfigError, did_you_mean
+from .read_plan import ReadPlan
 
 ChoiceNormalization = Literal["none", "token", "word"]
 # What a choice, given as token ids, has its log-likelihood divided by.

@@ -50,7 +50,7 @@ class Policy:
         generation: How replies are sampled.
         choice_prior: Mean score of each choice under the reference, frozen once measured.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
-        weights_version: Number of updates so far; whoever changes the weights raises it.
+        weights_version: Number of updates so far; must be raised whenever the weights change.
     """
 
     def __init__(
@@ -234,13 +234,17 @@ class Policy:
         """Rows in chunks of one prefix, padded to their largest size at most `most`, or of a single row.
 
         Without `sizes`, they are those of a forward pass in nodes, in which equal trees lie together and count once.
+        With them, as in decoding, every row counts, and a chunk has generation prompts of one length.
         """
         is_pass = sizes is None
         if sizes is None:
             sizes = [self._backbone.size(tree) for tree in trees]
 
+        def kind(row: int) -> tuple[object, ...]:
+            return trees[row].prefix, 0 if is_pass else trees[row].node_count
+
         def order(row: int) -> tuple[object, ...]:
-            return trees[row].prefix, sizes[row], trees[row].history
+            return *kind(row), sizes[row], trees[row].history
 
         chunk: list[int] = []
         distinct = 0
@@ -248,7 +252,7 @@ class Policy:
             is_new = not (chunk and is_pass and trees[row] == trees[chunk[-1]])
             # They come by size, so this is what all would cost as a rectangle.
             is_full = is_new and (distinct + 1) * sizes[row] > most
-            if chunk and (is_full or trees[row].prefix != trees[chunk[-1]].prefix):
+            if chunk and (is_full or kind(row) != kind(chunk[-1])):
                 yield chunk
                 chunk, distinct = [], 0
             chunk.append(row)

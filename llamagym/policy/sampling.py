@@ -40,7 +40,7 @@ def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
 def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
     """For each of `rows` (N,) a token drawn from softmax(logits) of that row, int64 (N,), on the CPU.
 
-    First a group of tokens, then one of the group: what must be looked at are the groups' sums and one group.
+    Draws a group of tokens first and then one token of it, which reads the groups' sums and a single group.
 
     Args:
         logits: Float (B, V).

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..engine.backbone import Backbone
 from ..engine.likelihood import logprobs_and_entropy
-from ..engine.token_tree import Batch, ReadPlan, TokenTree
+from ..engine.token_tree import Batch, TokenTree
 from .choices import ChoiceLength, choice_logprobs, choice_scores
+from .read_plan import ReadPlan
 
 # Bytes of logits that are computed at once: in bfloat16, those of 256 nodes over 50,000 words.
 _LOGITS_BYTES = 25 * 2**20

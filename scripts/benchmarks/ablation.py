@@ -2,166 +2,141 @@
 
 python scripts/benchmarks/ablation.py [--only VARIANT ...]
 
-Each variant runs in a process of its own, in which one piece is switched off; four at a time are measured in turn with
-one in which none is. Below 1, the piece makes the workload faster: 0.9 is a tenth less without it. What is not below
-0.95 anywhere does not pay.
+In one process, with and without in turn. Below 1, the piece makes the workload faster: 0.9 is a tenth less without it.
+What is not below 0.95 anywhere does not pay.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-from common import ENVIRONMENT, Rival, rates_in_turn, save, serve
+from common import save
+from torch.nn import functional
+from workloads import WORKLOADS, agent_of, round_of, take_batch
 
-SWITCH = "LLAMAGYM_CPU_KERNELS"
-WORKLOADS = ("repeated", "repeated-choices", "unique", "conversation")
-# Half of its environments and turns: a round takes a quarter of the time, and the picture is the same.
-SMALLER = {"conversation": {"envs": 8, "turns": 5}}
-ROUNDS = 4
-AT_ONCE = 4  # Each takes some GB.
+from llamagym.cpu import fused_layer
+from llamagym.engine import likelihood
+
+# A conversation's round takes a minute otherwise, and the picture is the same.
+MEASURED = {
+    "repeated": WORKLOADS["repeated"],
+    "unique": WORKLOADS["unique"],
+    "conversation": replace(WORKLOADS["conversation"], envs=6, turns=5),
+}
+ROUNDS = 3
 LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
-def _unfused(agent: Any) -> None:
-    agent.policy._backbone._acceleration.unfuse()
+def _acceleration(agent: Any) -> Any:
+    return agent.policy._backbone._acceleration
 
 
-def _unpacked(agent: Any) -> None:
-    agent.policy._backbone._acceleration._packed._max_bytes = 0
+@contextmanager
+def _without_packing(agent: Any) -> Iterator[None]:
+    _acceleration(agent).forget_copies()
+    with patch.object(_acceleration(agent)._packed, "_max_bytes", 0):
+        yield
+        _acceleration(agent).forget_copies()
 
 
-def _plain_likelihood(agent: Any) -> None:
-    from llamagym.engine import likelihood
-
-    likelihood.likelihood_kernels = lambda logits: None
-
-
-def _plain_low_rank(agent: Any) -> None:
-    from llamagym.cpu import fused_layer
-
-    usual = fused_layer.low_rank_of
-    fused_layer.low_rank_of = lambda module: None if (found := usual(module)) else found
+@contextmanager
+def _without_prefix_cache(agent: Any) -> Iterator[None]:
+    agent.policy._backbone.forget_all()
+    with patch.object(agent.policy._backbone._tree, "_max_bytes", 0):
+        yield
 
 
-def _plain_attention(agent: Any) -> None:
-    """Acting's attention of fused layers by PyTorch."""
-    import torch
-
-    from llamagym.cpu import fused_layer
-
-    usual, plain = fused_layer._Layer._look, fused_layer._Layer._look_by_pytorch
-    fused_layer._Layer._look = lambda self, *given, **others: (usual if torch.is_grad_enabled() else plain)(
-        self, *given, **others
-    )
+@contextmanager
+def _without_kernels(agent: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in ("cpu/packing", "cpu/fused_layer", "cpu/likelihood"):
+            stack.enter_context(VARIANTS[name](agent))
+        yield
 
 
-def _plain_attention_backward(agent: Any) -> None:
-    for layer in agent.policy._backbone._acceleration._fused._layers.values():
-        layer._may_hold_scores = lambda mask, heads: False
+def _normalize(states: Any, weight: Any, epsilon: float, addend: Any = None) -> Any:
+    total = states if addend is None else states + addend
+    return total, functional.rms_norm(total, weight.shape, weight, epsilon)
 
 
-def _no_cache(agent: Any) -> None:
-    agent.policy._backbone._tree._max_bytes = 0
+@contextmanager
+def _without_rowwise(agent: Any) -> Iterator[None]:
+    with (
+        patch.object(fused_layer, "normalize", _normalize),
+        patch.object(fused_layer, "gated", lambda gate, up: functional.silu(gate) * up),
+    ):
+        yield
 
 
-def _no_space(agent: Any) -> None:
-    agent.policy._backbone.space._max_bytes = 0
+@contextmanager
+def _without_attention_backward(agent: Any) -> Iterator[None]:
+    layers = _acceleration(agent)._fused._layers.values()
+    for layer in layers:
+        layer._may_hold_scores, layer.kept = lambda mask, heads: False, layer._may_hold_scores
+    yield
+    for layer in layers:
+        layer._may_hold_scores = layer.kept
 
 
-def _without_flag(flag: str) -> Callable[[Any], None]:
-    return lambda agent: setattr(agent.policy._backbone, flag, False)
-
-
-VARIANTS: dict[str, Callable[[Any], None]] = {
-    "everything": lambda agent: None,
-    "cpu/": lambda agent: None,
-    "cpu/packing": _unpacked,
-    "cpu/fused_layer": _unfused,
-    "cpu/likelihood": _plain_likelihood,
-    "cpu/low_rank": _plain_low_rank,
-    "cpu/attention_kernel": _plain_attention,
-    "cpu/attention_backward": _plain_attention_backward,
-    "prefix cache": _no_cache,
-    "space": _no_space,
-    "shared prefix in attention": _without_flag("_can_share"),
-    "rows side by side": _without_flag("_can_pack"),
+VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+    "cpu/": _without_kernels,
+    "cpu/packing": _without_packing,
+    "cpu/fused_layer": lambda agent: patch.object(_acceleration(agent), "_fused", None),
+    "cpu/likelihood": lambda agent: patch.object(likelihood, "likelihood_kernels", lambda logits: None),
+    "cpu/rowwise": _without_rowwise,
+    "cpu/attention_kernel": lambda agent: patch.object(fused_layer, "_MANY_TOKENS", 0),
+    "cpu/attention_backward": _without_attention_backward,
+    "engine/radix_tree": _without_prefix_cache,
+    "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone, "_can_share", False),
+    "sequence packing": lambda agent: patch.object(agent.policy._backbone, "_can_pack", False),
 }
 
 
-def rates_without(variant: str) -> dict[str, Callable[[], float]]:
-    """By workload, acting and learning: what measures turns a second with one piece switched off."""
-    from workloads import WORKLOADS as ALL
-    from workloads import agent_of, round_of, take_batch
-
-    agents: dict[str, Any] = {}
-    plays: dict[str, Callable[[], int]] = {}
-    batches: dict[str, list[Any]] = {}
-
-    def act(name: str) -> float:
-        if name not in agents:
-            workload = replace(ALL[name], **SMALLER.get(name, {}))
-            agents[name] = agent_of(workload, **LEARNING)
-            VARIANTS[variant](agents[name])
-            agents[name].policy._backbone.forget_copies()
-            plays[name] = round_of(workload, agents[name])
+def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManager[Any]) -> dict[str, float]:
+    """Turns a second of one round of acting, and of one update on it, with something switched off."""
+    with switched:
+        agent.policy.weights_version += 1
         started = time.perf_counter()
-        turns = plays[name]()
-        rate = turns / (time.perf_counter() - started)
-        batches[name] = take_batch(agents[name], plays[name])
-        return rate
-
-    def learn(name: str) -> float:
-        """On what was acted last, which the caches know; weights change, so acting begins anew."""
+        acting = play() / (time.perf_counter() - started)
+        batch = take_batch(agent, play)
         started = time.perf_counter()
-        agents[name].learner.update(batches[name])
-        return sum(len(episode.turns) for episode in batches[name]) / (time.perf_counter() - started)
-
-    return {f"{kind} {name}": partial(do, name) for name in WORKLOADS for kind, do in (("act", act), ("learn", learn))}
-
-
-def measure_group(names: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rates of some variants in turn, by work and variant."""
-    with ExitStack() as stack:
-        rates = {}
-        for name in names:
-            environment = ENVIRONMENT | ({SWITCH: "0"} if name == "cpu/" else {})
-            command = [sys.executable, os.path.abspath(__file__), "--serve", name]
-            variant = stack.enter_context(Rival(name, command, environment))
-            for order, work in enumerate(f"{kind} {workload}" for workload in WORKLOADS for kind in ("act", "learn")):
-                rates[order, work, name] = partial(variant.rate, work)
-        measured = rates_in_turn({key: rates[key] for key in sorted(rates, key=lambda key: key[0])}, ROUNDS)
-    return {(work, name): rate for (_, work, name), rate in measured.items()}
+        agent.learner.update(batch)
+        return {"act": acting, "learn": sum(len(of.turns) for of in batch) / (time.perf_counter() - started)}
 
 
 def main() -> None:
-    """Measure all variants in turn, or serve one of them."""
+    """Measure all variants, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[name for name in VARIANTS if name != "everything"], default=None)
-    parser.add_argument("--serve", choices=VARIANTS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve:
-        serve(rates_without(args.serve), "torch")
-        return
-    names = args.only or [name for name in VARIANTS if name != "everything"]
-    table: dict[str, dict[str, Any]] = {}
-    for first in range(0, len(names), AT_ONCE):
-        measured = measure_group(["everything", *names[first : first + AT_ONCE]])
-        for (work, name), rate in measured.items():
-            if name != "everything":
-                share = rate["median"] / measured[work, "everything"]["median"]
-                table.setdefault(name, {})[work] = {"of_everything": round(share, 3), **rate}
-        print(
-            {name: {work: of["of_everything"] for work, of in row.items()} for name, row in table.items()}, flush=True
-        )
-    save("ablation", {"unit": "turns per second, medians", "rounds": ROUNDS - 1, "without": table})
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    names: list[str] = parser.parse_args().only
+    table: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for workload, of in MEASURED.items():
+        agent = agent_of(of, **LEARNING)
+        play = round_of(of, agent)
+        for _ in range(2):
+            measure(agent, play, ExitStack())
+        for name in names:
+            pairs = []
+            for _ in range(ROUNDS):
+                usual = measure(agent, play, ExitStack())
+                pairs.append((usual, measure(agent, play, VARIANTS[name](agent))))
+            for work in ("act", "learn"):
+                ratios = [without[work] / usual[work] for usual, without in pairs]
+                table[name][f"{work} {workload}"] = {
+                    "without_over_with": round(statistics.median(ratios), 3),
+                    "all": ratios,
+                    "turns_per_second": statistics.median(usual[work] for usual, _ in pairs),
+                }
+            shown = {work: row["without_over_with"] for work, row in table[name].items()}
+            print(f"{name}: {shown}", flush=True)
+    save("ablation", {"unit": "turns per second without, over with; medians of pairs in turn", "rows": table})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""What this library needs of PEFT beyond its documented interface, all in one file.
+
+`tests/test_internals.py` checks each of these against the installed version, and names the one that broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+VERSIONS = ">=0.21,<0.22"
+"""Versions of PEFT that this file is known to fit."""
+
+
+def lora_layers(model: nn.Module) -> list[LoraLayer]:
+    """All layers that LoRA was added to."""
+    from peft.tuners.lora import LoraLayer  # PEFT takes more than a second to import
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+    """A and B of each active LoRA on a linear layer."""
+    return [
+        (down, up)
+        for layer in lora_layers(model)
+        for name, down in layer.lora_A.items()
+        if name in layer.active_adapters
+        if isinstance(down, nn.Linear) and isinstance(up := layer.lora_B[name], nn.Linear)
+    ]
+
+
+def count_active(model: nn.Module) -> int:
+    """How many active LoRA there are, on layers of any kind."""
+    return sum(name in layer.r for layer in lora_layers(model) for name in layer.active_adapters)
+
+
+def double_ranks_(model: nn.Module) -> None:
+    """Let layers know that the rank of their active LoRA has doubled."""
+    for layer in lora_layers(model):
+        layer.r.update({name: 2 * layer.r[name] for name in layer.active_adapters if name in layer.r})
+
+
+@contextmanager
+def acting_on_every_token(model: nn.Module) -> Iterator[None]:
+    """While open, an activated LoRA changes all tokens it is given, as a plain one does; otherwise it changes none.
+
+    PEFT finds the reply by its invocation tokens in `input_ids`; here the caller passes the reply's tokens alone.
+    """
+    layers = lora_layers(model)
+    variants = [layer.lora_variant for layer in layers]
+    for layer in layers:
+        layer.lora_variant = {}
+    try:
+        yield
+    finally:
+        for layer, variant in zip(layers, variants, strict=True):
+            layer.lora_variant = variant
+
+
+def base_of(layer: Any) -> Any:
+    """A layer without what PEFT added to it."""
+    return getattr(layer, "base_layer", layer)
+
+
+def adapters_by_module(model: nn.Module) -> dict[nn.Module, Any]:
+    """For each module inside a layer that PEFT changed, that layer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return {inner: layer for layer in adapted for inner in layer.modules()}
+
+
+def merged_into(layer: Any) -> tuple[str, ...]:
+    """Adapters whose products have been added to a layer's own weight, which does not change its version."""
+    return tuple(layer.merged_adapters)
+
+
+def names_of_embeddings() -> set[str]:
+    """What PEFT takes for embeddings when it saves an adapter."""
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    return set(EMBEDDING_LAYER_NAMES)

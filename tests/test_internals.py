@@ -1,0 +1,161 @@
+"""What other libraries do not document and this one needs, piece by piece, so that the one that broke is named."""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import nn
+
+import llamagym
+from llamagym.models import peft_internals, torch_internals, transformers_internals
+from tests.tiny import tiny_model
+
+INTERNALS = {"peft": peft_internals, "torch": torch_internals, "transformers": transformers_internals}
+# Attributes with an underscore that belong to Python or to PyTorch's documented way to subclass.
+OURS = {"_asdict", "_replace"}
+
+
+@pytest.mark.parametrize("library", INTERNALS)
+def test_the_installed_version_is_one_that_its_file_is_known_to_fit(library):
+    known = SpecifierSet(INTERNALS[library].VERSIONS)
+    installed = version(library).split("+")[0]
+    assert installed in known, (
+        f"{library} {installed} is none of {known}: run these tests, and if they pass widen VERSIONS in "
+        f"models/{library}_internals.py"
+    )
+
+
+@pytest.mark.parametrize("attribute", ["active_adapters", "lora_A", "lora_B", "lora_variant"])
+def test_lora_layers_have(attribute):
+    layers = peft_internals.lora_layers(tiny_model("llama").pretrained_model)
+    assert layers
+    assert all(hasattr(layer, attribute) for layer in layers)
+
+
+@pytest.mark.parametrize("attribute", ["base_layer", "merged_adapters", "r"])
+def test_adapted_layers_have(attribute):
+    layers = peft_internals.lora_layers(tiny_model("llama").pretrained_model)
+    assert all(hasattr(layer, attribute) for layer in layers)
+
+
+def test_an_activated_lora_has_a_variant_and_a_plain_one_has_none():
+    for activated in (True, False):
+        layers = peft_internals.lora_layers(tiny_model("llama", activated=activated).pretrained_model)
+        assert all(bool(layer.lora_variant) == activated for layer in layers)
+
+
+def test_active_lora_is_counted_and_its_rank_doubled():
+    model = tiny_model("llama").pretrained_model
+    pairs = peft_internals.projections(model)
+    assert len(pairs) == peft_internals.count_active(model) > 0
+    ranks = [dict(layer.r) for layer in peft_internals.lora_layers(model)]
+    peft_internals.double_ranks_(model)
+    assert [layer.r for layer in peft_internals.lora_layers(model)] == [{"default": 2 * of["default"]} for of in ranks]
+
+
+def test_modules_know_the_layer_that_adapts_them():
+    model = tiny_model("llama").pretrained_model
+    adapters = peft_internals.adapters_by_module(model)
+    for layer in peft_internals.lora_layers(model):
+        assert adapters[peft_internals.base_of(layer)] is layer
+        assert peft_internals.merged_into(layer) == ()
+
+
+def test_merging_is_seen():
+    model = tiny_model("llama", activated=False).pretrained_model
+    model.merge_adapter()
+    assert all(peft_internals.merged_into(layer) == ("default",) for layer in peft_internals.lora_layers(model))
+
+
+def test_embeddings_have_names():
+    assert "embed_tokens" in peft_internals.names_of_embeddings()
+
+
+def test_attention_functions_are_known_by_name():
+    config = tiny_model("llama").pretrained_model.config
+    assert transformers_internals.attention_of(config) == "sdpa"
+    assert transformers_internals.has_attention("sdpa")
+    assert not transformers_internals.has_attention("nothing of this name")
+    transformers_internals.register_attention("ours", len)
+    assert transformers_internals.attention_function("ours") is len
+    with transformers_internals.attending_by(config, "ours"):
+        assert transformers_internals.attention_of(config) == "ours"
+    assert transformers_internals.attention_of(config) == "sdpa"
+
+
+def test_rotary_positions_turn_halves_of_heads():
+    query, key = torch.randn(2, 1, 1, 3, 4).unbind()
+    angle = torch.rand(1, 3, 2).repeat(1, 1, 2)
+    turned = transformers_internals.rotate(query, key, (angle.cos(), angle.sin()))
+    for before, after in zip((query, key), turned, strict=True):
+        low, high = before.chunk(2, -1)
+        cosines, sines = angle.cos()[:, None, :, :2], angle.sin()[:, None, :, :2]
+        expected = torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1)
+        assert torch.allclose(after, expected, atol=1e-6)
+
+
+def test_a_cache_layer_takes_entries_without_learning_what_they_are():
+    layer = transformers_internals.InitializedLayer(torch.zeros(1, dtype=torch.bfloat16))
+    assert (layer.dtype, layer.is_initialized) == (torch.bfloat16, True)
+    layer.keys = layer.values = torch.zeros(1, 1, 0, 2, dtype=torch.bfloat16)
+    keys, _ = layer.update(*torch.ones(2, 1, 1, 3, 2, dtype=torch.bfloat16).unbind())
+    assert keys.shape == (1, 1, 3, 2)
+
+
+@pytest.mark.parametrize("pack", ["pack", "pack_float16"])
+@pytest.mark.kernels
+def test_packed_weights_multiply(pack):
+    weight, inputs = torch.randn(6, 4).half().float(), torch.randn(3, 4)
+    if not torch_internals.can_pack(weight):
+        pytest.skip("this machine does not pack weights")
+    product = getattr(torch_internals, pack)(weight)(inputs)
+    assert torch.allclose(product, inputs @ weight.T, atol=1e-5)
+
+
+def test_changes_in_place_and_hooks_are_seen():
+    layer = nn.Linear(2, 2)
+    before = torch_internals.version_of(layer.weight)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert torch_internals.version_of(layer.weight) > before
+    assert not any(torch_internals.hooks_of(layer))
+    layer.register_forward_pre_hook(print)
+    assert any(torch_internals.hooks_of(layer))
+
+
+def test_a_shallow_copy_shares_parameters_and_not_modules():
+    body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    copied = torch_internals.shallow_copy(body)
+    copied[1] = nn.Identity()
+    assert isinstance(body[1], nn.Linear)
+    assert copied[0] is body[0]
+
+
+def test_nothing_else_touches_what_has_an_underscore():
+    """Of a name that another object gives: `self._x` and a file's own `_x` are ours."""
+    library = Path(llamagym.__file__).parent
+    files = [path for path in library.rglob("*.py") if not path.name.endswith("_internals.py")]
+    ours = {
+        name
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in [
+            *([node.attr] if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else []),
+            *([node.name] if isinstance(node, ast.FunctionDef) else []),
+            *([node.target.id] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else []),
+            *(
+                [target.id for target in node.targets if isinstance(target, ast.Name)]
+                if isinstance(node, ast.Assign)
+                else []
+            ),
+        ]
+    }
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                assert node.attr in ours | OURS, f"{path.relative_to(library)}, line {node.lineno}: {node.attr}"
