@@ -30,14 +30,16 @@ def test_the_installed_version_is_one_that_its_file_is_known_to_fit(library):
     )
 
 
-@pytest.mark.parametrize("attribute", ["active_adapters", "lora_A", "lora_B", "lora_variant"])
+@pytest.mark.parametrize(
+    "attribute", ["active_adapters", "lora_A", "lora_B", "lora_bias", "lora_dropout", "lora_variant"]
+)
 def test_lora_layers_have(attribute):
     layers = peft_internals.lora_layers(tiny_model("llama").pretrained_model)
     assert layers
     assert all(hasattr(layer, attribute) for layer in layers)
 
 
-@pytest.mark.parametrize("attribute", ["base_layer", "merged_adapters", "r"])
+@pytest.mark.parametrize("attribute", ["base_layer", "disable_adapters", "merged", "merged_adapters", "r", "scaling"])
 def test_adapted_layers_have(attribute):
     layers = peft_internals.lora_layers(tiny_model("llama").pretrained_model)
     assert all(hasattr(layer, attribute) for layer in layers)

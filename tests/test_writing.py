@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llamagym.engine.likelihood import sums_in_groups
+from llamagym.engine.space import Space
 from llamagym.policy.sampling import draw, draw_tokens
 from tests.agents import WordAgent, make_agent
 from tests.tiny import FAMILIES
@@ -83,6 +84,7 @@ def test_nothing_is_read_from_memory_that_was_never_written(activated):
     try:
         for _ in range(2):
             replies += say(agent, ["x", "xyz", "x" * 9] * 8)[0]
+            agent.policy._backbone.space._kept.fill_(torch.nan)
         with torch.no_grad():
             now = agent.policy.evaluate([agent.conversation(env).current_segment() for env in range(24)])
     finally:
@@ -115,6 +117,19 @@ def test_a_prompt_is_rendered_once(monkeypatch):
     assert (template.first_prompt("s", "x"), template.next_prompt("x", None)) == expected
     assert len(rendered) == 2
     assert template.first_prompt("s", "y") != expected[0]
+
+
+def test_memory_is_taken_again_where_it_suffices():
+    space, like = Space(max_bytes=400), torch.empty(0)
+    first = space.take(like, (4, 20))
+    assert space.take(like, (3, 5)).data_ptr() == first.data_ptr()
+    larger = space.take(like, (10, 10))
+    assert larger.shape == (10, 10)
+    assert space.take(like, (4, 20)).data_ptr() == larger.data_ptr() != first.data_ptr()
+    # What is too large is not kept, and what is kept is not lost by it.
+    assert space.take(like, (101,)).shape == (101,)
+    assert space.take(like, (100,)).data_ptr() == larger.data_ptr()
+    assert space.take(like.half(), (4,)).dtype == torch.float16
 
 
 # One group a token, groups of one size, and groups of which some have no weight.

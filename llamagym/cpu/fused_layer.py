@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..models.peft_internals import base_of
+from ..models.peft_internals import base_of, low_rank_of
 from ..models.torch_internals import hooks_of
 from ..models.transformers_internals import attention_function, attention_of, has_attention, rotate
 from .attention_backward import attend_with_gradients
 from .attention_kernel import attend
 from .compiling import has_kernels
+from .low_rank import add_low_rank
 from .packing import Packed
 from .rowwise import gated, normalize
 
-# Tokens of a row from which on PyTorch's attention is faster than the compiled one, if there are no gradients.
-_MANY_TOKENS = 8
+# Without gradients, PyTorch's attention is faster than the compiled one from so many tokens and columns on.
+_MANY_TOKENS, _MANY_COLUMNS = 8, 256
 _KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
@@ -129,7 +130,7 @@ class _Layer:
             is_simple = hasattr(cache, "grow") and not cache.keeps_gradients
             if not is_simple or not self._may_hold_scores(mask, query.shape[2] // attention.head_dim):
                 return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
-        elif query.shape[1] >= _MANY_TOKENS:
+        elif query.shape[1] >= _MANY_TOKENS and mask.shape[-1] >= _MANY_COLUMNS:
             return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
         shared, places = others.get("shared_prefix"), others.get("places")
         if places is not None:
@@ -161,9 +162,11 @@ class _Layer:
 
     def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (B, T, O) of projections of the same inputs."""
-        if all(type(module) is nn.Linear for module in modules):
-            return self._packed.multiply(modules, inputs)
-        return tuple(module(inputs) for module in modules)
+        added = [low_rank for module in modules if (low_rank := low_rank_of(module)) is not None]
+        if len(added) < len(modules):
+            return tuple(module(inputs) for module in modules)
+        products = self._packed.multiply(tuple(map(base_of, modules)), inputs)
+        return tuple(add_low_rank(product, inputs, low_rank) for product, low_rank in zip(products, added, strict=True))
 
 
 def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:

@@ -31,7 +31,7 @@ class Decoder:
         """Prepare replies of up to `max_new_tokens` tokens.
 
         Args:
-            backbone: The model.
+            backbone: The model; no other decoder may be using it.
             trees: Contexts with one shared prefix and generation prompts of one length.
             max_new_tokens: Of a reply.
         """
@@ -139,7 +139,7 @@ class Decoder:
         if self._buffer is None:
             prefix = torch.cat([below, above])
             is_shared = self._backbone.shares(prefix, self._max_rows)
-            self._buffer = KVBuffer(prefix, self._max_rows, self._columns, is_shared)
+            self._buffer = KVBuffer(prefix, self._max_rows, self._columns, is_shared, self._backbone.space)
         states = []
         for row, known in enumerate(known_of, first):
             for pieces, entry in ((known.trunk, 0), (known.history, self._backbone.first_entry)):

@@ -25,11 +25,13 @@ from .hardware import memory_bytes
 from .kv_cache import KVBuffer
 from .masks import causal
 from .radix_tree import Activations, Ids, Part, RadixTree
+from .space import Space
 from .token_tree import Batch, Decision, TokenTree
 from .transformer import Transformer
 
 # Kept at most: so many bytes or this share of the device's memory. A token takes 25 kB in a 135M model.
 _KEPT_BYTES, _KEPT_SHARE = 2**30, 1 / 8
+_SPACE_BYTES = 128 * 2**20  # For KV buffers: 64 rows of 40 tokens take 60 MB in a 135M model.
 # Tokens in one pass.
 _PREFILL_TOKENS = 2048
 # What the trunk makes of tokens, and what the layers above make of histories; what these make of a reply is filed under
@@ -58,6 +60,7 @@ class PrefixCache(Transformer):
     Attributes:
         history_is_frozen: Whether histories do not depend on what is trained.
         tokens_forwarded: Tokens, with what padding there was, that went through the model so far.
+        space: Memory of the KV buffer in use.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
@@ -66,6 +69,7 @@ class PrefixCache(Transformer):
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
         self._tree = RadixTree(max(_KEPT_BYTES, int(_KEPT_SHARE * memory_bytes(self.device))))
+        self.space = Space(_SPACE_BYTES)
         if self.history_is_frozen:
             self._split()
         # Passes to come multiply by other copies than these first ones, which were not fused.

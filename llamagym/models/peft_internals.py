@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 VERSIONS = ">=0.21,<0.22"
 """Versions of PEFT that this file is known to fit."""
+
+LowRank = tuple[tuple[Tensor, Tensor, float], ...]
+"""A (r, I), B (O, r) and scale of each product that LoRA adds to a linear layer's."""
 
 
 def lora_layers(model: nn.Module) -> list[LoraLayer]:
@@ -80,6 +83,30 @@ def adapters_by_module(model: nn.Module) -> dict[nn.Module, Any]:
 def merged_into(layer: Any) -> tuple[str, ...]:
     """Adapters whose products have been added to a layer's own weight, which does not change its version."""
     return tuple(layer.merged_adapters)
+
+
+def low_rank_of(layer: nn.Module) -> LowRank | None:
+    """What LoRA adds to a linear layer's product now, of one adapter or none; None if it does more than that."""
+    if type(layer) is nn.Linear:
+        return ()
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.lora.variants import ALoraLinearVariant
+
+    if type(layer) is not LoraLinear or layer.merged:
+        return None
+    names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+    if not names:
+        return ()
+    name, *others = names
+    variant = layer.lora_variant.get(name)
+    if others or layer.lora_bias[name] or layer.lora_dropout[name].training:
+        return None
+    if variant is not None:
+        # Without an invocation, an activated LoRA changes nothing.
+        return () if isinstance(variant, ALoraLinearVariant) else None
+    down: Any = layer.lora_A[name]
+    up: Any = layer.lora_B[name]
+    return ((down.weight, up.weight, layer.scaling[name]),)
 
 
 def names_of_embeddings() -> set[str]:

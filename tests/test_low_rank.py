@@ -1,0 +1,93 @@
+"""LoRA in one function: PEFT's outputs and gradients, and nothing where there is more to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.variants import ALoraLinearVariant
+from torch import nn
+
+from llamagym.cpu.low_rank import add_low_rank
+from llamagym.models.peft_internals import low_rank_of
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+def adapted_model(dtype=torch.float32, bias=False):
+    """A model of one linear layer, 24 to 40, whose LoRA does something, and this layer."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(24, 40, bias=bias)).to(dtype)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=["0"]))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    return model.eval(), model.base_model.model[0]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 24), (0, 24), (3, 7, 24)])
+def test_outputs_and_gradients_are_peft_s(shape, bias, dtype):
+    model, layer = adapted_model(dtype, bias)
+    inputs = torch.randn(shape, dtype=dtype)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+
+    def outputs_and_gradients(forward):
+        leaf = inputs.clone().requires_grad_()
+        output = forward(leaf)
+        return [output, *torch.autograd.grad(output.float().square().sum(), [leaf, *trained])]
+
+    received = outputs_and_gradients(lambda leaf: add_low_rank(layer.base_layer(leaf), leaf, low_rank_of(layer)))
+    for ours, theirs in zip(received, outputs_and_gradients(model), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= TOLERANCE[dtype] * theirs.norm()
+
+
+def test_it_learns_where_inputs_need_no_gradient():
+    model, layer = adapted_model()
+    inputs = torch.randn(3, 24)
+    add_low_rank(layer.base_layer(inputs), inputs, low_rank_of(layer)).sum().backward()
+    assert all(weight.grad.any() for weight in model.parameters() if weight.requires_grad)
+
+
+def test_nothing_is_added_where_peft_adds_nothing():
+    inputs = torch.randn(1, 3, 24)
+    plain, layer = adapted_model()
+    plain.base_model.disable_adapter_layers()
+    # An activated LoRA that is told of no invocation.
+    _, other = adapted_model()
+    other.lora_variant["default"] = ALoraLinearVariant()
+    for of_layer in (layer, other):
+        assert of_layer(inputs).equal(of_layer.base_layer(inputs))
+        assert low_rank_of(of_layer) == ()
+    assert low_rank_of(nn.Linear(2, 2)) == ()
+
+
+def merged(model, layer):
+    model.merge_adapter()
+
+
+def with_dropout(model, layer):
+    layer.lora_dropout["default"] = nn.Dropout(0.5).train()
+
+
+def with_two_adapters(model, layer):
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def with_another_variant(model, layer):
+    layer.lora_variant["default"] = object()
+
+
+def with_bias(model, layer):
+    layer.lora_bias["default"] = True
+
+
+@pytest.mark.parametrize("change", [merged, with_dropout, with_two_adapters, with_another_variant, with_bias])
+def test_where_there_is_more_to_do_it_says_so(change):
+    model, layer = adapted_model()
+    assert low_rank_of(layer)
+    change(model, layer)
+    assert low_rank_of(layer) is None
