@@ -20,6 +20,7 @@ from llamagym import (
     PPOConfig,
     load_model_and_tokenizer,
 )
+from llamagym.conversation.chat_template import ChatTemplate
 from llamagym.models.loading import embedded_model_folder
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
@@ -226,16 +227,44 @@ def test_an_error_in_one_reply_leaves_all_environments_as_they_were(kind, error,
     assert [len(agent.conversation(env_id).turns) for env_id in (0, 1)] == [2, 2]
 
 
-def test_an_end_that_a_template_sets_off_by_a_space_comes_once():
-    from llamagym.conversation.chat_template import ChatTemplate
+# As Llama-2's: the system prompt inside the first user message, spaces around a reply, its end token behind a space.
+LLAMA_2 = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
+    "{{ bos_token + '[INST] ' }}"
+    "{% if loop.first and system %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}"
+    "{{ m.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
 
-    agent = make_agent(WordAgent)
-    tokenizer = agent.tokenizer
-    end = str(tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} " + end + "{% else %}"
-        "[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
-    )
+
+def llama_2():
+    tokenizer = tiny_tokenizer("llama")
+    tokenizer.chat_template = LLAMA_2
+    return tokenizer
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_llama_2_s_end_token_comes_once_between_turns(ended):
+    tokenizer = llama_2()
+    end = tokenizer.eos_token_id
     template = ChatTemplate(tokenizer)
-    assert tokenizer.eos_token_id in template.next_prompt("a", None)
-    assert tokenizer.eos_token_id not in template.next_prompt("a", tokenizer.eos_token_id)
+    reply = [*template.encode("hit"), *([end] if ended else [])]
+    ids = [*template.first_prompt("Play.", "You hold 12."), *reply]
+    for _ in range(2):
+        ids += [*template.next_prompt("You hold 15.", end if ended else None), *reply]
+    begin, stop = tokenizer.bos_token, tokenizer.eos_token
+    gap = stop if ended else f" {stop}"
+    assert tokenizer.decode(ids) == (
+        f"{begin}[INST] <<SYS>>\nPlay.\n<</SYS>>\n\nYou hold 12. [/INST]hit{gap}"
+        f"{begin}[INST] You hold 15. [/INST]hit{gap}{begin}[INST] You hold 15. [/INST]hit{stop if ended else ''}"
+    )
+
+
+def test_a_demonstrated_reply_closes_as_llama_2_s_template_does():
+    tokenizer = llama_2()
+    end = tokenizer.eos_token_id
+    assert ChatTemplate(tokenizer).closing_id([end, end + 1]) == end
+    # The control: a template that closes with another of the end tokens.
+    tokenizer.chat_template = LLAMA_2.replace("eos_token", "pad_token")
+    assert ChatTemplate(tokenizer).closing_id([end, tokenizer.pad_token_id]) == tokenizer.pad_token_id

@@ -80,7 +80,7 @@ class ChatTemplate:
         """
         reply = {"role": "assistant", "content": _REPLY}
         _, found, after = self._render([*self._opening(_SYSTEM, _USER), reply]).rpartition(_REPLY)
-        closing = self._encode(after)[:1] if found else ()
+        closing = self._encode(after.lstrip())[:1] if found else ()
         return closing[0] if closing and closing[0] in end_ids else int(self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
@@ -96,10 +96,7 @@ class ChatTemplate:
     def _next_uncached(self, user: str, sampled_end: int | None) -> tuple[int, ...]:
         text = self._delta([], user)
         if sampled_end is not None:
-            # Templates of Llama-2's kind put a space between the reply and its end.
-            closed = text.lstrip()
-            end = str(self._tokenizer.convert_ids_to_tokens(sampled_end))
-            text = closed.removeprefix(end) if closed.startswith(end) else text
+            text = _after(str(self._tokenizer.convert_ids_to_tokens(sampled_end)), text)
         return self._encode_uncached(text)
 
     def _shared_uncached(self, system: str) -> list[int]:
@@ -154,6 +151,18 @@ class ChatTemplate:
                 f"renders {short!r}, after a second {long!r}. Pass context='turn' to show one observation at a time, "
                 "or set another tokenizer.chat_template."
             )
+
+
+def _after(end: str, text: str) -> str:
+    """What follows a reply's end token in a template's text, which may, as in Llama-2's, put a space before it.
+
+    >>> _after("</s>", " </s><s>[INST] and now?")
+    '<s>[INST] and now?'
+    >>> _after("</s>", " and now?")
+    ' and now?'
+    """
+    closed = text.lstrip()
+    return closed.removeprefix(end) if closed.startswith(end) else text
 
 
 def invocation_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
