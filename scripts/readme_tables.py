@@ -186,6 +186,42 @@ def benchmarks() -> str:
     return "\n".join(lines)
 
 
+def workloads() -> str:
+    """Acting on what users do, the worst as well as the best, against the hardware and `generate`."""
+    names = {
+        "repeated": "Blackjack's observations, 64 environments, up to 8 tokens",
+        "repeated-choices": "the same, choices",
+        "unique": "every observation new, 64 environments, up to 8 tokens",
+        "unique-choices": "the same, choices",
+        "conversation": "conversations of 10 turns, 16 environments, up to 32 tokens",
+        "single": "one environment, up to 64 tokens",
+    }
+    lines = [
+        "| workload | turns per second | tokens per second | of a bare forward pass | over `generate` |",
+        "|---|---|---|---|---|",
+    ]
+    path = BENCHMARKS / "results" / "workloads-bfloat16.json"
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for name, label in names.items():
+        row = result["workloads"][name]
+        over = f"{row['over_generate']:.1f}" if "over_generate" in row else ""
+        cells = (
+            f"{row['turns_per_second']['median']:.1f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['of_forward']:.2f}",
+        )
+        lines.append(f"| {label} | {' | '.join(cells)} | {over} |")
+    limits, hardware = result["limits"], result["hardware"]
+    lines += [
+        "",
+        f"[Result]({SPEED}/workloads-bfloat16.json). A bare forward pass of 64 rows of 40 tokens, without logits, makes",
+        f"{limits['forward_tokens_per_second']['median']:.0f} tokens a second; memory bandwidth allows",
+        f"{limits['single_stream_tokens_per_second']:.0f} where one reply is decoded alone. In bfloat16 on",
+        f"{hardware['cores']} cores of an {hardware['processor']}.",
+    ]
+    return "\n".join(lines)
+
+
 def summary() -> str:
     """What was learnt, an experiment a line, for the README."""
     lines = [

@@ -179,8 +179,9 @@ def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
 
 def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch):
     calls = []
-    for name in ("_attend", "_attend_in_threads"):
-        monkeypatch.setattr(attention_kernel, name, lambda *given, name=name: calls.append((name, given[-1])))
+    monkeypatch.setattr(
+        attention_kernel, "_attend", lambda products, *given: calls.append(compiling.parts_of(products))
+    )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
     def attend(rows, columns):
@@ -195,7 +196,17 @@ def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch)
     attend(64, 1000)
     monkeypatch.setattr(compiling, "_HAS_THREADS", False)
     attend(64, 1000)
-    assert calls == [("_attend", 1), ("_attend_in_threads", 2), ("_attend_in_threads", 4), ("_attend", 1)]
+    assert calls == [1, 2, 4, 1]
+
+
+def test_a_compiled_function_runs_in_as_many_parts_as_pay(monkeypatch):
+    monkeypatch.setattr(compiling, "_HAS_THREADS", True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    states, weight = torch.randn(600, 1000), torch.ones(1000)
+    whole = rowwise.normalize(states, weight, 1e-5)[1]
+    alone = torch.cat([rowwise.normalize(part, weight, 1e-5)[1] for part in states.split(200)])
+    assert compiling.parts_of(states.numel()) == 2 > compiling.parts_of(200 * 1000) == 1
+    assert torch.equal(whole, alone)
 
 
 def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
@@ -233,11 +244,11 @@ def test_they_run_where_nothing_can_be_kept(monkeypatch):
     def refuse(function):
         raise RuntimeError("cannot cache function: no locator available")
 
-    def double(numbers):
+    def double(numbers, parts):
         for i in range(len(numbers)):
             numbers[i] *= 2
 
     monkeypatch.setattr("numba.core.dispatcher.FunctionCache", refuse)
     numbers = torch.ones(3)
-    compiling.compiled(double)(numbers.numpy())
+    compiling.compiled(double)(len(numbers), numbers.numpy())
     assert numbers.tolist() == [2.0, 2.0, 2.0]

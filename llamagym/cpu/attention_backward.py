@@ -10,7 +10,6 @@ columns of a row's own.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from .attention_kernel import of_rows, rotate
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, run_in_parts, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
 
 
 def attend_with_gradients(
@@ -68,10 +67,10 @@ class _Attention(torch.autograd.Function):
         keys, values = (torch.empty(groups * rows, own, size) for _ in range(2))
         at = [part.data_ptr() for part in (query, key, value, cosines, sines, *kept, asked, keys, values)]
         strides = query.stride(1), key.stride(1), value.stride(1), *kept[0].stride()[:2]
-        _run_in_parts(_lay_out, kind_of(query, key, value, cosines, sines, *kept), at, sizes, strides, scaling)
+        _run(_lay_out, kind_of(query, key, value, cosines, sines, *kept), at, sizes, strides, scaling)
         shared_keys, shared_values = torch.zeros(2, groups, 0, size) if shared is None else shared.float()
         of_shared, of_own = _together(asked, groups) @ shared_keys.mT, asked @ keys.mT
-        _run_in_parts(_weigh, kind_of(mask), [part.data_ptr() for part in (of_shared, of_own, mask)], sizes)
+        _run(_weigh, kind_of(mask), [part.data_ptr() for part in (of_shared, of_own, mask)], sizes)
         seen = torch.baddbmm((of_shared @ shared_values).view_as(asked), of_own, values)
         ctx.save_for_backward(asked, keys, values, shared_keys, shared_values, of_shared, of_own, cosines, sines)
         ctx.sizes, ctx.scaling = sizes, scaling
@@ -85,12 +84,12 @@ class _Attention(torch.autograd.Function):
         apart = of_result.reshape(rows, tokens, groups, -1, size).permute(2, 0, 3, 1, 4)
         of_seen = asked.new_empty(apart.shape).copy_(apart).view_as(asked)
         slopes = _together(of_seen, groups) @ shared_values.mT, of_seen @ values.mT
-        _run_in_parts(_slope, None, [part.data_ptr() for part in (of_shared, of_own, *slopes)], sizes)
+        _run(_slope, None, [part.data_ptr() for part in (of_shared, of_own, *slopes)], sizes)
         of_asked = torch.baddbmm((slopes[0] @ shared_keys).view_as(asked), slopes[1], keys)
         of_keys, of_values = slopes[1][..., -tokens:].mT @ asked, of_own[..., -tokens:].mT @ of_seen
         of_heads = [of_result.new_empty(rows, tokens, count * size) for count in (heads, groups, groups)]
         at = [part.data_ptr() for part in (*of_heads, cosines, sines, of_asked, of_keys, of_values)]
-        _run_in_parts(_lay_back, kind_of(of_result, cosines, sines), at, sizes, scaling=ctx.scaling)
+        _run(_lay_back, kind_of(of_result, cosines, sines), at, sizes, scaling=ctx.scaling)
         return *of_heads, None, None, None, None, None
 
 
@@ -99,81 +98,83 @@ def _together(rows: Tensor, groups: int) -> Tensor:
     return rows.view(groups, -1, rows.shape[2])
 
 
-def _run_in_parts(
+def _run(
     function: Any, kind: Any, at: list[int], sizes: tuple[int, ...], strides: tuple[int, ...] = (), scaling: float = 1.0
 ) -> None:
-    """Run a compiled function on all rows, in threads where that pays."""
+    """Run a compiled function on all rows."""
     rows, tokens, heads, _, size, before, own = sizes
     products = rows * tokens * heads * (size + before + own)
-    run_in_parts(function, _IN_THREADS[function], products, kind, tuple(at), sizes, strides, scaling)
+    function(products, kind, tuple(at), sizes, strides, scaling)
 
 
 @compiled
-def _lay_out(kind, at, sizes, strides, scaling, part, parts):  # type: ignore[no-untyped-def]
+def _lay_out(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
     """Rotate queries, scaled, and keys, keep keys and values, and write all in float32 as products want them."""
-    rows, tokens, heads, groups, size, _, own = sizes
-    cosines = carray(pointer(at[3]), (rows, tokens, size), kind.dtype)
-    sines = carray(pointer(at[4]), (rows, tokens, size), kind.dtype)
-    asked = carray(pointer(at[7]), (groups, rows, heads // groups, tokens, size), np.float32)
-    keys = carray(pointer(at[8]), (groups, rows, own, size), np.float32)
-    values = carray(pointer(at[9]), (groups, rows, own, size), np.float32)
-    turned = np.empty(size, np.float32)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        for token in range(tokens):
-            nth = kind.itemsize * (row * tokens + token)
-            query = carray(pointer(at[0] + nth * strides[0]), (groups, heads // groups, size), kind.dtype)
-            for group in range(groups):
-                for head in range(heads // groups):
-                    rotate(query[group, head], cosines[row, token], sines[row, token], turned)
-                    for i in range(size):
-                        asked[group, row, head, token, i] = np.float32(scaling) * turned[i]
-        for group in range(groups):
-            offset = kind.itemsize * (row * strides[3] + group * strides[4])
-            kept_keys = carray(pointer(at[5] + offset), (own, size), kind.dtype)
-            kept_values = carray(pointer(at[6] + offset), (own, size), kind.dtype)
+    for part in prange(parts):
+        rows, tokens, heads, groups, size, _, own = sizes
+        cosines = carray(pointer(at[3]), (rows, tokens, size), kind.dtype)
+        sines = carray(pointer(at[4]), (rows, tokens, size), kind.dtype)
+        asked = carray(pointer(at[7]), (groups, rows, heads // groups, tokens, size), np.float32)
+        keys = carray(pointer(at[8]), (groups, rows, own, size), np.float32)
+        values = carray(pointer(at[9]), (groups, rows, own, size), np.float32)
+        turned = np.empty(size, np.float32)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
             for token in range(tokens):
-                nth, column = kind.itemsize * (row * tokens + token), own - tokens + token
-                key = carray(pointer(at[1] + nth * strides[1]), (groups, size), kind.dtype)
-                value = carray(pointer(at[2] + nth * strides[2]), (groups, size), kind.dtype)
-                rotate(key[group], cosines[row, token], sines[row, token], turned)
-                for i in range(size):
-                    kept_keys[column, i] = as_element(kind, turned[i])
-                    kept_values[column, i] = value[group, i]
-            for column in range(own):
-                for i in range(size):
-                    keys[group, row, column, i] = wide(kept_keys[column, i])
-                    values[group, row, column, i] = wide(kept_values[column, i])
+                nth = kind.itemsize * (row * tokens + token)
+                query = carray(pointer(at[0] + nth * strides[0]), (groups, heads // groups, size), kind.dtype)
+                for group in range(groups):
+                    for head in range(heads // groups):
+                        rotate(query[group, head], cosines[row, token], sines[row, token], turned)
+                        for i in range(size):
+                            asked[group, row, head, token, i] = np.float32(scaling) * turned[i]
+            for group in range(groups):
+                offset = kind.itemsize * (row * strides[3] + group * strides[4])
+                kept_keys = carray(pointer(at[5] + offset), (own, size), kind.dtype)
+                kept_values = carray(pointer(at[6] + offset), (own, size), kind.dtype)
+                for token in range(tokens):
+                    nth, column = kind.itemsize * (row * tokens + token), own - tokens + token
+                    key = carray(pointer(at[1] + nth * strides[1]), (groups, size), kind.dtype)
+                    value = carray(pointer(at[2] + nth * strides[2]), (groups, size), kind.dtype)
+                    rotate(key[group], cosines[row, token], sines[row, token], turned)
+                    for i in range(size):
+                        kept_keys[column, i] = as_element(kind, turned[i])
+                        kept_values[column, i] = value[group, i]
+                for column in range(own):
+                    for i in range(size):
+                        keys[group, row, column, i] = wide(kept_keys[column, i])
+                        values[group, row, column, i] = wide(kept_values[column, i])
 
 
 @compiled
-def _weigh(kind, at, sizes, strides, scaling, part, parts):  # type: ignore[no-untyped-def]
+def _weigh(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
     """Replace scores, of shared and of own columns, by one softmax over both."""
-    rows, tokens, heads, _, _, before, own = sizes
-    of_shared = carray(pointer(at[0]), (rows * heads * tokens, before), np.float32)
-    of_own = carray(pointer(at[1]), (rows * heads * tokens, own), np.float32)
-    mask = carray(pointer(at[2]), (rows, tokens, before + own), kind.dtype)
-    for line in range(part * len(of_own) // parts, (part + 1) * len(of_own) // parts):
-        masked, shared, others = mask[line // _of_row(sizes) % rows, line % tokens], of_shared[line], of_own[line]
-        for i in range(before):
-            shared[i] += wide(masked[i])
-        for i in range(own):
-            others[i] += wide(masked[before + i])
-        rank = np.int32(-(2**31))
-        for i in range(before):
-            rank = max(rank, _ranked(shared[i]))
-        for i in range(own):
-            rank = max(rank, _ranked(others[i]))
-        largest, total = _number_of(rank), np.float32(0)
-        for i in range(before):
-            shared[i] = exponential(shared[i] - largest)
-            total += shared[i]
-        for i in range(own):
-            others[i] = exponential(others[i] - largest)
-            total += others[i]
-        for i in range(before):
-            shared[i] /= total
-        for i in range(own):
-            others[i] /= total
+    for part in prange(parts):
+        rows, tokens, heads, _, _, before, own = sizes
+        of_shared = carray(pointer(at[0]), (rows * heads * tokens, before), np.float32)
+        of_own = carray(pointer(at[1]), (rows * heads * tokens, own), np.float32)
+        mask = carray(pointer(at[2]), (rows, tokens, before + own), kind.dtype)
+        for line in range(part * len(of_own) // parts, (part + 1) * len(of_own) // parts):
+            masked, shared, others = mask[line // _of_row(sizes) % rows, line % tokens], of_shared[line], of_own[line]
+            for i in range(before):
+                shared[i] += wide(masked[i])
+            for i in range(own):
+                others[i] += wide(masked[before + i])
+            rank = np.int32(-(2**31))
+            for i in range(before):
+                rank = max(rank, _ranked(shared[i]))
+            for i in range(own):
+                rank = max(rank, _ranked(others[i]))
+            largest, total = _number_of(rank), np.float32(0)
+            for i in range(before):
+                shared[i] = exponential(shared[i] - largest)
+                total += shared[i]
+            for i in range(own):
+                others[i] = exponential(others[i] - largest)
+                total += others[i]
+            for i in range(before):
+                shared[i] /= total
+            for i in range(own):
+                others[i] /= total
 
 
 @inlined
@@ -196,48 +197,50 @@ def _turned(bits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _slope(kind, at, sizes, strides, scaling, part, parts):  # type: ignore[no-untyped-def]
+def _slope(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
     """Replace the slopes of probabilities, of shared and of own columns, by those of scores."""
-    rows, tokens, heads, _, _, before, own = sizes
-    shared = carray(pointer(at[0]), (rows * heads * tokens, before), np.float32)
-    others = carray(pointer(at[1]), (rows * heads * tokens, own), np.float32)
-    of_shared = carray(pointer(at[2]), (rows * heads * tokens, before), np.float32)
-    of_own = carray(pointer(at[3]), (rows * heads * tokens, own), np.float32)
-    for line in range(part * len(of_own) // parts, (part + 1) * len(of_own) // parts):
-        mean = np.float32(0)
-        for i in range(before):
-            mean += shared[line, i] * of_shared[line, i]
-        for i in range(own):
-            mean += others[line, i] * of_own[line, i]
-        for i in range(before):
-            of_shared[line, i] = shared[line, i] * (of_shared[line, i] - mean)
-        for i in range(own):
-            of_own[line, i] = others[line, i] * (of_own[line, i] - mean)
+    for part in prange(parts):
+        rows, tokens, heads, _, _, before, own = sizes
+        shared = carray(pointer(at[0]), (rows * heads * tokens, before), np.float32)
+        others = carray(pointer(at[1]), (rows * heads * tokens, own), np.float32)
+        of_shared = carray(pointer(at[2]), (rows * heads * tokens, before), np.float32)
+        of_own = carray(pointer(at[3]), (rows * heads * tokens, own), np.float32)
+        for line in range(part * len(of_own) // parts, (part + 1) * len(of_own) // parts):
+            mean = np.float32(0)
+            for i in range(before):
+                mean += shared[line, i] * of_shared[line, i]
+            for i in range(own):
+                mean += others[line, i] * of_own[line, i]
+            for i in range(before):
+                of_shared[line, i] = shared[line, i] * (of_shared[line, i] - mean)
+            for i in range(own):
+                of_own[line, i] = others[line, i] * (of_own[line, i] - mean)
 
 
 @compiled
-def _lay_back(kind, at, sizes, strides, scaling, part, parts):  # type: ignore[no-untyped-def]
+def _lay_back(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
     """Turn slopes of rotated queries, scaled, and keys back, and write all as heads side by side."""
-    rows, tokens, heads, groups, size, _, _ = sizes
-    query = carray(pointer(at[0]), (rows, tokens, groups, heads // groups, size), kind.dtype)
-    key = carray(pointer(at[1]), (rows, tokens, groups, size), kind.dtype)
-    value = carray(pointer(at[2]), (rows, tokens, groups, size), kind.dtype)
-    cosines = carray(pointer(at[3]), (rows, tokens, size), kind.dtype)
-    sines = carray(pointer(at[4]), (rows, tokens, size), kind.dtype)
-    of_asked = carray(pointer(at[5]), (groups, rows, heads // groups, tokens, size), np.float32)
-    of_keys = carray(pointer(at[6]), (groups, rows, tokens, size), np.float32)
-    of_values = carray(pointer(at[7]), (groups, rows, tokens, size), np.float32)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        for token in range(tokens):
-            cosine, sine = cosines[row, token], sines[row, token]
-            for group in range(groups):
-                for head in range(heads // groups):
-                    turned = of_asked[group, row, head, token]
-                    _rotate_back(kind, turned, cosine, sine, np.float32(scaling), query[row, token, group, head])
-                turned = of_keys[group, row, token]
-                _rotate_back(kind, turned, cosine, sine, np.float32(1), key[row, token, group])
-                for i in range(size):
-                    value[row, token, group, i] = as_element(kind, of_values[group, row, token, i])
+    for part in prange(parts):
+        rows, tokens, heads, groups, size, _, _ = sizes
+        query = carray(pointer(at[0]), (rows, tokens, groups, heads // groups, size), kind.dtype)
+        key = carray(pointer(at[1]), (rows, tokens, groups, size), kind.dtype)
+        value = carray(pointer(at[2]), (rows, tokens, groups, size), kind.dtype)
+        cosines = carray(pointer(at[3]), (rows, tokens, size), kind.dtype)
+        sines = carray(pointer(at[4]), (rows, tokens, size), kind.dtype)
+        of_asked = carray(pointer(at[5]), (groups, rows, heads // groups, tokens, size), np.float32)
+        of_keys = carray(pointer(at[6]), (groups, rows, tokens, size), np.float32)
+        of_values = carray(pointer(at[7]), (groups, rows, tokens, size), np.float32)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            for token in range(tokens):
+                cosine, sine = cosines[row, token], sines[row, token]
+                for group in range(groups):
+                    for head in range(heads // groups):
+                        turned = of_asked[group, row, head, token]
+                        _rotate_back(kind, turned, cosine, sine, np.float32(scaling), query[row, token, group, head])
+                    turned = of_keys[group, row, token]
+                    _rotate_back(kind, turned, cosine, sine, np.float32(1), key[row, token, group])
+                    for i in range(size):
+                        value[row, token, group, i] = as_element(kind, of_values[group, row, token, i])
 
 
 @inlined
@@ -255,35 +258,3 @@ def _rotate_back(kind, slopes, cosines, sines, factor, result):  # type: ignore[
         j = half + i
         result[i] = as_element(kind, factor * (slopes[i] * wide(cosines[i]) + slopes[j] * wide(sines[j])))
         result[j] = as_element(kind, factor * (slopes[j] * wide(cosines[j]) - slopes[i] * wide(sines[i])))
-
-
-@partial(compiled, parallel=True)
-def _lay_out_in_threads(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _lay_out(kind, at, sizes, strides, scaling, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _weigh_in_threads(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _weigh(kind, at, sizes, strides, scaling, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _slope_in_threads(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _slope(kind, at, sizes, strides, scaling, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _lay_back_in_threads(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _lay_back(kind, at, sizes, strides, scaling, part, parts)
-
-
-_IN_THREADS = {
-    _lay_out: _lay_out_in_threads,
-    _weigh: _weigh_in_threads,
-    _slope: _slope_in_threads,
-    _lay_back: _lay_back_in_threads,
-}

@@ -10,15 +10,13 @@ columns of a row's own.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from numba import prange
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, run_in_parts, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
 
 
 def attend(
@@ -53,9 +51,7 @@ def attend(
     sines = of_rows(rows, angles[1], (tokens, size))
     mask = of_rows(rows, mask, (1, tokens, before + own))
     result = torch.empty_like(query, memory_format=torch.contiguous_format)
-    run_in_parts(
-        _attend,
-        _attend_in_threads,
+    _attend(
         rows * tokens * width * (before + own),
         kind_of(query, key, value, cosines, sines, mask, *kept, *([] if shared is None else [shared])),
         (query.data_ptr(), key.data_ptr(), value.data_ptr()),
@@ -89,71 +85,66 @@ def rotate(head, cosines, sines, result):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, part, parts):  # type: ignore[no-untyped-def]
+def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, parts):  # type: ignore[no-untyped-def]
     """One part of all pairs of a row and a group of heads that share keys and values."""
-    rows, tokens, heads, groups, size = sizes
-    before, own = columns
-    cosines = carray(pointer(given_at[0]), (rows, tokens, size), kind.dtype)
-    sines = carray(pointer(given_at[1]), (rows, tokens, size), kind.dtype)
-    mask = carray(pointer(given_at[2]), (rows, tokens, before + own), kind.dtype)
-    shared = carray(pointer(kept_at[2]), (2, groups, before, size), kind.dtype)
-    result = carray(pointer(result_at), (rows, tokens, heads, size), kind.dtype)
-    # What one group sees of one row, in float32. Values are summed up four columns at a time.
-    keys = np.empty((before + own, size), np.float32)
-    values = np.zeros((before + own + 3, size), np.float32)
-    asked = np.empty(size, np.float32)
-    weights = np.zeros(before + own + 3, np.float32)
-    seen = np.empty(size, np.float32)
-    first, last = part * rows * groups // parts, (part + 1) * rows * groups // parts
-    for pair in range(first, last):
-        group, row = pair // rows, pair % rows
-        if pair == first or row == 0:
-            for column in range(before):
-                for i in range(size):
-                    keys[column, i] = wide(shared[0, group, column, i])
-                    values[column, i] = wide(shared[1, group, column, i])
-        offset = kind.itemsize * (row * strides[3] + group * strides[4])
-        own_keys = carray(pointer(kept_at[0] + offset), (own, size), kind.dtype)
-        own_values = carray(pointer(kept_at[1] + offset), (own, size), kind.dtype)
-        for token in range(tokens):
-            nth = kind.itemsize * (row * tokens + token)
-            key = carray(pointer(new_at[1] + nth * strides[1]), (groups, size), kind.dtype)
-            value = carray(pointer(new_at[2] + nth * strides[2]), (groups, size), kind.dtype)
-            rotate(key[group], cosines[row, token], sines[row, token], asked)
-            for i in range(size):
-                own_keys[own - tokens + token, i] = as_element(kind, asked[i])
-                own_values[own - tokens + token, i] = value[group, i]
-        for column in range(own):
-            for i in range(size):
-                keys[before + column, i] = wide(own_keys[column, i])
-                values[before + column, i] = wide(own_values[column, i])
-        for token in range(tokens):
-            nth = kind.itemsize * (row * tokens + token)
-            query = carray(pointer(new_at[0] + nth * strides[0]), (heads, size), kind.dtype)
-            for head in range(group * (heads // groups), (group + 1) * (heads // groups)):
-                rotate(query[head], cosines[row, token], sines[row, token], asked)
-                largest = np.float32(-np.inf)
-                for column in range(before + own):
-                    score = np.float32(0)
-                    for i in range(size):
-                        score += asked[i] * keys[column, i]
-                    weights[column] = np.float32(scaling) * score + wide(mask[row, token, column])
-                    largest = max(largest, weights[column])
-                total = np.float32(0)
-                for column in range(before + own):
-                    weights[column] = exponential(weights[column] - largest)
-                    total += weights[column]
-                seen[:] = 0
-                for c in range(0, before + own, 4):
-                    one, two, three, four = weights[c], weights[c + 1], weights[c + 2], weights[c + 3]
-                    for i in range(size):
-                        early = one * values[c, i] + two * values[c + 1, i]
-                        seen[i] += early + three * values[c + 2, i] + four * values[c + 3, i]
-                for i in range(size):
-                    result[row, token, head, i] = as_element(kind, seen[i] / total)
-
-
-@partial(compiled, parallel=True)
-def _attend_in_threads(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, parts):  # type: ignore[no-untyped-def]
     for part in prange(parts):
-        _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides, scaling, part, parts)
+        rows, tokens, heads, groups, size = sizes
+        before, own = columns
+        cosines = carray(pointer(given_at[0]), (rows, tokens, size), kind.dtype)
+        sines = carray(pointer(given_at[1]), (rows, tokens, size), kind.dtype)
+        mask = carray(pointer(given_at[2]), (rows, tokens, before + own), kind.dtype)
+        shared = carray(pointer(kept_at[2]), (2, groups, before, size), kind.dtype)
+        result = carray(pointer(result_at), (rows, tokens, heads, size), kind.dtype)
+        # What one group sees of one row, in float32. Values are summed up four columns at a time.
+        keys = np.empty((before + own, size), np.float32)
+        values = np.zeros((before + own + 3, size), np.float32)
+        asked = np.empty(size, np.float32)
+        weights = np.zeros(before + own + 3, np.float32)
+        seen = np.empty(size, np.float32)
+        first, last = part * rows * groups // parts, (part + 1) * rows * groups // parts
+        for pair in range(first, last):
+            group, row = pair // rows, pair % rows
+            if pair == first or row == 0:
+                for column in range(before):
+                    for i in range(size):
+                        keys[column, i] = wide(shared[0, group, column, i])
+                        values[column, i] = wide(shared[1, group, column, i])
+            offset = kind.itemsize * (row * strides[3] + group * strides[4])
+            own_keys = carray(pointer(kept_at[0] + offset), (own, size), kind.dtype)
+            own_values = carray(pointer(kept_at[1] + offset), (own, size), kind.dtype)
+            for token in range(tokens):
+                nth = kind.itemsize * (row * tokens + token)
+                key = carray(pointer(new_at[1] + nth * strides[1]), (groups, size), kind.dtype)
+                value = carray(pointer(new_at[2] + nth * strides[2]), (groups, size), kind.dtype)
+                rotate(key[group], cosines[row, token], sines[row, token], asked)
+                for i in range(size):
+                    own_keys[own - tokens + token, i] = as_element(kind, asked[i])
+                    own_values[own - tokens + token, i] = value[group, i]
+            for column in range(own):
+                for i in range(size):
+                    keys[before + column, i] = wide(own_keys[column, i])
+                    values[before + column, i] = wide(own_values[column, i])
+            for token in range(tokens):
+                nth = kind.itemsize * (row * tokens + token)
+                query = carray(pointer(new_at[0] + nth * strides[0]), (heads, size), kind.dtype)
+                for head in range(group * (heads // groups), (group + 1) * (heads // groups)):
+                    rotate(query[head], cosines[row, token], sines[row, token], asked)
+                    largest = np.float32(-np.inf)
+                    for column in range(before + own):
+                        score = np.float32(0)
+                        for i in range(size):
+                            score += asked[i] * keys[column, i]
+                        weights[column] = np.float32(scaling) * score + wide(mask[row, token, column])
+                        largest = max(largest, weights[column])
+                    total = np.float32(0)
+                    for column in range(before + own):
+                        weights[column] = exponential(weights[column] - largest)
+                        total += weights[column]
+                    seen[:] = 0
+                    for c in range(0, before + own, 4):
+                        one, two, three, four = weights[c], weights[c + 1], weights[c + 2], weights[c + 3]
+                        for i in range(size):
+                            early = one * values[c, i] + two * values[c + 1, i]
+                            seen[i] += early + three * values[c + 2, i] + four * values[c + 3, i]
+                    for i in range(size):
+                        result[row, token, head, i] = as_element(kind, seen[i] / total)

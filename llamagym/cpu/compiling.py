@@ -6,16 +6,15 @@ upper halves of float32.
 
 numba's cache is invalidated by changes to a function's own file alone. After a change to a function that other files
 call, as they call all of these, delete `*.nbi` in `__pycache__`.
-
-A function that is given another one to call is compiled anew in every process, so those that start threads are written
-out, one for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -52,22 +51,6 @@ def parts_of(products: int) -> int:
     return min(torch.get_num_threads(), products // _WORTH_A_THREAD + 1) if _HAS_THREADS else 1
 
 
-def run_in_parts(function: Callable[..., None], in_threads: Callable[..., None], products: int, *given: Any) -> None:
-    """Call a compiled function for all of so many products, whose last arguments are which part and of how many.
-
-    Args:
-        function: Computes a part.
-        in_threads: The same, each part in a thread; its last argument is how many.
-        products: How many products there are.
-        *given: The other arguments.
-    """
-    parts = parts_of(products)
-    if parts > 1:
-        in_threads(*given, parts)
-    else:
-        function(*given, 0, 1)
-
-
 def _has_threads() -> bool:
     """Whether numba has threads that several of Python's may start at once: OpenMP's or TBB's, not its own."""
     for pool in ("tbbpool", "omppool"):
@@ -80,12 +63,31 @@ def _has_threads() -> bool:
 _HAS_THREADS = _has_threads()
 
 
-def compiled(function: Callable[..., None], parallel: bool = False) -> Callable[..., None]:
-    """The function, compiled at its first call for what it is given."""
-    dispatcher: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy", parallel=parallel)(function)
-    with suppress(RuntimeError):  # There may be no folder to keep it in.
-        dispatcher.enable_caching()
-    return dispatcher
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a function at its first call for what it is given, with threads and without.
+
+    Args:
+        function: Its last argument is the number of parts, over which it runs a `prange`.
+
+    Returns:
+        The same, with the number of products that it computes first and without the number of parts, which depends on
+        that.
+    """
+    in_threads = FunctionType(function.__code__, function.__globals__, function.__name__)
+    # numba's cache tells functions apart by their names.
+    in_threads.__qualname__ = f"{function.__qualname__}_in_threads"
+    options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+    variants: list[Any] = [njit(**options)(function), njit(parallel=True, **options)(in_threads)]
+    for variant in variants:
+        with suppress(RuntimeError):  # There may be no folder to keep it in.
+            variant.enable_caching()
+
+    @wraps(function)
+    def run(products: int, *given: Any) -> None:
+        parts = parts_of(products)
+        variants[parts > 1](*given, parts)
+
+    return run
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

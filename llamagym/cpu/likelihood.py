@@ -8,15 +8,13 @@ Shapes: M nodes, V vocabulary, K targets, G groups of tokens.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from numba import prange
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, run_in_parts, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
 
 # Of log-probabilities, the engine's.
 _LEAST = np.float32(-(torch.finfo(torch.float32).max ** 0.5))
@@ -29,7 +27,7 @@ def sums_in_groups(logits: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     largest = torch.empty(len(logits), dtype=torch.float32)
     sums = torch.empty(len(logits), groups, dtype=torch.float32)
     results, sizes = (largest.data_ptr(), sums.data_ptr()), (len(logits), groups, logits.shape[1] // groups)
-    run_in_parts(_sum, _sum_in_threads, logits.numel(), kind_of(logits), logits.data_ptr(), results, sizes)
+    _sum(logits.numel(), kind_of(logits), logits.data_ptr(), results, sizes)
     return largest, sums
 
 
@@ -45,7 +43,7 @@ def measure(logits: Tensor, targets: Tensor, scales: Tensor) -> tuple[Tensor, Te
     given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr()
     results = picked.data_ptr(), entropy.data_ptr(), total.data_ptr()
     sizes = (*logits.shape, targets.shape[1])
-    run_in_parts(_measure, _measure_in_threads, logits.numel(), kind_of(logits), given, results, sizes)
+    _measure(logits.numel(), kind_of(logits), given, results, sizes)
     return picked, entropy, total
 
 
@@ -65,7 +63,7 @@ def replace_by_gradient_(
     given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr(), total.data_ptr()
     gradients = of_picked.data_ptr(), of_entropy.data_ptr(), shift.data_ptr()
     sizes = (*logits.shape, targets.shape[1])
-    run_in_parts(_slope, _slope_in_threads, logits.numel(), kind_of(logits), given, gradients, sizes)
+    _slope(logits.numel(), kind_of(logits), given, gradients, sizes)
 
 
 @inlined
@@ -89,89 +87,74 @@ def _largest(logits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _sum(kind, logits_at, results_at, sizes, part, parts):  # type: ignore[no-untyped-def]
+def _sum(kind, logits_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
     """Largest logits, and sums of exponentials by groups, of one part of the rows."""
-    rows, groups, size = sizes
-    logits = carray(pointer(logits_at), (rows, groups * size), kind.dtype)
-    largest = carray(pointer(results_at[0]), (rows,), np.float32)
-    sums = carray(pointer(results_at[1]), (rows, groups), np.float32)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        largest[row] = _largest(logits[row])
-        for group in range(groups):
-            powers = np.float32(0)
-            for i in range(group * size, (group + 1) * size):
-                powers += exponential(wide(logits[row, i]) - largest[row])
-            sums[row, group] = powers
+    for part in prange(parts):
+        rows, groups, size = sizes
+        logits = carray(pointer(logits_at), (rows, groups * size), kind.dtype)
+        largest = carray(pointer(results_at[0]), (rows,), np.float32)
+        sums = carray(pointer(results_at[1]), (rows, groups), np.float32)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            largest[row] = _largest(logits[row])
+            for group in range(groups):
+                powers = np.float32(0)
+                for i in range(group * size, (group + 1) * size):
+                    powers += exponential(wide(logits[row, i]) - largest[row])
+                sums[row, group] = powers
 
 
 @compiled
-def _measure(kind, given_at, results_at, sizes, part, parts):  # type: ignore[no-untyped-def]
+def _measure(kind, given_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
     """Log-probabilities of targets, entropy, and logarithm of the sum of exponentials, of one part of the rows."""
-    rows, vocabulary, count = sizes
-    logits = carray(pointer(given_at[0]), (rows, vocabulary), kind.dtype)
-    targets = carray(pointer(given_at[1]), (rows, count), np.int64)
-    scales = carray(pointer(given_at[2]), (rows,), np.float32)
-    picked = carray(pointer(results_at[0]), (rows, count), np.float32)
-    entropy = carray(pointer(results_at[1]), (rows,), np.float32)
-    total = carray(pointer(results_at[2]), (rows,), np.float32)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        scale = scales[row]
-        largest = scale * _largest(logits[row])
-        powers, products = np.float32(0), np.float32(0)
-        for i in range(vocabulary):
-            difference = _at_least(scale * wide(logits[row, i]) - largest)
-            power = exponential(difference)
-            powers += power
-            products += power * difference
-        total[row] = largest + np.log(powers)
-        entropy[row] = np.log(powers) - products / powers
-        for k in range(count):
-            picked[row, k] = _at_least(scale * wide(logits[row, targets[row, k]]) - total[row])
+    for part in prange(parts):
+        rows, vocabulary, count = sizes
+        logits = carray(pointer(given_at[0]), (rows, vocabulary), kind.dtype)
+        targets = carray(pointer(given_at[1]), (rows, count), np.int64)
+        scales = carray(pointer(given_at[2]), (rows,), np.float32)
+        picked = carray(pointer(results_at[0]), (rows, count), np.float32)
+        entropy = carray(pointer(results_at[1]), (rows,), np.float32)
+        total = carray(pointer(results_at[2]), (rows,), np.float32)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            scale = scales[row]
+            largest = scale * _largest(logits[row])
+            powers, products = np.float32(0), np.float32(0)
+            for i in range(vocabulary):
+                difference = _at_least(scale * wide(logits[row, i]) - largest)
+                power = exponential(difference)
+                powers += power
+                products += power * difference
+            total[row] = largest + np.log(powers)
+            entropy[row] = np.log(powers) - products / powers
+            for k in range(count):
+                picked[row, k] = _at_least(scale * wide(logits[row, targets[row, k]]) - total[row])
 
 
 @compiled
-def _slope(kind, given_at, gradients_at, sizes, part, parts):  # type: ignore[no-untyped-def]
+def _slope(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyped-def]
     """Replace the logits of one part of the rows by their gradient."""
-    rows, vocabulary, count = sizes
-    logits = carray(pointer(given_at[0]), (rows, vocabulary), kind.dtype)
-    targets = carray(pointer(given_at[1]), (rows, count), np.int64)
-    scales = carray(pointer(given_at[2]), (rows,), np.float32)
-    total = carray(pointer(given_at[3]), (rows,), np.float32)
-    of_picked = carray(pointer(gradients_at[0]), (rows, count), np.float32)
-    of_entropy = carray(pointer(gradients_at[1]), (rows,), np.float32)
-    shift = carray(pointer(gradients_at[2]), (rows,), np.float32)
-    kept = np.empty(count, np.float32)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        scale = scales[row]
-        for k in range(count):
-            kept[k] = wide(logits[row, targets[row, k]])
-        for i in range(vocabulary):
-            logprob = _at_least(scale * wide(logits[row, i]) - total[row])
-            of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)
-            logits[row, i] = as_element(kind, scale * of_logit)
-        # Targets' slopes anew: one that had been rounded would be off by as much as what a likely one leaves of 1.
-        for k in range(count):
-            logprob = _at_least(scale * kept[k] - total[row])
-            of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)
-            for other in range(count):
-                if targets[row, other] == targets[row, k]:
-                    of_logit += of_picked[row, other]
-            logits[row, targets[row, k]] = as_element(kind, scale * of_logit)
-
-
-@partial(compiled, parallel=True)
-def _sum_in_threads(kind, logits_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
     for part in prange(parts):
-        _sum(kind, logits_at, results_at, sizes, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _measure_in_threads(kind, given_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _measure(kind, given_at, results_at, sizes, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _slope_in_threads(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _slope(kind, given_at, gradients_at, sizes, part, parts)
+        rows, vocabulary, count = sizes
+        logits = carray(pointer(given_at[0]), (rows, vocabulary), kind.dtype)
+        targets = carray(pointer(given_at[1]), (rows, count), np.int64)
+        scales = carray(pointer(given_at[2]), (rows,), np.float32)
+        total = carray(pointer(given_at[3]), (rows,), np.float32)
+        of_picked = carray(pointer(gradients_at[0]), (rows, count), np.float32)
+        of_entropy = carray(pointer(gradients_at[1]), (rows,), np.float32)
+        shift = carray(pointer(gradients_at[2]), (rows,), np.float32)
+        kept = np.empty(count, np.float32)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            scale = scales[row]
+            for k in range(count):
+                kept[k] = wide(logits[row, targets[row, k]])
+            for i in range(vocabulary):
+                logprob = _at_least(scale * wide(logits[row, i]) - total[row])
+                of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)
+                logits[row, i] = as_element(kind, scale * of_logit)
+            # Targets' slopes anew: one that had been rounded would be off by as much as what a likely one leaves of 1.
+            for k in range(count):
+                logprob = _at_least(scale * kept[k] - total[row])
+                of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)
+                for other in range(count):
+                    if targets[row, other] == targets[row, k]:
+                        of_logit += of_picked[row, other]
+                logits[row, targets[row, k]] = as_element(kind, scale * of_logit)

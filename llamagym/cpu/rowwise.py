@@ -9,7 +9,6 @@ Shapes: B rows, T tokens, H width, I inner width.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from numba import prange
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, run_in_parts, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
 
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -51,7 +50,7 @@ class _Normalized(torch.autograd.Function):
         kind = kind_of(states, weight, *([] if addend is None else [addend]))
         given = states.data_ptr(), 0 if addend is None else addend.data_ptr(), weight.data_ptr()
         at = *given, total.data_ptr(), result.data_ptr()
-        _run_in_parts(_normalize, kind, at, _size_of(states), epsilon)
+        _run(_normalize, kind, at, _size_of(states), epsilon)
         ctx.save_for_backward(total, weight)
         ctx.epsilon = epsilon
         return (None if addend is None else total), result
@@ -64,7 +63,7 @@ class _Normalized(torch.autograd.Function):
         of_total = None if of_total is None else of_total.contiguous()
         given = total.data_ptr(), weight.data_ptr(), 0 if of_total is None else of_total.data_ptr()
         at = *given, of_result.data_ptr(), of_states.data_ptr()
-        _run_in_parts(_normalize_back, kind_of(total, of_result), at, _size_of(total), ctx.epsilon)
+        _run(_normalize_back, kind_of(total, of_result), at, _size_of(total), ctx.epsilon)
         return of_states, of_states if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -75,7 +74,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         result = torch.empty_like(gate, memory_format=torch.contiguous_format)
         at = gate.data_ptr(), up.data_ptr(), result.data_ptr()
-        _run_in_parts(_gated, kind_of(gate, up), at, (*_size_of(gate), gate.stride(1), up.stride(1)))
+        _run(_gated, kind_of(gate, up), at, (*_size_of(gate), gate.stride(1), up.stride(1)))
         ctx.save_for_backward(gate, up)
         return result
 
@@ -87,7 +86,7 @@ class _Gated(torch.autograd.Function):
         of_gate, of_up = torch.empty_like(of_result), torch.empty_like(of_result)
         at = gate.data_ptr(), up.data_ptr(), of_result.data_ptr(), of_gate.data_ptr(), of_up.data_ptr()
         sizes = (*_size_of(gate), gate.stride(1), up.stride(1))
-        _run_in_parts(_gated_back, kind_of(gate, up, of_result), at, sizes)
+        _run(_gated_back, kind_of(gate, up, of_result), at, sizes)
         return of_gate, of_up
 
 
@@ -96,26 +95,27 @@ def _size_of(states: Tensor) -> tuple[int, int]:
     return states.numel() // max(1, states.shape[-1]), states.shape[-1]
 
 
-def _run_in_parts(function: Any, kind: Any, at: tuple[int, ...], sizes: tuple[int, ...], epsilon: float = 0.0) -> None:
-    """Run a compiled function on all rows, in threads where that pays."""
-    run_in_parts(function, _IN_THREADS[function], sizes[0] * sizes[1], kind, at, sizes, epsilon)
+def _run(function: Any, kind: Any, at: tuple[int, ...], sizes: tuple[int, ...], epsilon: float = 0.0) -> None:
+    """Run a compiled function on all rows."""
+    function(sizes[0] * sizes[1], kind, at, sizes, epsilon)
 
 
 @compiled
-def _normalize(kind, at, sizes, epsilon, part, parts):  # type: ignore[no-untyped-def]
-    rows, width = sizes
-    states = carray(pointer(at[0]), (rows, width), kind.dtype)
-    addend = carray(pointer(at[1]), (rows, width), kind.dtype)
-    weight = carray(pointer(at[2]), (width,), kind.dtype)
-    sums = carray(pointer(at[3]), (rows, width), kind.dtype)
-    result = carray(pointer(at[4]), (rows, width), kind.dtype)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        if at[1]:
+def _normalize(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
+    for part in prange(parts):
+        rows, width = sizes
+        states = carray(pointer(at[0]), (rows, width), kind.dtype)
+        addend = carray(pointer(at[1]), (rows, width), kind.dtype)
+        weight = carray(pointer(at[2]), (width,), kind.dtype)
+        sums = carray(pointer(at[3]), (rows, width), kind.dtype)
+        result = carray(pointer(at[4]), (rows, width), kind.dtype)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            if at[1]:
+                for i in range(width):
+                    sums[row, i] = as_element(kind, wide(states[row, i]) + wide(addend[row, i]))
+            scale = _inverse_root(sums[row], epsilon)
             for i in range(width):
-                sums[row, i] = as_element(kind, wide(states[row, i]) + wide(addend[row, i]))
-        scale = _inverse_root(sums[row], epsilon)
-        for i in range(width):
-            result[row, i] = as_element(kind, wide(weight[i]) * wide(as_element(kind, wide(sums[row, i]) * scale)))
+                result[row, i] = as_element(kind, wide(weight[i]) * wide(as_element(kind, wide(sums[row, i]) * scale)))
 
 
 @inlined
@@ -128,24 +128,25 @@ def _inverse_root(states, epsilon):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _normalize_back(kind, at, sizes, epsilon, part, parts):  # type: ignore[no-untyped-def]
-    rows, width = sizes
-    states = carray(pointer(at[0]), (rows, width), kind.dtype)
-    weight = carray(pointer(at[1]), (width,), kind.dtype)
-    of_sum = carray(pointer(at[2]), (rows, width), kind.dtype)
-    of_result = carray(pointer(at[3]), (rows, width), kind.dtype)
-    of_states = carray(pointer(at[4]), (rows, width), kind.dtype)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        scale = _inverse_root(states[row], epsilon)
-        along = np.float32(0)
-        for i in range(width):
-            along += wide(weight[i]) * wide(of_result[row, i]) * wide(states[row, i])
-        along *= scale * scale / np.float32(width)
-        for i in range(width):
-            slope = scale * (wide(weight[i]) * wide(of_result[row, i]) - wide(states[row, i]) * along)
-            if at[2]:
-                slope += wide(of_sum[row, i])
-            of_states[row, i] = as_element(kind, slope)
+def _normalize_back(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
+    for part in prange(parts):
+        rows, width = sizes
+        states = carray(pointer(at[0]), (rows, width), kind.dtype)
+        weight = carray(pointer(at[1]), (width,), kind.dtype)
+        of_sum = carray(pointer(at[2]), (rows, width), kind.dtype)
+        of_result = carray(pointer(at[3]), (rows, width), kind.dtype)
+        of_states = carray(pointer(at[4]), (rows, width), kind.dtype)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            scale = _inverse_root(states[row], epsilon)
+            along = np.float32(0)
+            for i in range(width):
+                along += wide(weight[i]) * wide(of_result[row, i]) * wide(states[row, i])
+            along *= scale * scale / np.float32(width)
+            for i in range(width):
+                slope = scale * (wide(weight[i]) * wide(of_result[row, i]) - wide(states[row, i]) * along)
+                if at[2]:
+                    slope += wide(of_sum[row, i])
+                of_states[row, i] = as_element(kind, slope)
 
 
 @inlined
@@ -155,61 +156,31 @@ def _sigmoid(number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gated(kind, at, sizes, epsilon, part, parts):  # type: ignore[no-untyped-def]
-    rows, width, gate_stride, up_stride = sizes
-    result = carray(pointer(at[2]), (rows, width), kind.dtype)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        gate = carray(pointer(at[0] + kind.itemsize * row * gate_stride), (width,), kind.dtype)
-        up = carray(pointer(at[1] + kind.itemsize * row * up_stride), (width,), kind.dtype)
-        for i in range(width):
-            number = wide(gate[i])
-            result[row, i] = as_element(kind, wide(as_element(kind, number * _sigmoid(number))) * wide(up[i]))
+def _gated(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
+    for part in prange(parts):
+        rows, width, gate_stride, up_stride = sizes
+        result = carray(pointer(at[2]), (rows, width), kind.dtype)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            gate = carray(pointer(at[0] + kind.itemsize * row * gate_stride), (width,), kind.dtype)
+            up = carray(pointer(at[1] + kind.itemsize * row * up_stride), (width,), kind.dtype)
+            for i in range(width):
+                number = wide(gate[i])
+                result[row, i] = as_element(kind, wide(as_element(kind, number * _sigmoid(number))) * wide(up[i]))
 
 
 @compiled
-def _gated_back(kind, at, sizes, epsilon, part, parts):  # type: ignore[no-untyped-def]
-    rows, width, gate_stride, up_stride = sizes
-    of_result = carray(pointer(at[2]), (rows, width), kind.dtype)
-    of_gate = carray(pointer(at[3]), (rows, width), kind.dtype)
-    of_up = carray(pointer(at[4]), (rows, width), kind.dtype)
-    for row in range(part * rows // parts, (part + 1) * rows // parts):
-        gate = carray(pointer(at[0] + kind.itemsize * row * gate_stride), (width,), kind.dtype)
-        up = carray(pointer(at[1] + kind.itemsize * row * up_stride), (width,), kind.dtype)
-        for i in range(width):
-            number, slope = wide(gate[i]), wide(of_result[row, i])
-            sigmoid = _sigmoid(number)
-            of_up[row, i] = as_element(kind, slope * number * sigmoid)
-            rise = sigmoid * (np.float32(1) + number * (np.float32(1) - sigmoid))
-            of_gate[row, i] = as_element(kind, slope * wide(up[i]) * rise)
-
-
-@partial(compiled, parallel=True)
-def _normalize_in_threads(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
+def _gated_back(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
     for part in prange(parts):
-        _normalize(kind, at, sizes, epsilon, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _normalize_back_in_threads(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _normalize_back(kind, at, sizes, epsilon, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _gated_in_threads(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _gated(kind, at, sizes, epsilon, part, parts)
-
-
-@partial(compiled, parallel=True)
-def _gated_back_in_threads(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
-        _gated_back(kind, at, sizes, epsilon, part, parts)
-
-
-_IN_THREADS = {
-    _normalize: _normalize_in_threads,
-    _normalize_back: _normalize_back_in_threads,
-    _gated: _gated_in_threads,
-    _gated_back: _gated_back_in_threads,
-}
+        rows, width, gate_stride, up_stride = sizes
+        of_result = carray(pointer(at[2]), (rows, width), kind.dtype)
+        of_gate = carray(pointer(at[3]), (rows, width), kind.dtype)
+        of_up = carray(pointer(at[4]), (rows, width), kind.dtype)
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            gate = carray(pointer(at[0] + kind.itemsize * row * gate_stride), (width,), kind.dtype)
+            up = carray(pointer(at[1] + kind.itemsize * row * up_stride), (width,), kind.dtype)
+            for i in range(width):
+                number, slope = wide(gate[i]), wide(of_result[row, i])
+                sigmoid = _sigmoid(number)
+                of_up[row, i] = as_element(kind, slope * number * sigmoid)
+                rise = sigmoid * (np.float32(1) + number * (np.float32(1) - sigmoid))
+                of_gate[row, i] = as_element(kind, slope * wide(up[i]) * rise)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Work, measure, named, parse_args, save
+from common import Work, named, parse_args, rate_of, rates_in_turn, save
 from workload import dtype_of, make_agent, plain_model, player
 
 from llamagym import Agent, load_model_and_tokenizer
@@ -25,6 +25,8 @@ from llamagym.conversation.episode import Context, Episode
 KINDS = ["small", "large", "red", "green", "old", "new", "dark", "heavy", "broken", "golden", "wooden", "empty"]
 THINGS = ["door", "key", "lamp", "table", "river", "bridge", "garden", "tower", "stone", "letter", "window", "chest"]
 RELATIONS = ["lies under", "stands near", "leads to", "opens", "hides", "is behind", "is above", "holds"]
+# A round takes three minutes; the first is not counted.
+ROUNDS = 4
 ACTIONS = ["go", "take", "open", "wait"]
 
 
@@ -215,7 +217,7 @@ def main() -> None:
             works[f"{name} generate"] = generate_work(workload, agents[name], model, workload.envs)
     works["forward 64 x 40"] = forward_work(model, 64, 40)
     works["bytes read"] = bandwidth_work()
-    rates = measure(works, {})
+    rates = rates_in_turn({name: rate_of(work) for name, work in works.items()}, ROUNDS)
     rows = {}
     for name, workload in WORKLOADS.items():
         row: dict[str, Any] = {"turns_per_second": rates[name], "tokens_per_turn": float(np.median(tokens[name][1:]))}
