@@ -214,8 +214,8 @@ def workloads() -> str:
     limits, hardware = result["limits"], result["hardware"]
     lines += [
         "",
-        f"[Result]({SPEED}/workloads-bfloat16.json). A bare forward pass of 64 rows of 40 tokens, without logits, makes",
-        f"{limits['forward_tokens_per_second']['median']:.0f} tokens a second; memory bandwidth allows",
+        f"[Result]({SPEED}/workloads-bfloat16.json). A bare forward pass of 64 rows of 40 tokens, without logits,",
+        f"makes{limits['forward_tokens_per_second']['median']:.0f} tokens a second; memory bandwidth allows",
         f"{limits['single_stream_tokens_per_second']:.0f} where one reply is decoded alone. In bfloat16 on",
         f"{hardware['cores']} cores of an {hardware['processor']}.",
     ]

@@ -1,8 +1,8 @@
-"""Attention of a fused layer where gradients flow: one autograd function.
+"""Attention of a fused layer with gradients: one autograd function.
 
-Autograd goes through attention in some forty small operations, most of which copy: heads to where products want them,
-numbers to float32, scores beside scores. Here products are PyTorch's, in float32, and each of the four steps between
-them is one compiled function. What all rows share is looked at where it is, as in `attention`.
+Under autograd attention is some forty small operations, most of which copy: heads into the products' layout, numbers to
+float32, scores next to scores. Here the products are PyTorch's, in float32, and each of the four steps between them is
+one compiled kernel. The prefix that all rows share is read in place, as in `attention`.
 
 Shapes: B rows, T tokens, N query heads, K heads of keys and values, D head size, P shared columns of keys and values, S
 columns of a row's own.
@@ -32,9 +32,9 @@ def attend_with_gradients(
     mask: Tensor,
     scaling: float,
 ) -> Tensor:
-    """What `kernels.attend` returns and keeps, with gradients of the new queries, keys and values; none of kept ones.
+    """Like `attention_kernel.attend`, with gradients for the new queries, keys and values and none for cached ones.
 
-    Scores are held in memory, 4 bytes for each query head, token and column.
+    All scores are held in memory, 4 bytes for each query head, token and column.
     """
     result: Tensor = _Attention.apply(query, key, value, angles, kept, shared, mask, scaling)
     return result
@@ -101,7 +101,7 @@ def _together(rows: Tensor, groups: int) -> Tensor:
 def _run(
     function: Any, kind: Any, at: list[int], sizes: tuple[int, ...], strides: tuple[int, ...] = (), scaling: float = 1.0
 ) -> None:
-    """Run a compiled function on all rows."""
+    """Run a kernel on all rows."""
     rows, tokens, heads, _, size, before, own = sizes
     products = rows * tokens * heads * (size + before + own)
     function(products, kind, tuple(at), sizes, strides, scaling)

@@ -1,8 +1,8 @@
-"""Attention of few tokens as one function compiled for the processor; there are no gradients.
+"""Attention for few query tokens as one compiled kernel, without gradients.
 
-With few rows, as when replies are written, a PyTorch operation takes about 10 us whatever it computes, and attention
-is a dozen of them for each layer. Here it is one call. All is computed in float32; what is kept and what is returned is
-rounded.
+With few rows, as in decode, a PyTorch operation takes about 10 us whatever it computes, and attention is a dozen of
+them per layer. Here it is one call. It computes in float32; cached keys and values and the result are rounded to the
+model's dtype.
 
 Shapes: B rows, T tokens, N query heads, K heads of keys and values, D head size, P shared columns of keys and values, S
 columns of a row's own.
@@ -29,21 +29,21 @@ def attend(
     mask: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Rotate queries and keys, keep keys and values, and return what the heads see, (B, T, N D).
+    """Rotate queries and keys, write keys and values into the KV cache, and return the heads' outputs, (B, T, N D).
 
     Args:
-        query: As projected, (B, T, N D), tokens at equal distances.
+        query: As projected, (B, T, N D), with one stride between tokens.
         key: (B, T, K D), likewise.
         value: (B, T, K D), likewise.
         angles: Cosines and sines of the tokens' positions, (B, T, D) each, or (1, T, D) for all rows.
-        kept: Keys and values of each row's own columns, (B, K, S, D) each with columns side by side; the last T are
-            filled in.
-        shared: Keys and values (2, K, P, D) that all rows see before their own.
+        kept: Cached keys and values of each row's own columns, (B, K, S, D) each, contiguous from S on; the last T
+            columns are filled in.
+        shared: Keys and values (2, K, P, D) of a prefix that all rows share.
         mask: Additive, of shared and own columns, (B, 1, T, P + S) or (1, 1, T, P + S).
         scaling: Factor of the scores.
 
     Raises:
-        ValueError: If angles or mask are not of these tokens and columns.
+        ValueError: If the shape of angles or mask does not fit the tokens and columns.
     """
     (rows, tokens, width), (_, groups, own, size) = query.shape, kept[0].shape
     before = 0 if shared is None else shared.shape[2]
@@ -67,9 +67,9 @@ def attend(
 
 
 def of_rows(rows: int, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """What is the same for all rows or not, as (B, *sizes)."""
+    """Expand (1, *sizes) or (B, *sizes) to a contiguous (B, *sizes)."""
     if part.shape[1:] != sizes:
-        raise ValueError(f"attention was given what is of shape {tuple(part.shape)}; expected ({rows}, *{sizes})")
+        raise ValueError(f"attention was given a tensor of shape {tuple(part.shape)}; expected {(rows, *sizes)}")
     return (part if len(part) == rows else part.expand(rows, *sizes)).contiguous()
 
 

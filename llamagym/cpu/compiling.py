@@ -1,11 +1,11 @@
-"""Compiles functions on tensors for the processor, with numba: at first use, in some seconds, and kept on disk.
+"""Compiles kernels for the CPU with numba: on first use, which takes some seconds, and cached on disk.
 
-Compiled functions take addresses, since wrapping tensors as arrays would take as long as some of the work; what lies
-there is checked before. They compute in float32. numba has no bfloat16: these are passed as unsigned integers, the
-upper halves of float32.
+Kernels take addresses, since wrapping tensors as arrays would take as long as some of the work; callers check shapes
+and dtypes. They compute in float32. numba has no bfloat16: bfloat16 numbers are passed as unsigned integers, the upper
+halves of float32.
 
-numba's cache is invalidated by changes to a function's own file alone. After a change to a function that other files
-call, as they call all of these, delete `*.nbi` in `__pycache__`.
+numba invalidates its cache only when a function's own file changes. After a change to a function that other files call,
+as they call all of these, delete `*.nbi` in `__pycache__`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-# Arrays without elements: they tell compiled functions what they find at an address.
+# Empty arrays: they tell kernels which dtype lies at an address.
 _KINDS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
-# Sums may be added up in any order and products be fused with sums; infinities and what is no number are respected.
+# Sums may be reordered and fused with products; infinities and NaN are respected.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
-# Products that are worth a second thread, which takes some microseconds to start.
+# Multiplications that pay for another thread, which takes some microseconds to start.
 _WORTH_A_THREAD = 2**18
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
 
 def has_kernels(states: Tensor) -> bool:
-    """Whether compiled functions can compute with such states: float32 or bfloat16 on the CPU."""
+    """Whether kernels can compute with such states: float32 or bfloat16 on the CPU."""
     return states.device.type == "cpu" and states.dtype in _KINDS
 
 
 def kind_of(*tensors: Tensor) -> Any:
-    """What all of these hold, as compiled functions are told it."""
+    """The dtype that all of these tensors share, in the form that kernels take."""
     kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) > 1:
         raise TypeError(f"compiled functions were given {sorted(map(str, kinds))} together; expected one of them")
@@ -47,12 +47,12 @@ def kind_of(*tensors: Tensor) -> Any:
 
 
 def parts_of(products: int) -> int:
-    """In how many parts, each in a thread of its own, so many products are best computed."""
+    """The number of threads that so many multiplications are best divided among."""
     return min(torch.get_num_threads(), products // _WORTH_A_THREAD + 1) if _HAS_THREADS else 1
 
 
 def _has_threads() -> bool:
-    """Whether numba has threads that several of Python's may start at once: OpenMP's or TBB's, not its own."""
+    """Whether numba's thread pool is OpenMP's or TBB's; its own must not be used by several threads at once."""
     for pool in ("tbbpool", "omppool"):
         with suppress(ImportError):
             import_module(f"numba.np.ufunc.{pool}")
@@ -64,14 +64,14 @@ _HAS_THREADS = _has_threads()
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a function at its first call for what it is given, with threads and without.
+    """Compile a kernel for its arguments' types at its first call, once with threads and once without.
 
     Args:
         function: Its last argument is the number of parts, over which it runs a `prange`.
 
     Returns:
-        The same, with the number of products that it computes first and without the number of parts, which depends on
-        that.
+        A function that takes the number of multiplications first, which decides how many parts there are, and then all
+        other arguments of the kernel.
     """
     in_threads = FunctionType(function.__code__, function.__globals__, function.__name__)
     # numba's cache tells functions apart by their names.
@@ -97,7 +97,7 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile_pointer(typing_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
-    """An address as a pointer, which `carray` makes an array of."""
+    """An address as a pointer, which `carray` turns into an array."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], cgutils.voidptr_t)
@@ -109,7 +109,7 @@ pointer: Any = intrinsic(_compile_pointer)
 
 
 def wide(number: Any) -> Any:
-    """An element as float32; compiled functions call it."""
+    """An element as float32; for use in kernels."""
 
 
 @overload(wide, strict=False)
@@ -120,7 +120,7 @@ def _compile_wide(number: Any) -> Callable[..., Any]:
 
 
 def as_element(kind: Any, number: Any) -> Any:
-    """A float32 as an element, rounded to the nearest, to even at a tie; compiled functions call it."""
+    """A float32 as an element, rounded to nearest, ties to even; for use in kernels."""
 
 
 @overload(as_element, strict=False)
@@ -134,11 +134,11 @@ def _compile_as(kind: Any, number: Any) -> Callable[..., Any]:
 
 @inlined
 def exponential(number):  # type: ignore[no-untyped-def]
-    """The exponential of a float32 that is not positive, to two units in the last place (Cephes' `expf`).
+    """The exponential of a float32 that is not positive, within two units in the last place (Cephes' `expf`).
 
-    Below e^-87 it is 0: processors take long for the numbers that would come next.
+    Results below e^-87 are 0: subnormal numbers are slow on most processors.
     """
-    # What is no number is not less.
+    # A comparison with NaN is false, so NaN stays NaN.
     is_nothing = number < np.float32(-87)
     number = np.float32(-87) if is_nothing else number
     doublings = np.floor(number * _LOG2_E + np.float32(0.5))

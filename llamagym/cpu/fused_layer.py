@@ -1,9 +1,9 @@
-"""Decoder layers that run as one function each.
+"""Fused decoder layers: each runs as one function.
 
-With few rows, as when replies are written, a layer's dozen modules and their many small operations take as long as its
-matrix products, and in learning a third of the time. Most families' layers are Llama's: attention with rotary
-positions, then a gated product, each normalized by root mean squares before and added to what was. Here such a layer is
-its products, those of the same inputs in one, and a compiled function between each two of them.
+With few rows, as in decode, a layer's dozen modules and their many small operations take as long as its matrix
+products; in learning they take a third of the time. Most families' layers are Llama's: attention with rotary positions,
+then a gated feed-forward block, each behind an RMS norm and with a residual connection. Here such a layer is its matrix
+products, joined where they share inputs, with one compiled kernel between each two of them.
 
 Shapes: B rows, T tokens, H width, O outputs of a projection.
 """
@@ -27,32 +27,32 @@ from .low_rank import add_low_rank
 from .packing import Packed
 from .rowwise import gated, normalize
 
-# Without gradients, PyTorch's attention is faster than the compiled one from so many tokens and columns on.
+# Without gradients, PyTorch's attention is faster than the compiled kernel from so many tokens and columns on.
 _MANY_TOKENS, _MANY_COLUMNS = 8, 256
 _KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
 class Fused:
-    """A context in which layers of the usual kind run as one function each; outside of it the model is as it was."""
+    """A context in which decoder layers of Llama's kind run fused; outside of it the model is unchanged."""
 
     def __init__(self, body: nn.Module, packed: Packed, may_hold_scores: Callable[[Tensor, int], bool]) -> None:
-        """Find the layers of `body` that can.
+        """Find the layers of `body` that can be fused.
 
         Args:
             body: A transformer.
-            packed: As which frozen weights multiply.
-            may_hold_scores: Whether all scores under a mask, of so many heads, may be held in memory.
+            packed: The packed copies of frozen weights.
+            may_hold_scores: Whether all attention scores for a mask and a number of heads may be held in memory.
         """
         self._layers = {layer: _Layer(layer, packed, may_hold_scores) for layer in body.modules() if _is_usual(layer)}
 
     def __enter__(self) -> None:
-        """Let the layers run fused, but for those that do more, or a module of which would be missed by its hooks."""
+        """Let the layers run fused, except those with a replaced `forward` or with hooks on an inner module."""
         for layer, fused in self._layers.items():
             if "forward" not in vars(layer) and not fused.is_watched:
                 vars(layer)["forward"] = fused
 
     def __exit__(self, *error: object) -> None:
-        """Let them run as they are again."""
+        """Let them run their own `forward` again."""
         for layer, fused in self._layers.items():
             if vars(layer).get("forward") is fused:
                 del vars(layer)["forward"]
@@ -76,7 +76,7 @@ class _Layer:
         return any(self._hooks)
 
     def __call__(self, hidden: Tensor, past_key_values: Cache | None = None, **others: Any) -> Tensor:
-        """What the layer makes of hidden states (B, T, H), given as to the layer itself."""
+        """The layer's output for hidden states (B, T, H); takes the layer's own arguments."""
         if past_key_values is not None and self._can_run(hidden, past_key_values):
             return self._run(hidden, past_key_values, **others)
         layer = self._layer
@@ -123,7 +123,7 @@ class _Layer:
         mask: Tensor,
         **others: Any,
     ) -> Tensor:
-        """What the heads see, (B, T, N D)."""
+        """The heads' outputs, (B, T, N D)."""
         attention, look = self._layer.self_attn, attend
         if torch.is_grad_enabled():
             look = attend_with_gradients
@@ -151,7 +151,7 @@ class _Layer:
         mask: Tensor,
         **others: Any,
     ) -> Tensor:
-        """The same, by the operations of PyTorch."""
+        """The heads' outputs from PyTorch's operations."""
         attention = self._layer.self_attn
         heads = [part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in (query, key, value)]
         query, key = rotate(heads[0], heads[1], angles)
@@ -170,7 +170,7 @@ class _Layer:
 
 
 def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
-    """A layer's projections, those of the same inputs together, in the order in which they run."""
+    """A layer's projections in the order in which they run, grouped by their inputs."""
     attention, feed_forward = layer.self_attn, layer.mlp
     return (
         (attention.q_proj, attention.k_proj, attention.v_proj),
@@ -181,12 +181,12 @@ def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
-    """Each of the heads side by side (B, T, N D), normalized."""
+    """Normalize each head of (B, T, N D)."""
     return normalize(heads.unflatten(-1, (-1, size)), norm.weight, norm.variance_epsilon)[1].flatten(2)
 
 
 def _is_usual(layer: Any) -> bool:
-    """Whether a module is a decoder layer of the usual kind, none of whose modules does more than its class says."""
+    """Whether a module is a decoder layer of Llama's kind, and no module in it has a replaced `forward`."""
     return (
         type(layer).__name__ in _KINDS
         and layer.self_attn.config.hidden_act == "silu"

@@ -1,7 +1,7 @@
-"""Log-probabilities, entropies and their gradient over a whole vocabulary, compiled.
+"""Log-probabilities, entropies and their gradient over a whole vocabulary, as compiled kernels.
 
-Each reads the logits as the model gives them, float32 or bfloat16, and writes nothing of their size but their gradient,
-in their place.
+Each reads the logits in the model's dtype, float32 or bfloat16, and allocates nothing of their size: the gradient
+replaces them in place.
 
 Shapes: M nodes, V vocabulary, K targets, G groups of tokens.
 """
@@ -18,7 +18,7 @@ from .compiling import as_element, compiled, exponential, inlined, kind_of, poin
 
 # Of log-probabilities, the engine's.
 _LEAST = np.float32(-(torch.finfo(torch.float32).max ** 0.5))
-# Logits among which the largest is looked for at once.
+# How many logits are compared at once when the largest is sought.
 _LANES = 64
 
 
@@ -68,7 +68,7 @@ def replace_by_gradient_(
 
 @inlined
 def _at_least(number):  # type: ignore[no-untyped-def]
-    """A log-probability, no less than the least; what is no number is not less."""
+    """A log-probability, clamped from below; NaN stays NaN."""
     return _LEAST if number < _LEAST else number
 
 
@@ -150,7 +150,7 @@ def _slope(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyp
                 logprob = _at_least(scale * wide(logits[row, i]) - total[row])
                 of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)
                 logits[row, i] = as_element(kind, scale * of_logit)
-            # Targets' slopes anew: one that had been rounded would be off by as much as what a likely one leaves of 1.
+            # The targets' gradients anew: after rounding they would be off by as much as 1 - p of a likely token.
             for k in range(count):
                 logprob = _at_least(scale * kept[k] - total[row])
                 of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)

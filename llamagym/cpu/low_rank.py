@@ -1,7 +1,7 @@
-"""LoRA added to a layer's product as PEFT adds it, in fewer operations.
+"""LoRA's update of a layer's output, as PEFT computes it, in fewer operations.
 
-PEFT scales, adds and rounds in operations of their own, for each of which autograd keeps tensors; together they take
-longer than the two small products. Here all is one function, in the adapter's number format as with PEFT.
+PEFT scales, adds and rounds in separate operations, for each of which autograd saves tensors; together they take longer
+than the two small products. Here all of it is one autograd function, in the adapter's dtype as with PEFT.
 
 Shapes: I inputs, O outputs, r rank.
 """
@@ -17,7 +17,7 @@ from ..models.peft_internals import LowRank
 
 
 def add_low_rank(product: Tensor, inputs: Tensor, low_rank: LowRank) -> Tensor:
-    """A layer's product (..., O) of inputs (..., I), with what LoRA adds to it."""
+    """A layer's output (..., O) for inputs (..., I), with LoRA's update added."""
     for down, up, scale in low_rank:
         product = _LowRank.apply(product, inputs, down, up, scale)
     return product

@@ -1,10 +1,10 @@
-"""Frozen weights laid out as the processor reads them, in half precision where that holds them.
+"""Packed weights: frozen matrices in the layout that the CPU multiplies by, in half precision where that is exact.
 
-For every matrix product a CPU's library copies the weights into blocks that fit its registers and caches. With few
-rows, as when replies are written, this costs as much as multiplying, and reading the weights costs as much again. Here
-frozen weights are copied once. float32 weights that float16 holds, those that were published in float16 or bfloat16,
-are kept in it by FBGEMM, which multiplies in float32: half the bytes, the same products. bfloat16 weights and other
-float32 ones are laid out by oneDNN as they are.
+For every matrix product a BLAS library packs the weights into blocks that fit registers and caches. With few rows, as
+in decode, packing costs as much as multiplying, and reading the weights costs as much again. Here frozen weights are
+packed once. float32 weights that float16 represents, such as those published in float16 or bfloat16, are packed by
+FBGEMM, which multiplies in float32: half the bytes, the same products. bfloat16 weights and all other float32 ones are
+packed by oneDNN in their own dtype.
 
 Shapes: I inputs, O outputs.
 """
@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from ..models.peft_internals import adapters_by_module, merged_into
 from ..models.torch_internals import Product, can_pack, pack, pack_float16, version_of
 
-# What float16 may change a weight matrix by, relative to its norm: what every float32 is rounded by. bfloat16's
-# smallest numbers, far below a matrix's others, have no place in float16.
+# The error that float16 may cause, relative to a matrix's norm: float32's own rounding. bfloat16's smallest numbers,
+# far below a matrix's others, underflow in float16.
 _TOLERANCE = torch.finfo(torch.float32).eps
 
 
 class Packed:
-    """A context in which the frozen linear layers of a model on a CPU multiply by packed copies.
+    """A context in which the frozen linear layers of a model on a CPU multiply by packed weights.
 
-    A layer is copied when it first multiplies. Outside of the context the model is as it was.
+    A layer's weight is packed when it is first used. Outside of the context the model is unchanged.
     """
 
     def __init__(self, model: nn.Module, max_bytes: int) -> None:
-        """Find the layers of `model` that can be copied, into `max_bytes` in all."""
+        """Find the layers of `model` whose weights can be packed, into `max_bytes` altogether."""
         self._max_bytes = max_bytes
         self._adapter_of = adapters_by_module(model)
-        # One whose `forward` was replaced, by hooks of accelerate, say, does more than multiply.
+        # A layer whose `forward` was replaced, by accelerate's hooks for example, does more than multiply.
         self._forwards = {
             layer: partial(self._forward, layer)
             for layer in model.modules()
@@ -45,7 +45,7 @@ class Packed:
         self._copies: dict[tuple[tuple[nn.Linear, ...], bool], tuple[object, _Copy | None]] = {}
 
     def __enter__(self) -> None:
-        """Let the layers multiply by their copies, but for copies of weights that have changed."""
+        """Let the layers multiply by packed weights; drop those of weights that have changed."""
         for key, (state, _) in list(self._copies.items()):
             if state != self._state_of(key[0]):
                 del self._copies[key]
@@ -58,11 +58,11 @@ class Packed:
             vars(layer).pop("forward", None)
 
     def forget(self) -> None:
-        """Drop all copies."""
+        """Drop all packed weights."""
         self._copies.clear()
 
     def multiply(self, layers: tuple[nn.Linear, ...], inputs: Tensor) -> tuple[Tensor, ...]:
-        """What each of several layers makes of inputs (..., I): outputs (..., O) of one product."""
+        """Outputs (..., O) of several layers for the same inputs (..., I), from one matrix product."""
         copy = self._copy_of(layers)
         if copy is None:
             return tuple(nn.functional.linear(inputs, layer.weight, layer.bias) for layer in layers)
@@ -77,7 +77,7 @@ class Packed:
         )
 
     def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
-        """What the layer makes of inputs (..., I): outputs (..., O)."""
+        """The layer's outputs (..., O) for inputs (..., I)."""
         return self.multiply((layer,), inputs)[0]
 
     def _copy_of(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> _Copy | None:
@@ -94,7 +94,7 @@ class Packed:
         return self._copies[key][1]
 
     def _state_of(self, layers: tuple[nn.Linear, ...]) -> list[object]:
-        """What is another after a layer's weight has changed."""
+        """A fingerprint of the layers' weights, which differs after a change."""
         state: list[object] = []
         for layer in layers:
             weight, adapter = layer.weight, self._adapter_of.get(layer)
@@ -127,7 +127,7 @@ def _pack(weight: Tensor, room: int) -> _Copy | None:
 
 
 class _Product(torch.autograd.Function):
-    """inputs (..., I) times frozen weights (O, I), transposed; the gradient is a product by the weights as they are."""
+    """The product of inputs (..., I) with frozen weights (O, I), transposed; the weights get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, copy: _Copy, transposed: _Copy | None, *weights: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a layer computes between its matrix products, row by row: norms and gates, each as one compiled function.
+"""The row-wise steps between a layer's matrix products, RMS norm and SwiGLU gate, each as one compiled kernel.
 
-A PyTorch operation on few rows takes about 10 us whatever it computes; on many rows each reads and writes all of them,
-and autograd keeps what it read. Here what normalizes or gates is one call either way. All is computed in float32 and
-rounded where transformers rounds.
+On few rows a PyTorch operation takes about 10 us whatever it computes; on many rows each one reads and writes all of
+them, and autograd saves what it read. Here a norm or a gate is one call forward and one backward. They compute in
+float32 and round where transformers rounds.
 
 Shapes: B rows, T tokens, H width, I inner width.
 """
@@ -21,7 +21,7 @@ from .compiling import as_element, compiled, exponential, inlined, kind_of, poin
 
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The sum of states (..., H) and an addend; and this divided by its root mean square, times a frozen weight."""
+    """The sum of states (..., H) and a residual, and its RMS norm with a frozen weight."""
     total: Tensor
     result: Tensor
     if addend is None:
@@ -31,7 +31,7 @@ def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | N
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU of the gate times the input, both (B, T, I) with tokens at equal distances."""
+    """SiLU(gate) * up, both (B, T, I) with one stride between tokens."""
     result: Tensor = _Gated.apply(gate, up)
     return result
 
@@ -96,7 +96,7 @@ def _size_of(states: Tensor) -> tuple[int, int]:
 
 
 def _run(function: Any, kind: Any, at: tuple[int, ...], sizes: tuple[int, ...], epsilon: float = 0.0) -> None:
-    """Run a compiled function on all rows."""
+    """Run a kernel on all rows."""
     function(sizes[0] * sizes[1], kind, at, sizes, epsilon)
 
 

@@ -1,6 +1,6 @@
-"""The one door to `cpu/`: what a processor computes faster, used where it fits and never needed.
+"""The only entry to `cpu/`: kernels that make the engine faster on a CPU, and are never required.
 
-`LLAMAGYM_CPU_KERNELS=0` closes it; then the engine alone runs, by the operations of PyTorch and transformers.
+`LLAMAGYM_CPU_KERNELS=0` switches them off; then everything runs on PyTorch's and transformers' own operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .attention import may_hold_scores
 from .hardware import memory_bytes
 
-# Of the machine's memory, what packed copies of weights may take.
+# The share of the machine's memory that packed weights may take.
 _PACKED_SHARE = 1 / 16
 _DTYPES = {torch.float32, torch.bfloat16}
 
@@ -36,10 +36,10 @@ def likelihood_kernels(logits: Tensor) -> ModuleType | None:
 
 
 class Acceleration:
-    """A context in which a model runs as fast as this machine can; outside of it the model is as it was."""
+    """A context in which a model runs on this machine's kernels; outside of it the model is unchanged."""
 
     def __init__(self, lm: nn.Module, body: nn.Module) -> None:
-        """Find the parts of a causal language model, and of its body, that can run faster."""
+        """Find the layers of a causal language model, and of its body, that can be accelerated."""
         self._packed: Any = None
         self._fused: Any = None
         self._open = ExitStack()
@@ -51,20 +51,20 @@ class Acceleration:
             self._fused = Fused(body, self._packed, may_hold_scores)
 
     def __enter__(self) -> None:
-        """Run fast; weights that were changed outside of the context are seen."""
+        """Use the kernels; weights that changed outside of the context are packed anew."""
         for part in (self._packed, self._fused):
             if part is not None:
                 self._open.enter_context(part)
 
     def __exit__(self, *error: object) -> None:
-        """Run as before."""
+        """Use the model's own operations again."""
         self._open.close()
 
     def forget_copies(self) -> None:
-        """Drop the packed copies of weights; passes to come make those that they multiply by."""
+        """Drop all packed weights; later passes pack those that they use."""
         if self._packed is not None:
             self._packed.forget()
 
     def unfuse(self) -> None:
-        """Let all layers run as they are from now on."""
+        """Run all layers unfused from now on."""
         self._fused = None

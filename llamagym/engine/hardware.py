@@ -1,4 +1,4 @@
-"""What the machine has."""
+"""The machine's memory."""
 
 from __future__ import annotations
 

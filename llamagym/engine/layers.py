@@ -1,4 +1,4 @@
-"""Takes a transformer's body apart: the frozen layers below the first trained one, the trunk, and the rest, the top."""
+"""Splits a transformer's body into its trunk, the frozen layers below the first trained one, and its top, the rest."""
 
 from __future__ import annotations
 

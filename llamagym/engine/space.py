@@ -1,4 +1,4 @@
-"""Memory that is kept for the next tensor: fresh pages take longer to fault in than to fill."""
+"""A reusable memory block: fresh pages take longer to fault in than to fill."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Space:
-    """Memory for one tensor at a time, kept for the next: fresh memory takes longer to come by than to fill."""
+    """Memory for one tensor at a time, reused for the next."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Keep `max_bytes` at most."""
+        """Retain at most `max_bytes` between tensors."""
         self._max_bytes = max_bytes
         self._kept = torch.empty(0)
 

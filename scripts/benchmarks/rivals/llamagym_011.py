@@ -6,11 +6,12 @@ It needs an environment of its own (Python 3.10 or 3.11):
     old/bin/pip install transformers==4.38.2 trl==0.7.11 peft==0.9.0 accelerate==0.27.2 gymnasium==0.29.1 "numpy<2" \
         "pyarrow<20" "datasets<3" "pandas<2.3" wandb scipy tqdm
     old/bin/pip install llamagym==0.1.1 --no-deps
-    old/bin/python scripts/benchmarks/rivals/llamagym_011.py FOLDER act|learn
+    old/bin/python scripts/benchmarks/rivals/llamagym_011.py FOLDER act|learn|script
 
 FOLDER is the embedded model's (`llamagym.models.loading.embedded_model_folder()` in the usual environment). Its files
 are rewritten for the old tokenizers library, and its template for LlamaGym, which finds replies behind "[/INST]". Its
-batches are of 16 samples, as it has them by default; it learns from one in about a minute, in 12 GB of memory.
+batches are of 16 samples, as it has them by default; it learns from one in about a minute, in 12 GB of memory. `script`
+is LlamaGym's own example, in `blackjack_script.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from blackjack_script import LORA, script_work
 from peft import LoraConfig
 from prompt import STATES, SYSTEM, observed
 from transformers import AutoTokenizer
@@ -33,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import rate_of, serve
 
 BATCH = 16
+PACKAGES = ("llamagym", "torch", "transformers", "trl", "peft")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '\n' }}"
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]\n' }}{% endif %}{% endfor %}"
@@ -84,10 +87,13 @@ def main() -> None:
         folder = Path(scratch) / "model"
         convert(Path(sys.argv[1]), folder)
         torch.manual_seed(0)
-        lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM")
+        lora = LoraConfig(**LORA if sys.argv[2] == "script" else LORA | {"lora_dropout": 0.0})
         model = AutoModelForCausalLMWithValueHead.from_pretrained(str(folder), peft_config=lora)
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     tokenizer.pad_token = tokenizer.eos_token
+    if sys.argv[2] == "script":
+        serve(rate_of(script_work(model, tokenizer)), *PACKAGES)
+        return
     generate = {
         "generate/max_new_tokens": 8,
         "generate/do_sample": True,
@@ -119,7 +125,7 @@ def main() -> None:
     if sys.argv[2] == "learn":
         act()
     work = learn if sys.argv[2] == "learn" else act
-    serve(rate_of(work), "llamagym", "torch", "transformers", "trl", "peft")
+    serve(rate_of(work), *PACKAGES)
 
 
 if __name__ == "__main__":
