@@ -219,7 +219,7 @@ def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
 
     expected = attend(*angles.expand(-1, rows, -1, -1), mask.expand(rows, -1, -1, -1))
     assert torch.equal(attend(*angles, mask), expected)
-    with pytest.raises(ValueError, match=r"given what is of shape \(1, 1, 2, 4\); expected \(3, \*\(1, 2, 5\)\)"):
+    with pytest.raises(ValueError, match=r"given a tensor of shape \(1, 1, 2, 4\); expected \(3, 1, 2, 5\)"):
         attend(*angles, mask[..., 1:])
     with pytest.raises(ValueError, match="shape"):
         attend(*angles[..., 1:, :], mask)
