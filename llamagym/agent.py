@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,6 +153,13 @@ class Agent(Actor):
             self._replay.watch_weights()
         return stats
 
+    def weights_changed(self) -> None:
+        """Say that weights were edited where it cannot be noticed: in place on `weight.data`, or through numpy.
+
+        All other changes are noticed: `load_state_dict`, optimisers, adapters that are loaded, merged or switched off.
+        """
+        self.policy.weights_changed()
+
     @property
     def buffered_turns(self) -> int:
         """Turns of finished episodes that await the next update."""
@@ -203,16 +211,18 @@ class Agent(Actor):
             truncated: Which of them were cut off rather than finished; by default none.
             final_observations: The observation after the last step; a learner with a critic (PPO) needs it of those
                 that were cut off.
-            train: Whether these episodes are learnt from; if not, they are dropped.
+            train: Whether these episodes are learnt from; if not, they are dropped, as those are of which a turn was
+                taken in `eval()`.
             groups: For GRPO, what tells which episodes began alike, such as the seed of their reset; by default all
                 did. A start that is played again needs a group of its own.
 
         Returns:
             Statistics of the update, or an empty dictionary if none ran.
         """
-        cut = list(truncated) if truncated is not None else [False] * len(env_ids)
-        finals = list(final_observations) if final_observations is not None else [None] * len(env_ids)
-        group_of = list(groups) if groups is not None else [None] * len(env_ids)
+        environment_ids(env_ids, env_ids, "episodes")
+        cut = _one_each(truncated, False, env_ids, "truncated")
+        finals = _one_each(final_observations, None, env_ids, "final_observations")
+        group_of = _one_each(groups, None, env_ids, "groups")
         bootstraps = self._learning and train and self.learner.has_critic
         for env_id, was_cut, final in zip(env_ids, cut, finals, strict=True):
             if env_id not in self._conversations or not self._conversations[env_id].turns:
@@ -223,11 +233,13 @@ class Agent(Actor):
                     "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
                 )
         if self._learning and train:
-            to_value = [i for i, was_cut in enumerate(cut) if was_cut and bootstraps]
-            values = self._final_values(to_value, env_ids, finals)
-            for index, (env_id, was_cut, group) in enumerate(zip(env_ids, cut, group_of, strict=True)):
-                turns = tuple(self._conversations[env_id].turns)
-                self._buffer.append(Episode(turns, not was_cut, bool(was_cut), values.get(index, 0.0), group))
+            learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
+            values = self._final_values([i for i in learnt if cut[i] and bootstraps], env_ids, finals)
+            ended = []
+            for index in learnt:
+                turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
+                ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), group_of[index]))
+            self._buffer += ended
         self.discard_episodes(env_ids)
         return self._learn() if self._learning and train else {}
 
@@ -236,10 +248,12 @@ class Agent(Actor):
         if not cut:
             return {}
         contexts = []
-        for index in cut:
-            conversation = self._conversations[env_ids[index]]
-            contexts.append(conversation.observe(self.format_observation(finals[index]), self._prefix))
-        values = self.policy.values(contexts)
+        with ExitStack() as undone:
+            for index in cut:
+                conversation = self._conversations[env_ids[index]]
+                undone.enter_context(conversation.undone_on_error())
+                contexts.append(conversation.observe(self.format_observation(finals[index]), self._prefix))
+            values = self.policy.values(contexts)
         return dict(zip(cut, values, strict=True))
 
     def _learn(self) -> Stats:
@@ -255,3 +269,11 @@ class Agent(Actor):
         for alarm in self._alarms.check(stats):
             logger.warning(alarm)
         return stats
+
+
+def _one_each(given: Sequence[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:
+    """One item for each environment, `otherwise` if none are given; `what` names them in an error."""
+    items = [otherwise] * len(env_ids) if given is None else list(given)
+    if len(items) != len(env_ids):
+        raise EpisodeError(f"{what} has {len(items)} items for {len(env_ids)} environments. Pass one for each.")
+    return items

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +108,11 @@ def train(
             f"{max(size, 1)}, or another group_size."
         )
     agent.train()
-    envs, ids = _make_envs(env, num_envs), list(range(num_envs))
+    ids = list(range(num_envs))
     returns: list[float] = []
     updates: list[Stats] = []
     turns, stop = 0, False
-    with Progress(episodes) as progress:
+    with _copies_of(env, num_envs) as envs, _conversations(agent, ids), Progress(episodes) as progress:
         for ended, stats in _steps(agent, envs, ids, seed, size):
             turns += num_envs
             new = [value for _, value in ended][: episodes - len(returns)]
@@ -125,7 +126,6 @@ def train(
                     stop = bool(on_update(stats))
             if stop or len(returns) >= episodes:
                 break
-    agent.discard_episodes(ids)
     message = "" if updates else agent.why_no_update()
     if message:
         logger.warning(message)
@@ -148,20 +148,20 @@ def evaluate(
         greedy: Take the most likely choice or token instead of sampling.
     """
     num_envs = min(num_envs, episodes)
-    envs, ids = _make_envs(env, num_envs), [("evaluate", index) for index in range(num_envs)]
+    ids = [("evaluate", index) for index in range(num_envs)]
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
     returns: list[list[float]] = [[] for _ in ids]
     was_learning, was_greedy = agent.learning, agent.greedy
     agent.eval(greedy)
     try:
-        for ended, _ in _steps(agent, envs, ids, seed):
-            for index, value in ended:
-                if len(returns[index]) < quota[index]:
-                    returns[index].append(value)
-            if all(len(done) == wanted for done, wanted in zip(returns, quota, strict=True)):
-                break
+        with _copies_of(env, num_envs) as envs, _conversations(agent, ids):
+            for ended, _ in _steps(agent, envs, ids, seed):
+                for index, value in ended:
+                    if len(returns[index]) < quota[index]:
+                        returns[index].append(value)
+                if all(len(done) == wanted for done, wanted in zip(returns, quota, strict=True)):
+                    break
     finally:
-        agent.discard_episodes(ids)
         if was_learning:
             agent.train()
         else:
@@ -208,6 +208,27 @@ def _steps(
 def _reset_seed(entropy: Any, number: int) -> int:
     """The seed of the episodes with this number; those of different runs have nothing to do with each other."""
     return int(np.random.SeedSequence(entropy, spawn_key=(number,)).generate_state(1)[0])
+
+
+@contextmanager
+def _conversations(agent: Agent, ids: Sequence[Hashable]) -> Iterator[None]:
+    """While open, these environments' conversations belong to it: new ones, which end with it, whatever happens."""
+    agent.discard_episodes(ids)
+    try:
+        yield
+    finally:
+        agent.discard_episodes(ids)
+
+
+@contextmanager
+def _copies_of(env: EnvSource, num_envs: int) -> Iterator[SyncVectorEnv]:
+    """Copies of an environment, closed afterwards; one that the caller made is left open."""
+    envs = _make_envs(env, num_envs)
+    try:
+        yield envs
+    finally:
+        if not any(copied is env for copied in envs.envs):
+            envs.close()
 
 
 def _make_envs(env: EnvSource, num_envs: int) -> SyncVectorEnv:

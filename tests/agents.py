@@ -52,6 +52,14 @@ def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: 
     return kind(model, tiny_tokenizer(family), None, settings, **{"seed": 0, **options})
 
 
+def touch_weights(agent: Agent) -> None:
+    """Change all weights that learn, by nothing: what was computed with them counts as outdated."""
+    with torch.no_grad():
+        for weight in agent.policy.model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.0)
+
+
 class CountdownEnv(gym.Env):
     """Shows how many steps are left; ends after `length` steps, by termination or by truncation."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activat
         agent.act_batch([text] * 3)
         agent.assign_rewards([1.0, 0.0, 2.0])
         agent.terminate_episodes([0, 1, 2])
-    assert agent.policy.weights_version == 1
+    assert agent.policy.num_updates == 1
     after = agent.action_probabilities(["a", "bb", "c"])
     for one, other in zip(before, after, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
@@ -128,13 +129,11 @@ def test_what_was_learnt_is_set_aside_and_a_fresh_adapter_beside_it_learns(activ
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.1)
     assert not is_fresh(model)
-    agent.policy.weights_version += 1
     learnt = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
     before = agent.action_probabilities(["a", "bb"])
 
     set_aside_(model)
     agent.learner.watch_weights()
-    agent.policy.weights_version += 1
     assert not is_fresh(model)
     after = agent.action_probabilities(["a", "bb"])
     for one, other in zip(before, after, strict=True):
@@ -153,6 +152,19 @@ def test_what_was_learnt_is_set_aside_and_a_fresh_adapter_beside_it_learns(activ
         assert len(of_rank) == 2 * len(old)
         assert torch.equal(of_rank[: len(old)], old)
         assert of_rank[len(old) :].any()
+
+    # A deep copy, which has none of the tensors' hooks, keeps it as well.
+    copied = copy.deepcopy(agent.policy.model)
+    again = ChoiceAgent(copied, agent.tokenizer, None, {"max_new_tokens": 6}, options, context="turn", seed=0)
+    for index in range(8):
+        again.act("ab"[index % 2])
+        again.assign_reward(float(index % 3))
+        again.terminate_episode()
+    ours, its = (dict(of.named_parameters()) for of in (model, copied.pretrained_model))
+    for name, old in learnt.items():
+        halves = [of if "lora_A" in name else of.T for of in (its[name], old, ours[name])]
+        assert torch.equal(halves[0][: len(halves[1])], halves[1])
+        assert not torch.equal(halves[0], halves[2])
 
     # It is an ordinary adapter of twice the rank, and loads as one.
     model.save_pretrained(tmp_path)

@@ -87,7 +87,7 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
         agent.terminate_episodes([env])
     agent.terminate_episodes([2], [True], ["what would have followed"])
     assert [turn.reward for turn in turns] == [1.0, 1.0, -2.0, -2.0, 0.5, 0.5]
-    assert agent.policy.weights_version == 1
+    assert agent.policy.num_updates == 1
 
 
 class BlackjackAgent(Agent):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from importlib.metadata import version
 from pathlib import Path
 
@@ -74,6 +75,25 @@ def test_merging_is_seen():
     assert all(peft_internals.merged_into(layer) == ("default",) for layer in peft_internals.lora_layers(model))
 
 
+def test_what_adapters_do_is_seen():
+    model = tiny_model("llama", activated=False).pretrained_model
+    states = []
+    for change in (
+        lambda: None,
+        model.merge_adapter,
+        model.unmerge_adapter,
+        model.base_model.disable_adapter_layers,
+        model.base_model.enable_adapter_layers,
+        lambda: [layer.scale_layer(2.0) for layer in peft_internals.lora_layers(model)],
+    ):
+        change()
+        states.append([peft_internals.adapter_state(layer) for layer in peft_internals.tuner_layers(model)])
+    usual, merged, unmerged, disabled, enabled, scaled = states
+    assert usual
+    assert usual == unmerged == enabled
+    assert all(state != usual for state in (merged, disabled, scaled))
+
+
 def test_embeddings_have_names():
     assert "embed_tokens" in peft_internals.names_of_embeddings()
 
@@ -125,6 +145,12 @@ def test_changes_in_place_and_hooks_are_seen():
     with torch.no_grad():
         layer.weight.add_(1)
     assert torch_internals.version_of(layer.weight) > before
+    assert not torch_internals.has_hooks(layer.weight)
+    layer.weight.register_hook(print)
+    assert torch_internals.has_hooks(layer.weight)
+    assert not torch_internals.has_hooks(copy.deepcopy(layer).weight)
+    assert layer.weight in torch_internals.held_by(layer)[1].values()
+    assert layer in torch_internals.held_by(nn.Sequential(layer))[0].values()
     assert not any(torch_internals.hooks_of(layer))
     layer.register_forward_pre_hook(print)
     assert any(torch_internals.hooks_of(layer))

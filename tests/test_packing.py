@@ -135,6 +135,16 @@ def test_what_is_trained_hooked_or_in_float64_is_left_alone():
     assert hooked == layers["hooked"].forward
 
 
+def test_a_forward_that_another_library_sets_meanwhile_stays():
+    layer = frozen_layer()
+    packed = Packed(layer, AMPLE)
+    layer.forward = lambda inputs: "before"
+    with packed:
+        assert layer(None) == "before"
+        layer.forward = lambda inputs: "inside"
+    assert layer(None) == "inside"
+
+
 @pytest.mark.parametrize(("room", "is_packed"), [(0, [False, False]), (1, [True, False]), (2, [True, True])])
 def test_copies_take_a_share_of_the_memory(room, is_packed, products):
     first, second = frozen_layer(), frozen_layer(inputs=40, outputs=24)
@@ -177,7 +187,7 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind):
         agent.assign_reward(1.0)
         agent.terminate_episode()
     agent.act("x")
-    assert agent.policy.weights_version
+    assert agent.policy.num_updates
     assert agent.policy.inputs_are_fit
     copies = agent.policy._backbone._acceleration._packed._copies
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]

@@ -62,17 +62,17 @@ def test_the_architecture_names_files_that_exist_on_a_page():
 @pytest.mark.slow
 def test_the_loop_learns(after_the_loop):
     # Two hundred hands hold at least two hundred turns, more than a batch.
-    assert after_the_loop["agent"].policy.weights_version >= 1
+    assert after_the_loop["agent"].policy.num_updates >= 1
 
 
 @pytest.mark.slow
 def test_the_library_s_loop_goes_on_from_there(after_the_loop, capsys):
-    version = after_the_loop["agent"].policy.weights_version
+    version = after_the_loop["agent"].policy.num_updates
     exec(LIBRARY_LOOP, after_the_loop)
     result = after_the_loop["result"]
     assert len(result.returns) == 256
     assert len(result.updates) >= 1
-    assert after_the_loop["agent"].policy.weights_version == version + len(result.updates)
+    assert after_the_loop["agent"].policy.num_updates == version + len(result.updates)
     *printed, mean = capsys.readouterr().out.splitlines()
     assert len(printed) == len(result.updates)
     assert -1 <= float(mean) <= 1

@@ -8,7 +8,7 @@ import torch
 from llamagym.conversation.episode import Episode, Segment
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.engine.token_tree import TokenTree
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, make_agent, touch_weights
 from tests.tiny import FAMILIES
 
 pytestmark = pytest.mark.equivalence
@@ -119,7 +119,7 @@ def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers()
     step(agent, "b")
     # One pass over the observation and what opens the reply; none when it comes again, whatever has been learnt since.
     assert len(passes) == 1
-    agent.policy.weights_version += 1
+    touch_weights(agent)
     agent.policy.seed(1)
     step(agent, "b")
     assert len(passes) == 1
@@ -202,7 +202,7 @@ def test_weights_that_change_make_plain_histories_outdated_and_activated_ones_no
     step(agent)
     step(agent)
     usual = step(agent)
-    agent.policy.weights_version += 1
+    touch_weights(agent)
     assert (step(agent) > usual) == (not activated)
 
 

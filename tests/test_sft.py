@@ -190,7 +190,7 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, m
     assert (base.generation_config.to_dict(), base.config.to_dict(), base.model_tags) == (generation, config, tags)
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert list(tmp_path.iterdir()) == [demos]
-    assert agent.policy.weights_version == 1
+    assert agent.policy.num_updates == 1
 
     # The learner goes on with the same weights.
     assert agent.learner.optimizer.param_groups[0]["params"][0] is next(
@@ -252,9 +252,9 @@ class Started(WordAgent):
 
 def test_warm_start_happens_when_the_agent_is_made(demos, monkeypatch):
     monkeypatch.setattr(Started, "demonstrations", demos)
-    assert make_agent(Started).policy.weights_version == 0
+    assert make_agent(Started).policy.num_updates == 0
     started, plain = make_agent(Started, sft_warm_start=True), make_agent(Started)
-    assert started.policy.weights_version == 1
+    assert started.policy.num_updates == 1
     assert loss_of(started, demos) < loss_of(plain, demos)
 
 
@@ -306,7 +306,7 @@ def test_other_refusals(tmp_path):
     path = write(tmp_path / "long.jsonl", turns("a", "b"), turns("a", "go left " * 2000))
     with pytest.raises(ContextLengthError, match=r"line 2 needs \d+ tokens, more than the model's 2048"):
         agent.sft_from_jsonl(path)
-    assert agent.policy.weights_version == 0
+    assert agent.policy.num_updates == 0
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_same_seed_same_run():
 
 def test_the_callback_can_end_the_training():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
-    result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["weights_version"] == 2)
+    result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["updates"] == 2)
     assert len(result.updates) == 2
     assert len(result.returns) == 4
 

@@ -8,7 +8,7 @@ import torch
 from llamagym.engine.likelihood import sums_in_groups
 from llamagym.engine.space import Space
 from llamagym.policy.sampling import draw, draw_tokens
-from tests.agents import WordAgent, make_agent
+from tests.agents import WordAgent, make_agent, touch_weights
 from tests.tiny import FAMILIES
 
 pytestmark = pytest.mark.equivalence
@@ -60,7 +60,7 @@ def test_a_reply_given_before_costs_nothing_until_the_weights_change():
     assert tokens == 0
     assert again.ids == twin.ids == first.ids
     assert again.logprobs == twin.logprobs == first.logprobs
-    agent.policy.weights_version += 1
+    touch_weights(agent)
     _, tokens = say(agent, ["x"])
     assert tokens == len(first.ids)
 
@@ -97,7 +97,7 @@ def test_acting_goes_on_outside_of_inference_mode():
     agent = speaker()
     with torch.inference_mode():
         say(agent, ["x", "yy"])
-    agent.policy.weights_version += 1
+    touch_weights(agent)
     say(agent, ["x", "yy"])
 
 

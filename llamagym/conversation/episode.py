@@ -7,7 +7,8 @@ and sampled; nothing is decoded and encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class Reply:
         value: The critic's estimate at the last prompt token, in reward units.
         finish_reason: Why the reply ended.
         choice_index: Which of the prompt's choices was taken, or None for free text.
-        weights_version: How many updates the weights had seen.
+        weights_version: Number of the weights' state that said it.
     """
 
     ids: tuple[int, ...]
@@ -155,6 +156,7 @@ class Conversation:
         turns: Finished turns.
         messages: The same as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
+        learns: Whether all replies were sampled to learn from.
     """
 
     template: ChatTemplate
@@ -165,6 +167,7 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     pending: Prompt | None = None
+    learns: bool = True
 
     def __post_init__(self) -> None:
         """Begin with the system prompt."""
@@ -238,11 +241,16 @@ class Conversation:
         self.pending = None
         return turn
 
-    def withdraw(self) -> None:
-        """Take back the pending prompt, as if its observation had never arrived."""
-        if self.pending is not None:
-            self.pending = None
-            self.messages.pop()
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """While open, an exception takes back all that was observed and answered, as if it had never been."""
+        turns, messages, pending, learns = len(self.turns), len(self.messages), self.pending, self.learns
+        try:
+            yield
+        except BaseException:
+            del self.turns[turns:], self.messages[messages:]
+            self.pending, self.learns = pending, learns
+            raise
 
 
 def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:

@@ -4,16 +4,18 @@ Kernels take addresses, since wrapping tensors as arrays would take as long as s
 and dtypes. They compute in float32. numba has no bfloat16: bfloat16 numbers are passed as unsigned integers, the upper
 halves of float32.
 
-numba invalidates its cache only when a function's own file changes. After a change to a function that other files call,
-as they call all of these, delete `*.nbi` in `__pycache__`.
+numba invalidates its cache only when a function's own file changes, not when a function does that it calls. So the
+cache's entries are named after the content of all files here.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -63,6 +65,15 @@ def _has_threads() -> bool:
 _HAS_THREADS = _has_threads()
 
 
+def _hash_of_sources() -> str:
+    """A name for the content of all files of kernels."""
+    content = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+_SOURCES = _hash_of_sources()
+
+
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compile a kernel for its arguments' types at its first call, once with threads and once without.
 
@@ -75,7 +86,8 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """
     in_threads = FunctionType(function.__code__, function.__globals__, function.__name__)
     # numba's cache tells functions apart by their names.
-    in_threads.__qualname__ = f"{function.__qualname__}_in_threads"
+    in_threads.__qualname__ = f"{function.__qualname__}_in_threads_{_SOURCES}"
+    function.__qualname__ += f"_{_SOURCES}"
     options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
     variants: list[Any] = [njit(**options)(function), njit(parallel=True, **options)(in_threads)]
     for variant in variants:

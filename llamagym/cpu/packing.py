@@ -50,12 +50,13 @@ class Packed:
             if state != self._state_of(key[0]):
                 del self._copies[key]
         for layer, forward in self._forwards.items():
-            vars(layer)["forward"] = forward
+            vars(layer).setdefault("forward", forward)
 
     def __exit__(self, *error: object) -> None:
         """Let them multiply by their weights again."""
-        for layer in self._forwards:
-            vars(layer).pop("forward", None)
+        for layer, forward in self._forwards.items():
+            if vars(layer).get("forward") is forward:
+                del vars(layer)["forward"]
 
     def forget(self) -> None:
         """Drop all packed weights."""

@@ -80,8 +80,9 @@ class PrefixCache(Transformer):
         self._tree.forget(lambda part: not self.history_is_frozen or isinstance(part, int))
 
     def forget_all(self) -> None:
-        """Drop everything."""
+        """Drop everything, packed weights as well."""
         self._tree.forget(lambda part: True)
+        self.forget_copies()
 
     def prefix(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Entries (2l, heads, P, head size) of a shared prefix: the trunk's, and those of the layers above."""

@@ -21,9 +21,10 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..conversation.episode import Episode, Segment
+from ..models.lora import hold_back_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from .config import LearnerConfig
@@ -95,11 +96,21 @@ class Learner(ABC, Generic[TargetsT]):
 
     def watch_weights(self) -> None:
         """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
-        body = [p for p in self.policy.model.pretrained_model.parameters() if p.requires_grad]
-        parts = [body, list(self.policy.model.v_head.parameters())][: len(self._rates)]
+        hold_back_(self.policy.model.pretrained_model)
+        parts = self._learning_weights()
         groups = [{"params": part} for part in parts]
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
         self._trust_region = TrustRegion([weight for part in parts for weight in part], self.config.target_kl)
+
+    def _watches_all(self) -> bool:
+        """Whether the optimiser holds exactly the weights that learn."""
+        watched = [id(weight) for group in self.optimizer.param_groups for weight in group["params"]]
+        return watched == [id(weight) for part in self._learning_weights() for weight in part]
+
+    def _learning_weights(self) -> list[list[nn.Parameter]]:
+        """The policy's weights that learn, and the value head's if it does."""
+        body = [p for p in self.policy.model.pretrained_model.parameters() if p.requires_grad]
+        return [body, list(self.policy.model.v_head.parameters())][: len(self._rates)]
 
     @property
     def group_size(self) -> int:
@@ -144,6 +155,9 @@ class Learner(ABC, Generic[TargetsT]):
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = [segment for episode in episodes for segment in episode.segments()]
         turns = [turn for segment in segments for turn in segment.turns]
+        if not self._watches_all():
+            logger.warning("the weights that learn are others than before: the optimiser starts anew")
+            self.watch_weights()
         if not self.policy.inputs_are_fit:
             self.policy.fit_inputs(segments)
         sampled = collect(
@@ -155,7 +169,7 @@ class Learner(ABC, Generic[TargetsT]):
         )
         targets, stats = self._credit(episodes, sampled)
         stats |= self._optimize(segments, sampled, targets)
-        self.policy.weights_version += 1
+        self.policy.num_updates += 1
         if config.init_kl_coef:
             stats["kl_coef"], stats["ref_kl"] = self._kl.value, sampled.ref_kl.mean().item()
             if config.adap_kl_ctrl:
@@ -170,7 +184,7 @@ class Learner(ABC, Generic[TargetsT]):
             "episodes": float(len(episodes)),
             "turns": float(len(turns)),
             "turns_per_episode": lengths.mean().item(),
-            "weights_version": float(self.policy.weights_version),
+            "updates": float(self.policy.num_updates),
             "learn_tokens": float(self.policy.tokens_forwarded - forwarded),
             "learn_s": time.perf_counter() - started,
         }
@@ -235,7 +249,7 @@ class Learner(ABC, Generic[TargetsT]):
         decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
-        fresh_error = math.nan
+        fresh_error, version = math.nan, self.policy.weights_version
         for chunk in self.policy.chunks(minibatch, self.config.microbatch_nodes):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
@@ -245,7 +259,7 @@ class Learner(ABC, Generic[TargetsT]):
             self.accelerator.backward(loss)
             for name, value in parts.items():
                 stats[name] += value
-            fresh = [i for i, turn in enumerate(turns) if turn.reply.weights_version == self.policy.weights_version]
+            fresh = [i for i, turn in enumerate(turns) if turn.reply.weights_version == version]
             if fresh:
                 old = sampled.old_logprobs[[rows[i] for i in fresh], : now.logprobs.shape[1]].to(now.logprobs.device)
                 error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()

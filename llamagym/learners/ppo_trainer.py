@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError, did_you_mean
+from ..models.lora import hold_back_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
 from .controllers import AdaptiveKLController
@@ -147,6 +148,7 @@ class PPOTrainer:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
         self.accelerator = Accelerator(cpu=model.device.type == "cpu")
+        hold_back_(model.pretrained_model)
         head = list(model.v_head.parameters())
         body = [weight for weight in model.pretrained_model.parameters() if weight.requires_grad]
         groups = [{"params": body, "lr": config.learning_rate}, {"params": head, "lr": config.value_learning_rate}]

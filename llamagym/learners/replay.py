@@ -103,7 +103,7 @@ class Replay:
             loss, norm = self._step(self._draw(segments))
             losses.append(loss)
             norms.append(norm)
-        self.policy.weights_version += 1
+        self.policy.num_updates += 1
         returns = [episode.total_reward for episode in kept]
         return {
             "replay_loss": float(np.mean(losses)),

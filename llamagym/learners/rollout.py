@@ -72,7 +72,8 @@ def collect(
         sampled[index, : len(turn.reply.logprobs)] = torch.tensor(turn.reply.logprobs)
         mask[index, : len(turn.reply.logprobs)] = True
     old, values = sampled.clone(), torch.tensor([turn.reply.value for turn in turns])
-    outdated = [turn.reply.weights_version != policy.weights_version for turn in turns]
+    version = policy.weights_version
+    outdated = [turn.reply.weights_version != version for turn in turns]
     mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
     features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
     for rows, now in evaluate_chunks(policy, segments if with_features else mixed, row, nodes):

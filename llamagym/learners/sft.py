@@ -99,7 +99,7 @@ def fine_tune(
     _train(policy, tokenizer, segments, config)
     if was_fresh:
         set_aside_(policy.model.pretrained_model)
-    policy.weights_version += 1
+    policy.num_updates += 1
     after = _measure(policy, segments)
     return {
         "loss_before": before["loss"],

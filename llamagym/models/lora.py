@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from .peft_internals import count_active, double_ranks_, projections
+from .torch_internals import has_hooks
 
 # No component is amplified more than this many times over an average input: beyond it lies rounding, not observation.
 _MAX_GAIN = 30.0
@@ -81,9 +82,8 @@ def set_aside_(model: nn.Module) -> None:
         down.weight = nn.Parameter(torch.cat([down.weight, fresh]))
         up.weight = nn.Parameter(torch.cat([up.weight, torch.zeros_like(up.weight)], dim=1))
         down.out_features = up.in_features = 2 * rank
-        learns = torch.arange(2 * rank, device=down.weight.device) >= rank
-        down.weight.register_hook(lambda grad, learns=learns: grad * learns[:, None])
-        up.weight.register_hook(lambda grad, learns=learns: grad * learns)
+        down.register_buffer("learns", torch.arange(2 * rank, device=down.weight.device) >= rank, persistent=False)
+    hold_back_(model)
     double_ranks_(model)
     adapted: Any = model
     config = adapted.active_peft_config
@@ -92,6 +92,14 @@ def set_aside_(model: nn.Module) -> None:
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
+
+
+def hold_back_(model: nn.Module) -> None:
+    """Let what was set aside stay as it is, in a model that is a deep copy as well, which has no hooks."""
+    for down, up in projections(model):
+        if hasattr(down, "learns") and not has_hooks(down.weight):
+            down.weight.register_hook(lambda grad, down=down: grad * down.learns[:, None])
+            up.weight.register_hook(lambda grad, down=down: grad * down.learns)
 
 
 @contextmanager

@@ -72,12 +72,22 @@ def base_of(layer: Any) -> Any:
     return getattr(layer, "base_layer", layer)
 
 
-def adapters_by_module(model: nn.Module) -> dict[nn.Module, Any]:
-    """For each module inside a layer that PEFT changed, that layer."""
+def tuner_layers(model: nn.Module) -> list[Any]:
+    """All layers that PEFT changed."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    return {inner: layer for layer in adapted for inner in layer.modules()}
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def adapter_state(layer: Any) -> tuple[object, ...]:
+    """What the adapters of such a layer do now, beyond what their weights say."""
+    scaling = getattr(layer, "scaling", {})
+    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters), tuple(scaling.items())
+
+
+def adapters_by_module(model: nn.Module) -> dict[nn.Module, Any]:
+    """For each module inside a layer that PEFT changed, that layer."""
+    return {inner: layer for layer in tuner_layers(model) for inner in layer.modules()}
 
 
 def merged_into(layer: Any) -> tuple[str, ...]:

@@ -49,6 +49,16 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether functions see a tensor's gradient when it is computed; a deep copy has none."""
+    return bool(tensor._backward_hooks)
+
+
+def held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """The containers of a module's submodules, parameters and buffers, by name."""
+    return module._modules, module._parameters, module._buffers
+
+
 def hooks_of(module: nn.Module) -> list[Any]:
     """The module's forward hooks, in two containers that are empty where it has none."""
     return [module._forward_hooks, module._forward_pre_hooks]

@@ -6,7 +6,8 @@ Learning is added by `agent.Agent`.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -100,31 +101,48 @@ class Actor(TextInterface):
         """
         ids = environment_ids(observations, env_ids, "observations")
         started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
-        conversations = [self.conversation(env_id) for env_id in ids]
-        choices = [self.get_action_choices(observation) for observation in observations]
-        contexts = []
-        try:
-            for conversation, observation, offered in zip(conversations, observations, choices, strict=True):
-                contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
-            replies = self.policy.sample(contexts, self._learning, self._greedy)
-            said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
-            named = [self._extract(text) for text in said]
-            actions = [
-                self._fallback(observation, text) if action is None else action
-                for observation, text, action in zip(observations, said, named, strict=True)
-            ]
-        except BaseException:
-            # A caller that mends the cause can act again on the same observations: no turn has been taken.
-            for conversation in conversations[: len(contexts)]:
-                conversation.withdraw()
-            raise
-        for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
-            turn = conversation.answer(reply, text)
-            if action is None:
-                turn.valid, turn.penalty = False, self._penalty
+        with ExitStack() as undone:
+            # Either all turns are taken, or an error leaves no trace and a caller that mends its cause can act again.
+            undone.enter_context(self._no_new_conversations_on_error())
+            undone.enter_context(self.policy.redrawn_on_error())
+            conversations = [self.conversation(env_id) for env_id in ids]
+            for conversation in conversations:
+                undone.enter_context(conversation.undone_on_error())
+            actions = self._act(observations, conversations)
         self._acting_s += time.perf_counter() - started
         self._acted_tokens += self.policy.tokens_forwarded - forwarded
         return actions
+
+    def _act(self, observations: Sequence[Any], conversations: Sequence[Conversation]) -> list[Any]:
+        """One turn of each conversation; returns the actions."""
+        choices = [self.get_action_choices(observation) for observation in observations]
+        contexts = [
+            conversation.observe(self.format_observation(observation), self._prefix, offered)
+            for conversation, observation, offered in zip(conversations, observations, choices, strict=True)
+        ]
+        replies = self.policy.sample(contexts, self._learning, self._greedy)
+        said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
+        named = [self._extract(text) for text in said]
+        actions = [
+            self._fallback(observation, text) if action is None else action
+            for observation, text, action in zip(observations, said, named, strict=True)
+        ]
+        for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
+            turn = conversation.answer(reply, text)
+            conversation.learns &= self._learning
+            if action is None:
+                turn.valid, turn.penalty = False, self._penalty
+        return actions
+
+    @contextmanager
+    def _no_new_conversations_on_error(self) -> Iterator[None]:
+        """While open, an exception ends the conversations that have begun."""
+        before = set(self._conversations)
+        try:
+            yield
+        except BaseException:
+            self.discard_episodes([env_id for env_id in self._conversations if env_id not in before])
+            raise
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
         """Drop unfinished episodes without learning from them."""

@@ -15,7 +15,7 @@ Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C cho
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
 from ..engine.token_tree import TokenTree
+from ..engine.weights import Change, WeightsState
 from ..errors import ContextLengthError
 from ..models.generation import GenerationConfig
 from ..models.lora import aim_, fresh_rows, latest_inputs
@@ -50,7 +51,7 @@ class Policy:
         generation: How replies are sampled.
         choice_prior: Mean score of each choice under the reference, frozen once measured.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
-        weights_version: Number of updates so far; must be raised whenever the weights change.
+        num_updates: How often a learner has changed the weights.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Policy:
         self.model = model.eval()
         self.generation = generation
         self.choice_prior: dict[tuple[int, ...], float] = {}
-        self.weights_version = 0
+        self.num_updates = 0
         self._eos_ids = frozenset(eos_ids)
         self._calibrate = calibrate_choices
         self.aims_lora = aim_lora
@@ -86,7 +87,7 @@ class Policy:
         self._backbone = Backbone(model)
         self._frozen: Backbone | None = None
         self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
-        self._seen_version = 0
+        self._state = WeightsState(model)
         self._rng = torch.Generator()
         self.seed(seed)
 
@@ -94,6 +95,19 @@ class Policy:
     def device(self) -> torch.device:
         """Where the model lies."""
         return self._backbone.device
+
+    @property
+    def weights_version(self) -> int:
+        """Number of the weights' state; another one after every change, whoever made it."""
+        self._notice_changes()
+        return self._state.number
+
+    def weights_changed(self) -> None:
+        """Drop all that was computed with the weights: they were edited in a way that cannot be noticed.
+
+        Needed only after in-place operations on `weight.data` and writes through a numpy view.
+        """
+        self._start_anew(Change.FROZEN)
 
     @property
     def max_length(self) -> int:
@@ -119,6 +133,16 @@ class Policy:
         else:
             self._rng.manual_seed(seed)
 
+    @contextmanager
+    def redrawn_on_error(self) -> Iterator[None]:
+        """While open, an exception takes back the random numbers that were drawn."""
+        state = self._rng.get_state()
+        try:
+            yield
+        except BaseException:
+            self._rng.set_state(state)
+            raise
+
     def enable_reference(self) -> None:
         """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
         if not self.model.is_peft_model and self._frozen is None:
@@ -140,7 +164,7 @@ class Policy:
             config = replace(config, top_p=1.0, top_k=0)
         trees = [TokenTree.from_segment(context) for context in contexts]
         self._check_room(trees)
-        self._forget_outdated()
+        self._notice_changes()
         replies: dict[int, Reply] = {}
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
         lengths = [_length_of(trees[row]) + self.generation.max_new_tokens for row in texts]
@@ -152,14 +176,14 @@ class Policy:
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts_written, strict=True):
                 replies[texts[row]] = Reply(
-                    text.ids, text.logprobs, value, text.finish_reason, None, self.weights_version
+                    text.ids, text.logprobs, value, text.finish_reason, None, self._state.number
                 )
         choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
         for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
             index = int(offer.argmax() if greedy else draw(offer.exp(), self._rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             decided = (offer[index].item(),)
-            replies[row] = Reply(ids, decided, value, "choice", index, self.weights_version)
+            replies[row] = Reply(ids, decided, value, "choice", index, self._state.number)
         return [replies[row] for row in range(len(contexts))]
 
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
@@ -217,10 +241,12 @@ class Policy:
                     inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
         # While they are watched, layers are not fused and multiply by other copies than otherwise.
         self._backbone.forget_copies()
+        self._notice_changes()
         for layer in layers:
             aim_(layer, fresh[layer], torch.cat(inputs[layer]), torch.tensor(groups))
         if critic:
             self.model.v_head.standardize_(torch.cat(features))
+        self._state.keep()
 
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
         """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
@@ -265,7 +291,7 @@ class Policy:
 
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
-        self._forget_outdated()
+        self._notice_changes()
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in self._weighed]
         self._measure_priors(fresh)
         for rows in self._chunks(fresh):
@@ -274,12 +300,26 @@ class Policy:
                 self._weighed[fresh[row]] = logprobs[: len(fresh[row].decisions[0].outcomes)], value
         return [self._weighed[tree] for tree in trees]
 
-    def _forget_outdated(self) -> None:
+    def _notice_changes(self) -> None:
         """Drop what was computed with weights that have changed since."""
-        if self._seen_version != self.weights_version:
-            self._weighed.clear()
+        if change := self._state.change():
+            self._start_anew(change)
+
+    def _start_anew(self, change: Change) -> None:
+        """Drop what depends on the weights that have changed."""
+        self._weighed.clear()
+        if change is Change.TRAINED:
             self._backbone.forget()
-            self._seen_version = self.weights_version
+        elif change is Change.FROZEN:
+            self._backbone.forget_all()
+        else:
+            forwarded = self._backbone.tokens_forwarded
+            self._backbone = Backbone(self.model)
+            self._backbone.tokens_forwarded += forwarded
+        if change is not Change.TRAINED:
+            # The reference is another one.
+            self.choice_prior.clear()
+        self._state.accept()
 
     def _check_room(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
@@ -298,7 +338,7 @@ class Policy:
         return pretrained.disable_adapter() if is_plain else nullcontext()
 
     def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
-        self._forget_outdated()
+        self._notice_changes()
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
         with self._as_reference() if reference else nullcontext(), backbone.ready():
             return read(

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from common import save
 from torch.nn import functional
+from workload import feign_update
 from workloads import WORKLOADS, agent_of, round_of, take_batch
 
 from llamagym.cpu import fused_layer
@@ -102,7 +103,7 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManager[Any]) -> dict[str, float]:
     """Turns a second of one round of acting, and of one update on it, with something switched off."""
     with switched:
-        agent.policy.weights_version += 1
+        feign_update(agent)
         started = time.perf_counter()
         acting = play() / (time.perf_counter() - started)
         batch = take_batch(agent, play)

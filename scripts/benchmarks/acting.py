@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 from common import Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
-from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, dtype_of, make_agent, plain_model, player, prompts
+from workload import (
+    MAX_NEW_TOKENS,
+    BlackjackAgent,
+    bare_works,
+    dtype_of,
+    feign_update,
+    make_agent,
+    plain_model,
+    player,
+    prompts,
+)
 
 from llamagym.models.loading import embedded_model_folder
 
@@ -25,7 +35,7 @@ def llamagym_work(agent: BlackjackAgent, per_turn: list[float]) -> Work:
     play = player(agent, ENVS)
 
     def work() -> float:
-        agent.policy.weights_version += 1
+        feign_update(agent)
         before = agent.policy.tokens_forwarded
         turns = play(STEPS)
         per_turn.append((agent.policy.tokens_forwarded - before) / turns)

@@ -11,6 +11,7 @@ layers. PATH is the interpreter of an environment made as the script in rivals/ 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from common import ROUNDS, Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
@@ -25,14 +26,15 @@ TABLES, TURNS, BATCH = 16, 256, 16
 def llamagym_work(free_text: bool, dtype: str, per_turn: list[float]) -> Work:
     """Our update, one pass over a batch, each time another one; appends the tokens that it forwards a turn."""
     agent = make_agent(free_text, dtype=dtype, ppo_epochs=1, mini_batch_size=2 * TURNS, learning_rate=1e-5)
-    play, version = player(agent, TABLES), agent.policy.weights_version
+    play = player(agent, TABLES)
     batches = [take_batch(agent, play) for _ in range(ROUNDS)]
 
     def work() -> float:
-        # Each update learns from what its own weights sampled; turns of older weights would be evaluated first.
-        agent.policy.weights_version = version
         episodes = batches.pop()
         turns = sum(len(episode.turns) for episode in episodes)
+        # Each update learns from what its own weights sampled; turns of older weights would be evaluated first.
+        for turn in (turn for episode in episodes for turn in episode.turns):
+            turn.reply = replace(turn.reply, weights_version=agent.policy.weights_version)
         per_turn.append(agent.learner.update(episodes)["learn_tokens"] / turns)
         return turns
 

@@ -13,7 +13,7 @@ from common import ROOT, Work
 from gymnasium.vector import AutoresetMode
 from transformers import AutoModelForCausalLM
 
-from llamagym import load_model_and_tokenizer
+from llamagym import Agent, load_model_and_tokenizer
 from llamagym.conversation.episode import Context
 from llamagym.models.loading import embedded_model_folder
 
@@ -57,6 +57,14 @@ def player(agent: BlackjackAgent, num_envs: int) -> Callable[[int], int]:
         return steps * num_envs
 
     return play
+
+
+@torch.no_grad()
+def feign_update(agent: Agent) -> None:
+    """Change the weights that learn by nothing, so that what was computed with them counts as outdated."""
+    for weight in agent.policy.model.parameters():
+        if weight.requires_grad:
+            weight.add_(0.0)
 
 
 def dtype_of(agent: BlackjackAgent) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Rate, Work, named, parser_of, rate_of, rates_in_turn, save
-from workload import dtype_of, make_agent, plain_model, player
+from workload import dtype_of, feign_update, make_agent, plain_model, player
 
 from llamagym import Agent, load_model_and_tokenizer
 from llamagym.conversation.episode import Context, Episode
@@ -138,7 +138,7 @@ def acting_work(workload: Workload, agent: Agent, tokens: list[float]) -> Work:
     play = round_of(workload, agent)
 
     def work() -> float:
-        agent.policy.weights_version += 1
+        feign_update(agent)
         before = agent.policy.tokens_forwarded
         turns = play()
         tokens.append((agent.policy.tokens_forwarded - before) / turns)

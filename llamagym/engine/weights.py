@@ -1,0 +1,92 @@
+"""Notices every change of a model's weights, so that nothing is used that was computed with other ones.
+
+PyTorch raises a tensor's version at every change in place. Together with which modules and tensors the model holds, and
+what its adapters do, this tells one state of the weights from another. Tensors are held, so none can be mistaken for a
+new one at the same address.
+
+Two kinds of edits leave no trace: in-place operations on `weight.data`, and writes through a numpy view. Who makes them
+says so (`Agent.weights_changed`).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from ..models.peft_internals import adapter_state, tuner_layers
+from ..models.torch_internals import held_by, version_of
+from ..models.value_head import AutoModelForCausalLMWithValueHead
+
+
+class Change(IntEnum):
+    """What has changed, from nothing to all."""
+
+    NONE = 0
+    TRAINED = 1
+    """Weights that learn, or the value head."""
+    FROZEN = 2
+    """Weights that do not, or what adapters do: merged, switched off, scaled."""
+    PARTS = 3
+    """Which modules and tensors there are, which of them learn, their dtype or device."""
+
+
+class WeightsState:
+    """The state that a model's weights were last seen in.
+
+    Attributes:
+        number: How many changes have been accepted so far.
+    """
+
+    def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
+        """See the weights as they are now."""
+        self._model = model
+        self.number = 0
+        self._record()
+
+    def change(self) -> Change:
+        """What has changed since the last state that was accepted."""
+        held = list(chain.from_iterable(map(dict.values, self._holders)))
+        if len(held) != len(self._held) or any(new is not old for new, old in zip(held, self._held, strict=True)):
+            return Change.PARTS
+        if self._kinds != [_kind(tensor) for tensor in self._tensors]:
+            return Change.PARTS
+        if self._adapters != [adapter_state(layer) for layer in self._tuners]:
+            return Change.FROZEN
+        versions = [_version(tensor) for tensor in self._tensors]
+        if versions == self._versions:
+            return Change.NONE
+        changed = (now != before for now, before in zip(versions, self._versions, strict=True))
+        are_frozen = (changes and not learns for changes, learns in zip(changed, self._learns, strict=True))
+        return Change.FROZEN if any(are_frozen) else Change.TRAINED
+
+    def accept(self) -> None:
+        """Take the weights as they are now for another state."""
+        self.number += 1
+        self._record()
+
+    def keep(self) -> None:
+        """Take the weights as they are now for the same state: what changed does not change the policy."""
+        self._record()
+
+    def _record(self) -> None:
+        modules = list(self._model.modules())
+        self._holders: list[dict[str, Any]] = [holder for module in modules for holder in held_by(module)]
+        self._held = list(chain.from_iterable(map(dict.values, self._holders)))
+        self._tensors = [part for part in self._held if isinstance(part, Tensor)]
+        of_head = {id(part) for part in (*self._model.v_head.parameters(), *self._model.v_head.buffers())}
+        self._learns = [tensor.requires_grad or id(tensor) in of_head for tensor in self._tensors]
+        self._tuners = tuner_layers(self._model)
+        self._kinds = [_kind(tensor) for tensor in self._tensors]
+        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._adapters = [adapter_state(layer) for layer in self._tuners]
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.requires_grad, tensor.dtype, tensor.is_cpu
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return version_of(tensor), tensor.data_ptr()

@@ -1,0 +1,149 @@
+"""What fails leaves no trace: acting, ending episodes, training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llamagym import EpisodeError, train
+from llamagym.training import evaluate
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+
+
+class BrokenError(Exception):
+    """A user's own error."""
+
+
+def state_of(agent: Any) -> list[Any]:
+    """All that acting changes."""
+    conversations = {
+        env_id: (of.turns[:], of.messages[:], of.pending, of.learns) for env_id, of in agent._conversations.items()
+    }
+    return [conversations, agent._buffer[:], agent.policy._rng.get_state().tolist()]
+
+
+HOOKS = ["format_observation", "get_action_choices", "extract_action", "fallback_action", "get_system_prompt"]
+
+
+@pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_error_while_acting_leaves_no_trace(hook: str, row: int, error: type[BaseException], monkeypatch):
+    agent = make_agent(WordAgent)
+    agent.act_batch(["a", "b"], ["known", "other"])
+    before, calls = state_of(agent), []
+    # A reply that names no action leads to the fallback.
+    monkeypatch.setattr(agent, "extract_action", lambda text: None)
+    monkeypatch.setattr(agent, "fallback_action", lambda observation: "nothing")
+    usual = getattr(agent, hook)
+
+    def breaks(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) > row:
+            raise error
+        return usual(*given)
+
+    ids = ["known", "new", "newer", "newest"]
+    with monkeypatch.context() as context:
+        context.setattr(agent, hook, breaks)
+        with pytest.raises(error):
+            agent.act_batch(["c", "d", "e", "f"], ids)
+    assert state_of(agent) == before
+    assert len(agent.act_batch(["c", "d", "e", "f"], ids)) == 4
+
+
+def test_the_same_reply_is_drawn_after_an_error(monkeypatch):
+    agents = [make_agent(WordAgent) for _ in range(2)]
+    with monkeypatch.context() as context:
+        context.setattr(agents[0], "extract_action", lambda text: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            agents[0].act("a")
+    assert agents[0].act("a") == agents[1].act("a")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"env_ids": [0, 0]},
+        {"env_ids": [0, "nobody"]},
+        {"truncated": [True]},
+        {"truncated": [False, True]},
+        {"truncated": [True, True], "final_observations": ["x"]},
+        {"groups": [1, 2, 3]},
+    ],
+)
+def test_episodes_that_cannot_end_go_on(wrong: dict[str, Any]):
+    agent = make_agent(WordAgent)
+    agent.act_batch(["a", "b"])
+    before = state_of(agent)
+    with pytest.raises(EpisodeError):
+        agent.terminate_episodes(**{"env_ids": [0, 1], **wrong})
+    assert state_of(agent) == before
+    agent.terminate_episodes([0, 1])
+    assert agent.buffered_turns == 2
+
+
+def test_a_final_observation_that_cannot_be_read_ends_nothing(monkeypatch):
+    agent = make_agent(WordAgent)
+    agent.act_batch(["a", "b"])
+    before = state_of(agent)
+    monkeypatch.setattr(agent, "format_observation", lambda observation: f"Observation {1 / observation}")
+    with pytest.raises(ZeroDivisionError):
+        agent.terminate_episodes([0, 1], [True, True], [1, 0])
+    assert state_of(agent) == before
+    agent.terminate_episodes([0, 1], [True, True], [1, 2])
+    assert agent.buffered_turns == 2
+
+
+def test_turns_taken_in_eval_are_not_learnt_from():
+    agent = make_agent(ChoiceAgent)
+    agent.eval()
+    agent.act_batch(["a", "b"])
+    agent.train()
+    agent.discard_episodes([1])
+    agent.act_batch(["a", "b"])
+    agent.terminate_episodes([0, 1])
+    assert agent.buffered_turns == 1
+
+
+class Breaking(CountdownEnv):
+    """Fails in the middle of the second episode; says whether it was closed."""
+
+    closed = 0
+
+    def step(self, action: int) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 5:
+            raise BrokenError
+        return super().step(action)
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+@pytest.mark.parametrize("run", [train, evaluate])
+def test_an_environment_that_fails_leaves_no_conversations_and_copies_are_closed(run):
+    agent = make_agent(ChoiceAgent)
+    Breaking.closed = 0
+    with pytest.raises(BrokenError):
+        run(agent, Breaking, episodes=4, num_envs=2)
+    assert agent._conversations == {}
+    assert Breaking.closed == 2
+    assert agent.learning
+
+
+def test_an_environment_of_the_caller_s_stays_open():
+    agent, env = make_agent(ChoiceAgent), Breaking()
+    Breaking.closed = 0
+    train(agent, env, episodes=1)
+    assert Breaking.closed == 0
+
+
+def test_a_run_begins_with_new_conversations():
+    agent = make_agent(ChoiceAgent)
+    agent.act("from before")
+    seen = []
+    agent.format_observation = lambda observation: seen.append(agent.conversation(0).turns[:]) or str(observation)
+    train(agent, CountdownEnv, episodes=1)
+    assert seen[0] == []

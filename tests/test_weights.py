@@ -1,0 +1,234 @@
+"""Whatever changes the weights, and whoever does it: the agent then acts as one that was made afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llamagym import AutoModelForCausalLMWithValueHead
+from llamagym.conversation.episode import Conversation
+from llamagym.engine.weights import Change, WeightsState
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.tiny import tiny_tokenizer
+
+OBSERVATIONS = ["a", "bb", "ccc"]
+TOLERANCE = 1e-5
+
+
+def weights(model: AutoModelForCausalLMWithValueHead, learn: bool) -> list[Tensor]:
+    """The body's weights that learn, or those that do not."""
+    return [weight for weight in model.pretrained_model.parameters() if weight.requires_grad == learn]
+
+
+def noise(weight: Tensor) -> Tensor:
+    """So much that replies change."""
+    return 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.std()
+
+
+def step(agent: Any) -> None:
+    """An optimiser that is not the learner's."""
+    model = agent.policy.model
+    optimizer = torch.optim.AdamW(weights(model, learn=True), lr=0.3)
+    model(torch.tensor([[1, 2, 3]]))[0].square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def load(agent: Any) -> None:
+    model = agent.policy.model
+    changed = {name: w + noise(w) if "lora_" in name else w for name, w in model.state_dict().items()}
+    model.load_state_dict(changed)
+
+
+@torch.no_grad()
+def change_base(agent: Any) -> None:
+    for weight in weights(agent.policy.model, learn=False):
+        weight.add_(noise(weight))
+
+
+def replace_base_data(agent: Any) -> None:
+    for weight in weights(agent.policy.model, learn=False):
+        weight.data = weight.data + noise(weight.data)
+
+
+@torch.no_grad()
+def change_value_head(agent: Any) -> None:
+    for weight in agent.policy.model.v_head.parameters():
+        weight.add_(noise(weight) + 0.1)
+
+
+def switch_off(agent: Any) -> None:
+    agent.policy.model.pretrained_model.base_model.disable_adapter_layers()
+
+
+@torch.no_grad()
+def other_adapter(agent: Any) -> None:
+    pretrained = agent.policy.model.pretrained_model
+    pretrained.add_adapter("other", copy.deepcopy(pretrained.peft_config["default"]))
+    for name, weight in pretrained.named_parameters():
+        if ".other." in name:
+            weight.normal_(std=0.2, generator=torch.Generator().manual_seed(2))
+    pretrained.set_adapter("other")
+
+
+def merge(agent: Any) -> None:
+    agent.policy.model.pretrained_model.merge_adapter()
+
+
+def unload(agent: Any) -> None:
+    model = agent.policy.model
+    model.pretrained_model = model.pretrained_model.unload()
+
+
+def scale(agent: Any) -> None:
+    for module in agent.policy.model.modules():
+        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+            module.scaling["default"] *= 3
+
+
+def resize(agent: Any) -> None:
+    pretrained = agent.policy.model.pretrained_model
+    size = pretrained.get_input_embeddings().weight.shape[0]
+    pretrained.resize_token_embeddings(size + 8, mean_resizing=False)
+
+
+def learn_all(agent: Any) -> None:
+    agent.policy.model.requires_grad_(True)
+    with torch.no_grad():
+        for weight in weights(agent.policy.model, learn=True):
+            weight.add_(noise(weight))
+
+
+def through_data(agent: Any) -> None:
+    for weight in weights(agent.policy.model, learn=False):
+        weight.data.add_(noise(weight.data))
+    agent.weights_changed()
+
+
+def through_numpy(agent: Any) -> None:
+    for weight in weights(agent.policy.model, learn=True):
+        weight.detach().numpy()[:] += noise(weight.detach()).numpy()
+    agent.weights_changed()
+
+
+EVERY_KIND = [
+    step,
+    load,
+    change_base,
+    replace_base_data,
+    change_value_head,
+    switch_off,
+    other_adapter,
+    scale,
+    resize,
+    learn_all,
+    through_data,
+    through_numpy,
+]
+# An activated LoRA is no part of any weight.
+OF_PLAIN_LORA = [merge, unload]
+
+
+def says(agent: Any) -> list[Tensor]:
+    """What an agent does on some observations, as numbers: probabilities, replies with their likelihood, values."""
+    agent.eval(greedy=True)
+    said = []
+    for observation in OBSERVATIONS:
+        agent.act(observation)
+        conversation: Conversation = agent.conversation(0)
+        segment, reply = conversation.current_segment(), conversation.turns[-1].reply
+        with torch.no_grad():
+            now = agent.policy.evaluate([segment])
+        said += [torch.tensor([*reply.ids, *reply.logprobs, reply.value]), now.logprobs.flatten(), now.values]
+        agent.discard_episodes([0])
+    return said
+
+
+def are_alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE, rtol=1e-4) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "activated"),
+    [(change, activated) for change in EVERY_KIND for activated in (True, False)]
+    + [(change, False) for change in OF_PLAIN_LORA],
+    ids=lambda of: getattr(of, "__name__", str(of)),
+)
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_a_change_of_the_weights_leaves_nothing_stale(kind: type, change: Callable[[Any], None], activated: bool):
+    agent = make_agent(kind, "llama", activated)
+    before = says(agent)
+    change(agent)
+    after = says(agent)
+    settings = {"max_new_tokens": 6}
+    fresh = kind(agent.policy.model, tiny_tokenizer("llama"), None, settings, seed=0)
+    assert are_alike(after, says(fresh))
+    if change is not resize:
+        assert not are_alike(before, after)
+
+
+def test_what_another_agent_learns_on_the_same_model_is_seen():
+    agent = make_agent(ChoiceAgent, ppo={"learning_rate": 0.1, "warmup_steps": 1, "batch_size": 4})
+    other = ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0)
+    says(other)
+    for reward in (1.0, 0.0, 1.0, 0.0):
+        agent.act("a")
+        agent.assign_reward(reward)
+        agent.terminate_episode()
+    assert agent.policy.num_updates == 1
+    fresh = ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0)
+    # Priors are measured once; both have the base's.
+    assert are_alike(says(other), says(fresh))
+
+
+def test_turns_of_other_weights_are_evaluated_anew():
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 4})
+    for reward in (1.0, 0.0, 1.0):
+        agent.act("a")
+        agent.assign_reward(reward)
+        agent.terminate_episode()
+    load(agent)
+    agent.act("a")
+    agent.assign_reward(0.0)
+    stats = agent.terminate_episode()
+    assert stats["ratio_error"] < 1e-3
+
+
+def test_an_optimiser_follows_weights_that_take_the_place_of_others(caplog):
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 1, "mini_batch_size": 1, "learning_rate": 0.1})
+    other_adapter(agent)
+    learns = [weight for weight in agent.policy.model.pretrained_model.parameters() if weight.requires_grad]
+    before = [weight.clone() for weight in learns]
+    for reward in (1.0, 0.0, 1.0):
+        agent.act("a")
+        agent.assign_reward(reward)
+        agent.terminate_episode()
+    assert "optimiser starts anew" in caplog.text
+    assert not all(torch.equal(weight, old) for weight, old in zip(learns, before, strict=True))
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_a_state_is_another_only_after_a_change(activated: bool):
+    agent = make_agent(ChoiceAgent, "llama", activated)
+    state = WeightsState(agent.policy.model)
+    says(agent)
+    agent.policy.model(torch.tensor([[1, 2, 3]]))
+    assert state.change() is Change.NONE
+    step(agent)
+    assert state.change() is Change.TRAINED
+    state.accept()
+    assert state.change() is Change.NONE
+    change_base(agent)
+    assert state.change() is Change.FROZEN
+    state.keep()
+    assert (state.change(), state.number) == (Change.NONE, 1)
+    resize(agent)
+    assert state.change() is Change.PARTS
