@@ -232,16 +232,30 @@ class Agent(Actor):
                     f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so "
                     "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
                 )
-        if self._learning and train:
-            learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
-            values = self._final_values([i for i in learnt if cut[i] and bootstraps], env_ids, finals)
-            ended = []
-            for index in learnt:
-                turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
-                ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), group_of[index]))
-            self._buffer += ended
+        before = list(self._buffer)
+        stats: Stats = {}
+        try:
+            if self._learning and train:
+                self._buffer += self._ended(env_ids, cut, finals, group_of)
+                stats = self._learn()
+        except BaseException:
+            self._buffer[:] = before
+            raise
         self.discard_episodes(env_ids)
-        return self._learn() if self._learning and train else {}
+        return stats
+
+    def _ended(
+        self, env_ids: Sequence[Hashable], cut: list[bool], finals: list[Any], groups: list[Hashable | None]
+    ) -> list[Episode]:
+        """The conversations of environments as episodes, but for those with turns that were not taken to learn from."""
+        learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
+        to_value = [index for index in learnt if cut[index] and self.learner.has_critic]
+        values = self._final_values(to_value, env_ids, finals)
+        ended = []
+        for index in learnt:
+            turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
+            ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), groups[index]))
+        return ended
 
     def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
         """The critic's estimate of each final observation, by index into `env_ids`."""
@@ -261,9 +275,13 @@ class Agent(Actor):
         batch = self.learner.take(self._buffer)
         if not batch:
             return {}
-        stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
-        if self._replay is not None:
-            stats |= self._replay.update(batch)
+        with ExitStack() as undone:
+            if self._replay is not None:
+                for part in (self.learner, self._replay):
+                    undone.enter_context(part.undone_on_error())
+            stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
+            if self._replay is not None:
+                stats |= self._replay.update(batch)
         stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
         self._acting_s, self._acted_tokens = 0.0, 0
         for alarm in self._alarms.check(stats):

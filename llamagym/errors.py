@@ -5,6 +5,7 @@
     ├── ModelLoadError (RuntimeError)   weights, tokenizer, quantisation or adapter cannot be had
     ├── ChatTemplateError (ValueError)  the chat template cannot carry an append-only conversation
     ├── ActionParseError (ValueError)   a reply names no admissible action
+    ├── DivergedError (RuntimeError)    losses or gradients are no longer finite
     ├── EpisodeError (RuntimeError)     the loop called act, reward or terminate out of order
     └── ContextLengthError (ValueError) the conversation no longer fits the model's context
 
@@ -35,6 +36,10 @@ class ChatTemplateError(LlamaGymError, ValueError):
 
 class ActionParseError(LlamaGymError, ValueError):
     """A reply names no admissible action."""
+
+
+class DivergedError(LlamaGymError, RuntimeError):
+    """Several optimiser steps in a row had losses or gradients that are not finite."""
 
 
 class EpisodeError(LlamaGymError, RuntimeError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from llamagym import EpisodeError, train
+from llamagym.errors import DivergedError
 from llamagym.training import evaluate
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 
@@ -147,3 +150,87 @@ def test_a_run_begins_with_new_conversations():
     agent.format_observation = lambda observation: seen.append(agent.conversation(0).turns[:]) or str(observation)
     train(agent, CountdownEnv, episodes=1)
     assert seen[0] == []
+
+
+def weights_of(agent: Any) -> list[torch.Tensor]:
+    """Everything that an update may change in the model."""
+    head = agent.policy.model.v_head
+    return [tensor.clone() for tensor in (*agent.policy.model.parameters(), *head.buffers())]
+
+
+def play(agent: Any, rewards: Sequence[float]) -> Any:
+    """One episode of a turn in each environment; returns the statistics."""
+    ids = list(range(len(rewards)))
+    agent.act_batch(["a", "b", "c", "d"][: len(ids)], ids)
+    agent.assign_rewards(list(rewards), ids)
+    return agent.terminate_episodes(ids)
+
+
+def failing_at(call: int, error: type[BaseException], usual: Any) -> Any:
+    """A function that raises at one of its calls."""
+    calls = []
+
+    def fails(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        if len(calls) == call:
+            raise error
+        return usual(*given, **named)
+
+    return fails
+
+
+PARTS = [("learner", "_step", 1), ("learner", "_step", 2), ("learner", "_loss", 3), ("_replay", "_step", 1)]
+
+
+@pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])
+@pytest.mark.parametrize(("part", "method", "call"), PARTS)
+def test_an_error_in_an_update_takes_it_back(part, method, call, error, monkeypatch):
+    options = {"ppo": {"batch_size": 4, "mini_batch_size": 2, "learning_rate": 0.1, "warmup_steps": 1}}
+    agents = [make_agent(ChoiceAgent, replay_config_dict={"steps": 2}, **options) for _ in range(2)]
+    for agent in agents:
+        assert play(agent, [1.0, 0.0, 2.0, 0.0])
+    agent = agents[0]
+    before = weights_of(agent)
+    agent.act_batch(["a", "b", "c", "d"])
+    agent.assign_rewards([0.0, 1.0, 0.0, 1.0])
+    with monkeypatch.context() as context:
+        owner = getattr(agent, part)
+        context.setattr(owner, method, failing_at(call, error, getattr(owner, method)))
+        with pytest.raises(error):
+            agent.terminate_episodes([0, 1, 2, 3])
+    assert all(torch.equal(now, old) for now, old in zip(weights_of(agent), before, strict=True))
+    assert agent.buffered_turns == 0
+    assert not any(weight.grad is not None and weight.grad.any() for weight in agent.policy.model.parameters())
+    # Asked again, it does what it would have done.
+    stats = agent.terminate_episodes([0, 1, 2, 3])
+    expected = play(agents[1], [0.0, 1.0, 0.0, 1.0])
+    for name in ("entropy", "policy_loss", "grad_norm", "replay_loss", "optimizer_steps"):
+        assert stats[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+    for one, other in zip(weights_of(agent), weights_of(agents[1]), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_said(monkeypatch, caplog):
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 4, "mini_batch_size": 2, "ppo_epochs": 1})
+    usual, calls = agent.learner._loss, []
+
+    def spoilt(*given: Any) -> Any:
+        calls.append(given)
+        loss, stats = usual(*given)
+        return (loss * float("nan"), stats) if len(calls) == 1 else (loss, stats)
+
+    monkeypatch.setattr(agent.learner, "_loss", spoilt)
+    stats = play(agent, [1.0, 0.0, 2.0, 0.0])
+    assert stats["skipped_steps"] == 1.0
+    assert stats["optimizer_steps"] == 1.0
+    assert "skipped" in caplog.text
+    assert all(tensor.isfinite().all() for tensor in weights_of(agent))
+
+
+def test_after_several_steps_that_are_not_finite_the_run_ends_with_the_last_good_weights(monkeypatch):
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 4, "mini_batch_size": 1, "ppo_epochs": 2})
+    before, usual = weights_of(agent), agent.learner._loss
+    monkeypatch.setattr(agent.learner, "_loss", lambda *given: (usual(*given)[0] * float("inf"), usual(*given)[1]))
+    with pytest.raises(DivergedError, match="3 optimiser steps in a row"):
+        play(agent, [1.0, 0.0, 2.0, 0.0])
+    assert all(torch.equal(now, old) for now, old in zip(weights_of(agent), before, strict=True))

@@ -61,6 +61,7 @@ class Alarms:
         self._history: deque[Stats] = deque(maxlen=_UPDATES)
         self._ringing: set[str] = set()
         self._rules: dict[str, Callable[[History], str | None]] = {
+            "skipped": _skipped,
             "same_reply": _same_reply,
             "certain": _certain,
             "equal_returns": _equal_returns,
@@ -95,6 +96,16 @@ def _same_reply(history: History) -> str | None:
     return (
         f"{share:.1%} of all replies are one and the same: unless it is right everywhere, the policy has collapsed and "
         "cannot find anything better. Start again with calibrate_choices=True, a higher entropy_coef, or a target_kl."
+    )
+
+
+def _skipped(history: History) -> str | None:
+    skipped = _last(history, "skipped_steps")
+    if not skipped:
+        return None
+    return (
+        f"{skipped:.0f} optimiser steps were skipped, since their losses or gradients were not finite. Look at rewards "
+        "for extreme values, lower learning_rate, or load the model with dtype='float32'."
     )
 
 

@@ -15,6 +15,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -29,16 +31,20 @@ from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from .config import LearnerConfig
 from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
+from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
 from .rollout import Sampled, collect, evaluate_chunks
 from .trust_region import TrustRegion
+from .undo import undone_on_error
 
 logger = logging.getLogger(__name__)
 
 Stats = dict[str, float]
 # A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
 _ADAM_BETAS = (0.9, 0.95)
+# What an update changes, beside weights and optimiser.
+_STEERED = ("_steps", "_guard", "_whiten", "_rate", "_entropy", "_kl", "_rng")
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
 _ADAM_EPS = 1e-5
 
@@ -84,7 +90,7 @@ class Learner(ABC, Generic[TargetsT]):
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
         self._epochs = epochs
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
-        self._steps = 0
+        self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
         self.watch_weights()
         self._rate = RateController(config.target_kl)
@@ -146,12 +152,26 @@ class Learner(ABC, Generic[TargetsT]):
         """Episodes that can be learnt from now, in the pieces that a batch is made of, the oldest first."""
         return [[episode] for episode in finished]
 
+    def undone_on_error(self) -> AbstractContextManager[None]:
+        """While open, an exception puts weights, optimiser and all that is steered back to where they were."""
+        head = self.policy.model.v_head
+        return undone_on_error(
+            self, dict.fromkeys(_STEERED, deepcopy), [*self._learning_weights()[0], *head.parameters(), *head.buffers()]
+        )
+
     def update(self, episodes: Sequence[Episode]) -> Stats:
-        """One update on a batch of whole episodes.
+        """One update on a batch of whole episodes; an error in it leaves no trace.
 
         Returns:
             Statistics; the README says how to read them.
+
+        Raises:
+            DivergedError: Several steps in a row had losses or gradients that are not finite.
         """
+        with self.undone_on_error():
+            return self._update(episodes)
+
+    def _update(self, episodes: Sequence[Episode]) -> Stats:
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = [segment for episode in episodes for segment in episode.segments()]
         turns = [turn for segment in segments for turn in segment.turns]
@@ -195,7 +215,7 @@ class Learner(ABC, Generic[TargetsT]):
 
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
         sums: dict[str, list[float]] = defaultdict(list)
-        ratio_error, largest_kl, steps = math.nan, 0.0, 0
+        ratio_error, largest_kl, steps, skipped = math.nan, 0.0, 0, 0
         region = self._trust_region
         region.enter()
         size = self.config.mini_batch_size
@@ -203,6 +223,10 @@ class Learner(ABC, Generic[TargetsT]):
             stats, fresh_error = self._backward(minibatch, sampled, targets)
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
+            if not self._guard.passes(stats, self._gradients(), self._mean_over_processes):
+                self.optimizer.zero_grad()
+                skipped += 1
+                continue
             # Before the first step nothing has moved, and what differs is rounding.
             if steps:
                 largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
@@ -215,7 +239,7 @@ class Learner(ABC, Generic[TargetsT]):
             steps += 1
         else:
             # No later minibatch shows where the last step led.
-            if region.has_bounds:
+            if region.has_bounds and steps:
                 largest_kl = max(largest_kl, self._measure_kl(minibatches(segments, size, self._rng)[0], sampled))
         if stopped := region.is_left(largest_kl):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
@@ -223,11 +247,13 @@ class Learner(ABC, Generic[TargetsT]):
             self.optimizer.zero_grad()
         self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps)
         means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._entropy.value}
-        self._entropy.update(means["entropy"])
+        if steps:
+            self._entropy.update(means["entropy"])
         return means | {
             "ratio_error": ratio_error,
             "learning_rate": self.config.learning_rate * self._rate.scale,
             "optimizer_steps": float(steps),
+            "skipped_steps": float(skipped),
             "stopped_early": float(stopped),
         }
 
@@ -298,6 +324,10 @@ class Learner(ABC, Generic[TargetsT]):
             "clip_fraction": by_decision * policy.clip_fraction.item(),
         }
         return loss, stats
+
+    def _gradients(self) -> list[Tensor]:
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return [weight.grad for weight in weights if weight.grad is not None]
 
     def _step(self) -> float:
         """One optimiser step on the gradients at hand; returns the norm of the policy's."""

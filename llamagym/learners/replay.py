@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from copy import copy, deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,7 @@ from accelerate import Accelerator
 from ..conversation.episode import Episode, Segment
 from ..options import Options
 from ..policy.policy import Policy
+from .undo import undone_on_error
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class Replay:
         """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
         self._weights = [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(self._weights, lr=self.config.learning_rate))
+
+    def undone_on_error(self) -> AbstractContextManager[None]:
+        """While open, an exception puts buffer and optimiser back to where they were; weights are the learner's."""
+        return undone_on_error(self, {"_recent": copy, "_rng": deepcopy}, ())
 
     @property
     def episodes(self) -> list[Episode]:
