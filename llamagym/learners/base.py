@@ -155,9 +155,8 @@ class Learner(ABC, Generic[TargetsT]):
     def undone_on_error(self) -> AbstractContextManager[None]:
         """While open, an exception puts weights, optimiser and all that is steered back to where they were."""
         head = self.policy.model.v_head
-        return undone_on_error(
-            self, dict.fromkeys(_STEERED, deepcopy), [*self._learning_weights()[0], *head.parameters(), *head.buffers()]
-        )
+        weights = [*self._learning_weights()[0], *head.parameters(), *head.buffers()]
+        return undone_on_error(self, dict.fromkeys(_STEERED, deepcopy), weights)
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
         """One update on a batch of whole episodes; an error in it leaves no trace.
