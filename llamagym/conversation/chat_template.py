@@ -8,7 +8,7 @@ append-only conversation: earlier turns stay as the model saw them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ChatTemplateError
+from .plain_text import PlainText
 
 # Plain words, which no template trims or escapes.
 _SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
@@ -44,11 +45,12 @@ class ChatTemplate:
                 "which supplies a plain one for known models, or set tokenizer.chat_template."
             )
         self._tokenizer = tokenizer
+        self._text = PlainText(tokenizer)
         self.has_system_role = self._probe_system_role()
         if append_only:
             self._check_append_only()
         # The same texts recur, and rendering one takes longer than a lookup.
-        self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
+        self._encode = lru_cache(maxsize=4096)(self._text.encode)
         self._first = lru_cache(maxsize=4096)(self._first_uncached)
         self._next = lru_cache(maxsize=4096)(self._next_uncached)
         self._shared = lru_cache(maxsize=64)(self._shared_uncached)
@@ -80,24 +82,28 @@ class ChatTemplate:
         """
         reply = {"role": "assistant", "content": _REPLY}
         _, found, after = self._render([*self._opening(_SYSTEM, _USER), reply]).rpartition(_REPLY)
-        closing = self._encode(after.lstrip())[:1] if found else ()
+        closing = self._encode_template(after.lstrip())[:1] if found else ()
         return closing[0] if closing and closing[0] in end_ids else int(self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens."""
         return list(self._encode(text))
 
-    def _encode_uncached(self, text: str) -> tuple[int, ...]:
+    def _encode_template(self, text: str) -> tuple[int, ...]:
+        """Token ids of what a template wrote, its control tokens included."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _first_uncached(self, system: str, user: str) -> tuple[int, ...]:
-        return self._encode_uncached(self._render(self._opening(system, user)))
+        return self._text.encode_rendered([system, user], lambda texts: self._render(self._opening(*texts)))
 
     def _next_uncached(self, user: str, sampled_end: int | None) -> tuple[int, ...]:
-        text = self._delta([], user)
-        if sampled_end is not None:
-            text = _after(str(self._tokenizer.convert_ids_to_tokens(sampled_end)), text)
-        return self._encode_uncached(text)
+        def render(texts: Sequence[str]) -> str:
+            text = self._delta([], texts[0])
+            if sampled_end is None:
+                return text
+            return _after(str(self._tokenizer.convert_ids_to_tokens(sampled_end)), text)
+
+        return self._text.encode_rendered([user], render)
 
     def _shared_uncached(self, system: str) -> list[int]:
         one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")
@@ -119,13 +125,16 @@ class ChatTemplate:
 
     def _delta(self, earlier: list[Message], user: str) -> str:
         """What the template puts after a reply when `user` is said next."""
+        reply = _REPLY
+        while reply in user:
+            reply += "x"
         messages = [
             *self._opening(_SYSTEM, _USER),
             *earlier,
-            {"role": "assistant", "content": _REPLY},
+            {"role": "assistant", "content": reply},
             {"role": "user", "content": user},
         ]
-        _, found, after = self._render(messages).rpartition(_REPLY)
+        _, found, after = self._render(messages).rpartition(reply)
         if not found:
             raise ChatTemplateError(
                 f"The chat template of {self._tokenizer.name_or_path!r} drops earlier replies, so a conversation "
