@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +28,8 @@ from .policy.choices import ChoiceNormalization, choice_length
 from .policy.policy import Policy
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_REWARD = torch.finfo(torch.float32).max ** 0.5
 
 
 class Agent(Actor):
@@ -189,8 +190,11 @@ class Agent(Actor):
         for reward, env_id in zip(rewards, ids, strict=True):
             if not self.conversation(env_id).turns:
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
-            if not math.isfinite(reward):
-                raise EpisodeError(f"Reward {reward} for environment {env_id!r} is not finite. Check the environment.")
+            if not isinstance(reward, SupportsFloat) or not abs(float(reward)) < _LARGEST_REWARD:
+                raise EpisodeError(
+                    f"Reward {reward!r} for environment {env_id!r} is no number, or its square is none in float32. "
+                    "Check the environment, or scale its rewards."
+                )
         for reward, env_id in zip(rewards, ids, strict=True):
             self.conversation(env_id).turns[-1].reward += float(reward)
 

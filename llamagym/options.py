@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from .errors import ConfigError, did_you_mean
 
@@ -13,13 +16,22 @@ OptionsT = TypeVar("OptionsT", bound="Options")
 
 @dataclass(frozen=True)
 class Options:
-    """A configuration, a frozen dataclass; a subclass checks its ranges in `__post_init__`.
+    """A configuration, a frozen dataclass; types are checked here, ranges by a subclass's `__post_init__`.
 
     Attributes:
         advice: By the name of an option that other libraries have: what to do here instead.
     """
 
     advice: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        """Check the types."""
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            if not any(_fits(value, kind) for kind in allowed):
+                raise ConfigError(f"{field.name}={value!r} is no {_named(allowed)}. Pass one.")
 
     @classmethod
     def from_dict(cls: type[OptionsT], options: Mapping[str, Any] | Options) -> OptionsT:
@@ -49,8 +61,9 @@ class Options:
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is not positive.")
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value} is not positive.")
 
     def _require_fraction(self, *names: str) -> None:
         for name in names:
@@ -60,3 +73,19 @@ class Options:
     def _require_one_of(self, allowed: Sequence[str], name: str) -> None:
         if getattr(self, name) not in allowed:
             raise ConfigError(f"{name}={getattr(self, name)!r}. {did_you_mean(str(getattr(self, name)), allowed)}")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated type; numbers must be finite, and whole numbers count as numbers."""
+    if kind in (int, float):
+        is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)  # type: ignore[arg-type]
+    if choices := get_args(kind):
+        return isinstance(value, str) and all(isinstance(choice, str) for choice in choices)
+    return isinstance(value, kind)
+
+
+def _named(kinds: Sequence[Any]) -> str:
+    """The types as an error says them."""
+    names = {int: "whole number", float: "finite number", bool: "True or False", str: "string", type(None): "None"}
+    return " or ".join(names.get(kind, "string") for kind in kinds)

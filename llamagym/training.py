@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import gymnasium
@@ -99,8 +100,10 @@ def train(
         Returns and statistics.
 
     Raises:
-        ConfigError: `num_envs` is no multiple of `group_size`, or `env` cannot be copied.
+        ConfigError: `episodes` or `num_envs` is no positive number, `num_envs` is no multiple of `group_size`, or
+            `env` cannot be copied.
     """
+    _require_positive(episodes=episodes, num_envs=num_envs)
     size = agent.learner.group_size if group_size is None else group_size
     if size < 1 or num_envs % size:
         raise ConfigError(
@@ -147,6 +150,7 @@ def evaluate(
         num_envs: Copies that are acted in at once.
         greedy: Take the most likely choice or token instead of sampling.
     """
+    _require_positive(episodes=episodes, num_envs=num_envs)
     num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
@@ -208,6 +212,12 @@ def _steps(
 def _reset_seed(entropy: Any, number: int) -> int:
     """The seed of the episodes with this number; those of different runs have nothing to do with each other."""
     return int(np.random.SeedSequence(entropy, spawn_key=(number,)).generate_state(1)[0])
+
+
+def _require_positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise ConfigError(f"{name}={count!r}. Pass a whole number of at least 1.")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def read_demonstrations(
             "path to sft_from_jsonl()."
         )
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read the demonstrations {str(path)!r}: {error}. Pass the path of a JSONL file of {_WANTED}."

@@ -171,6 +171,8 @@ class Conversation:
 
     def __post_init__(self) -> None:
         """Begin with the system prompt."""
+        if not isinstance(self.system_prompt, str):
+            raise ConfigError(f"get_system_prompt() returned {self.system_prompt!r}. Return a string, '' for none.")
         if self.system_prompt:
             self.messages.append({"role": "system", "content": self.system_prompt})
 
@@ -187,12 +189,14 @@ class Conversation:
                 f"Observation {text!r} arrived while an earlier one still awaits its reply. Call act() once per "
                 "environment step."
             )
-        if choices is not None and (not choices or len(set(choices)) != len(choices) or "" in choices):
-            raise ConfigError(
-                f"get_action_choices() returned {choices!r}. Return distinct, non-empty strings, or None for free text."
-            )
+        if not isinstance(text, str):
+            raise ConfigError(f"format_observation() returned {text!r}, a {type(text).__name__}. Return a string.")
+        if choices is not None:
+            _check_choices(choices, choices)
         opening = self.template.encode(prefix)
         encoded = None if choices is None else tuple(tuple(self.template.encode(choice)) for choice in choices)
+        if encoded is not None:
+            _check_choices(encoded, choices)
         reply_length = self.reply_length if encoded is None else sum(map(len, encoded))
         shown = 0 if self.context == "turn" else len(self.current_segment().turns)
         starts_context = shown == 0
@@ -251,6 +255,16 @@ class Conversation:
             del self.turns[turns:], self.messages[messages:]
             self.pending, self.learns = pending, learns
             raise
+
+
+def _check_choices(choices: Sequence[Sequence[Any]], offered: Any) -> None:
+    """Refuse what is no list of strings, and strings or token ids that are empty or come twice."""
+    is_list = isinstance(offered, (list, tuple)) and all(isinstance(choice, str) for choice in offered)
+    if not is_list or not choices or not all(choices) or len(set(choices)) != len(choices):
+        raise ConfigError(
+            f"get_action_choices() returned {offered!r}. Return a list of distinct, non-empty strings, which the "
+            "tokenizer tells apart, or None for free text."
+        )
 
 
 def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:

@@ -85,8 +85,11 @@ class LearnerConfig(Options):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check types and ranges."""
+        super().__post_init__()
         self._require_at_least(1, "batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes")
+        self._require_at_least(0, "learning_rate", "entropy_coef", "init_kl_coef", "seed")
+        self._require_positive("cliprange", "target", "horizon", "target_kl", "max_grad_norm")
         self._require_fraction("gamma", "entropy_decay")
         if self.entropy_floor is not None and self.entropy_coef <= 0:
             raise ConfigError(

@@ -30,6 +30,7 @@ from ..errors import ConfigError, did_you_mean
 from ..models.lora import hold_back_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
+from .checks import check_samples
 from .controllers import AdaptiveKLController
 from .losses import (
     KLEstimator,
@@ -183,10 +184,12 @@ class PPOTrainer:
             these had no gradient), `epochs`, `stopped_early`, `learn_s`.
 
         Raises:
-            ValueError: The three are not `batch_size` long, a sequence is empty, or a score is not one number.
+            ConfigError: The three are not `batch_size` long, a sequence is empty or holds ids that the model does not
+                know, or a score is not one finite number.
         """
         started = time.perf_counter()
-        self._check(queries, responses, scores)
+        embeddings: Any = self.model.pretrained_model.get_input_embeddings()
+        check_samples(queries, responses, scores, self.config.batch_size, len(embeddings.weight))
         # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
         self.model.eval()
         batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
@@ -194,24 +197,6 @@ class PPOTrainer:
         if self.config.adap_kl_ctrl:
             self._kl_controller.update(stats["ref_kl"], len(queries) * self.accelerator.num_processes)
         return stats | {"learn_s": time.perf_counter() - started}
-
-    def _check(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Sequence[Tensor | float]) -> None:
-        lengths = {"queries": len(queries), "responses": len(responses), "scores": len(scores)}
-        if set(lengths.values()) != {self.config.batch_size}:
-            raise ValueError(
-                f"A step takes batch_size={self.config.batch_size} of each, received {lengths}. Pass as many, or build "
-                "the trainer with another batch_size."
-            )
-        for name, sequences in (("queries", queries), ("responses", responses)):
-            for index, ids in enumerate(sequences):
-                if ids.ndim != 1 or not len(ids):
-                    raise ValueError(
-                        f"{name}[{index}] has shape {tuple(ids.shape)}, expected (length,) with at least one token id. "
-                        "Squeeze a batch dimension away; a query needs at least the token that opens the text."
-                    )
-        for index, score in enumerate(scores):
-            if isinstance(score, Tensor) and score.numel() != 1:
-                raise ValueError(f"scores[{index}] has shape {tuple(score.shape)}, expected one number per response.")
 
     @torch.no_grad()
     def _prepare(

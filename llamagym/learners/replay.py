@@ -52,7 +52,8 @@ class ReplayConfig(Options):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check types and ranges."""
+        super().__post_init__()
         self._require_at_least(1, "episodes", "recent_updates", "steps", "batch_size", "microbatch_nodes")
         self._require_positive("learning_rate", "max_grad_norm")
 

@@ -61,7 +61,8 @@ class WarmStartConfig(Options):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check types and ranges."""
+        super().__post_init__()
         self._require_at_least(1, "epochs", "batch_size")
         self._require_positive("learning_rate", "max_grad_norm")
 

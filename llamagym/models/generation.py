@@ -29,7 +29,8 @@ class GenerationConfig(Options):
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check types and ranges."""
+        super().__post_init__()
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} allows no reply. Pass at least 1.")
         if self.temperature <= 0:

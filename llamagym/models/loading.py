@@ -269,5 +269,5 @@ def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if dtype == "auto":
         return None
     if dtype not in _DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}. {did_you_mean(dtype, ['auto', *_DTYPES])}")
+        raise ConfigError(f"unknown dtype {dtype!r}. {did_you_mean(str(dtype), ['auto', *_DTYPES])}")
     return _DTYPES[dtype]

@@ -215,8 +215,10 @@ def register(entry: ModelEntry, *, replace: bool = False) -> None:
         replace: Put `entry` in the place of the one that has the same name.
 
     Raises:
-        ConfigError: One of its names is taken, and `replace` does not permit taking it over.
+        ConfigError: `entry` is something else, or one of its names is taken and `replace` does not permit taking it.
     """
+    if not isinstance(entry, ModelEntry):
+        raise ConfigError(f"cannot register {entry!r}: expected a ModelEntry, received a {type(entry).__name__}.")
     owners = {_BY_KEY[key] for key in _keys(entry) if key in _BY_KEY}
     for owner in owners:
         if not replace or owner.name.casefold() != entry.name.casefold():

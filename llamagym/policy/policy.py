@@ -32,6 +32,7 @@ from ..models.generation import GenerationConfig
 from ..models.lora import aim_, fresh_rows, latest_inputs
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .choices import ChoiceLength
+from .chunks import chunks
 from .evaluation import Evaluation, evaluate_turns
 from .sampling import draw, write_text
 from .score import Reading, read
@@ -169,7 +170,7 @@ class Policy:
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
         lengths = [_length_of(trees[row]) + self.generation.max_new_tokens for row in texts]
         room = _DECODE_BYTES // self._backbone.token_bytes
-        for rows in self._chunks([trees[row] for row in texts], room, lengths):
+        for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
             chunk = [trees[texts[row]] for row in rows]
             with self._backbone.ready():
                 features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
@@ -254,37 +255,9 @@ class Policy:
         for rows in self._chunks(trees, nodes):
             yield [segments[row] for row in rows]
 
-    def _chunks(
-        self, trees: Sequence[TokenTree], most: int = _FORWARD_NODES, sizes: Sequence[int] | None = None
-    ) -> Iterator[list[int]]:
-        """Rows in chunks of one prefix, padded to their largest size at most `most`, or of a single row.
-
-        Without `sizes`, they are those of a forward pass in nodes, in which equal trees lie together and count once.
-        With them, as in decoding, every row counts, and a chunk has generation prompts of one length.
-        """
-        is_pass = sizes is None
-        if sizes is None:
-            sizes = [self._backbone.size(tree) for tree in trees]
-
-        def kind(row: int) -> tuple[object, ...]:
-            return trees[row].prefix, 0 if is_pass else trees[row].node_count
-
-        def order(row: int) -> tuple[object, ...]:
-            return *kind(row), sizes[row], trees[row].history
-
-        chunk: list[int] = []
-        distinct = 0
-        for row in sorted(range(len(trees)), key=order):
-            is_new = not (chunk and is_pass and trees[row] == trees[chunk[-1]])
-            # They come by size, so this is what all would cost as a rectangle.
-            is_full = is_new and (distinct + 1) * sizes[row] > most
-            if chunk and (is_full or kind(row) != kind(chunk[-1])):
-                yield chunk
-                chunk, distinct = [], 0
-            chunk.append(row)
-            distinct += is_new
-        if chunk:
-            yield chunk
+    def _chunks(self, trees: Sequence[TokenTree], most: int = _FORWARD_NODES) -> Iterator[list[int]]:
+        """Rows in chunks for one forward pass each, of at most `most` nodes or a single row."""
+        return chunks(trees, [self._backbone.size(tree) for tree in trees], most, equal_once=True)
 
     def _weigh(self, trees: Sequence[TokenTree]) -> list[tuple[Tensor, float]]:
         """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.

@@ -1,0 +1,58 @@
+"""Refuses samples that `PPOTrainer` cannot learn from, before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import SupportsFloat
+
+from torch import Tensor
+
+from ..errors import ConfigError
+
+
+def check_samples(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    scores: Sequence[Tensor | float],
+    batch_size: int,
+    vocabulary: int,
+) -> None:
+    """Check what a step is given.
+
+    Args:
+        queries: Token ids of each prompt.
+        responses: Token ids of each reply.
+        scores: How good each reply is.
+        batch_size: How many there must be of each.
+        vocabulary: Ids that the model knows.
+
+    Raises:
+        ConfigError: There are more or fewer, a sequence is empty or holds other ids, or a score is not one finite
+            number.
+    """
+    lengths = {"queries": len(queries), "responses": len(responses), "scores": len(scores)}
+    if set(lengths.values()) != {batch_size}:
+        raise ConfigError(
+            f"A step takes batch_size={batch_size} of each, received {lengths}. Pass as many, or build the trainer "
+            "with another batch_size."
+        )
+    for name, sequences in (("queries", queries), ("responses", responses)):
+        for index, ids in enumerate(sequences):
+            if ids.ndim != 1 or not len(ids):
+                raise ConfigError(
+                    f"{name}[{index}] has shape {tuple(ids.shape)}, expected (length,) with at least one token id. "
+                    "Squeeze a batch dimension away; a query needs at least the token that opens the text."
+                )
+            if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+                raise ConfigError(
+                    f"{name}[{index}] holds ids from {int(ids.min())} to {int(ids.max())}, and the model knows 0 to "
+                    f"{vocabulary - 1}. The tokenizer may be another model's."
+                )
+    for index, score in enumerate(scores):
+        if not isinstance(score, SupportsFloat):
+            raise ConfigError(f"scores[{index}] is {score!r}, expected a number.")
+        if isinstance(score, Tensor) and score.numel() != 1:
+            raise ConfigError(f"scores[{index}] has shape {tuple(score.shape)}, expected one number per response.")
+        if not math.isfinite(score):
+            raise ConfigError(f"scores[{index}] is {float(score)}, expected a finite number. Check the reward.")

@@ -1,0 +1,39 @@
+"""Divides contexts among batches, alike in length, so that little of them is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..engine.token_tree import TokenTree
+
+
+def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], most: int, equal_once: bool) -> Iterator[list[int]]:
+    """Rows in chunks of one prefix, padded to their largest size at most `most`, or of a single row.
+
+    Args:
+        trees: Contexts with their decisions.
+        sizes: What each costs.
+        most: What a chunk may cost.
+        equal_once: Whether equal trees lie together and count once, as in a forward pass. Otherwise every row counts,
+            as in decoding, and a chunk has generation prompts of one length.
+    """
+
+    def kind(row: int) -> tuple[object, ...]:
+        return trees[row].prefix, 0 if equal_once else trees[row].node_count
+
+    def order(row: int) -> tuple[object, ...]:
+        return *kind(row), sizes[row], trees[row].history
+
+    chunk: list[int] = []
+    distinct = 0
+    for row in sorted(range(len(trees)), key=order):
+        is_new = not (chunk and equal_once and trees[row] == trees[chunk[-1]])
+        # They come by size, so this is what all would cost as a rectangle.
+        is_full = is_new and (distinct + 1) * sizes[row] > most
+        if chunk and (is_full or kind(row) != kind(chunk[-1])):
+            yield chunk
+            chunk, distinct = [], 0
+        chunk.append(row)
+        distinct += is_new
+    if chunk:
+        yield chunk
