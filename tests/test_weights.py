@@ -27,7 +27,7 @@ def weights(model: AutoModelForCausalLMWithValueHead, learn: bool) -> list[Tenso
 
 def noise(weight: Tensor) -> Tensor:
     """So much that replies change."""
-    return 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.std()
+    return 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.abs().mean()
 
 
 def step(agent: Any) -> None:

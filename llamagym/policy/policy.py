@@ -15,7 +15,7 @@ Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C cho
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -104,10 +104,7 @@ class Policy:
         return self._state.number
 
     def weights_changed(self) -> None:
-        """Drop all that was computed with the weights: they were edited in a way that cannot be noticed.
-
-        Needed only after in-place operations on `weight.data` and writes through a numpy view.
-        """
+        """Drop all that was computed with the weights: they were edited where it cannot be noticed."""
         self._start_anew(Change.FROZEN)
 
     @property
@@ -179,12 +176,11 @@ class Policy:
                 replies[texts[row]] = Reply(
                     text.ids, text.logprobs, value, text.finish_reason, None, self._state.number
                 )
-        choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
+        choosing = [row for row in range(len(trees)) if row not in replies]
         for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
             index = int(offer.argmax() if greedy else draw(offer.exp(), self._rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
-            decided = (offer[index].item(),)
-            replies[row] = Reply(ids, decided, value, "choice", index, self._state.number)
+            replies[row] = Reply(ids, (offer[index].item(),), value, "choice", index, self._state.number)
         return [replies[row] for row in range(len(contexts))]
 
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
@@ -286,8 +282,7 @@ class Policy:
         elif change is Change.FROZEN:
             self._backbone.forget_all()
         else:
-            forwarded = self._backbone.tokens_forwarded
-            self._backbone = Backbone(self.model)
+            forwarded, self._backbone = self._backbone.tokens_forwarded, Backbone(self.model)
             self._backbone.tokens_forwarded += forwarded
         if change is not Change.TRAINED:
             # The reference is another one.
@@ -304,11 +299,17 @@ class Policy:
                     f"{self._backbone.max_length}. Pass context='turn', shorten observations, or end episodes sooner."
                 )
 
-    def _as_reference(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
         """Switches a plain LoRA off; an activated one acts only where it is asked to."""
         pretrained: Any = self.model.pretrained_model
-        is_plain = self.model.is_peft_model and not self._backbone.history_is_frozen
-        return pretrained.disable_adapter() if is_plain else nullcontext()
+        if not self.model.is_peft_model or self._backbone.history_is_frozen:
+            yield
+            return
+        with pretrained.disable_adapter():
+            yield
+        # To switch off an adapter that was merged, PEFT takes it out again; that is no other policy.
+        self._state.keep()
 
     def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
         self._notice_changes()

@@ -1,0 +1,137 @@
+"""What is wrong is refused at once, in one clear error of our own, and nothing changes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llamagym import ConfigError, EpisodeError, GRPOConfig, LlamaGymError, PPOConfig, load_model_and_tokenizer, train
+from llamagym.learners.ppo_trainer import PPOTrainer
+from llamagym.learners.replay import ReplayConfig
+from llamagym.learners.sft import WarmStartConfig
+from llamagym.models.generation import GenerationConfig
+from llamagym.models.registry import register
+from llamagym.training import evaluate
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (PPOConfig, {"batch_size": "8"}),
+        (PPOConfig, {"batch_size": True}),
+        (PPOConfig, {"ppo_epochs": 2.5}),
+        (PPOConfig, {"learning_rate": "3e-4"}),
+        (PPOConfig, {"learning_rate": float("nan")}),
+        (PPOConfig, {"learning_rate": -1e-3}),
+        (PPOConfig, {"value_learning_rate": float("inf")}),
+        (PPOConfig, {"horizon": 0}),
+        (PPOConfig, {"target": 0.0}),
+        (PPOConfig, {"target_kl": -0.1}),
+        (PPOConfig, {"cliprange": 0}),
+        (PPOConfig, {"max_grad_norm": 0.0}),
+        (PPOConfig, {"entropy_coef": None}),
+        (PPOConfig, {"whiten_advantages": 1}),
+        (PPOConfig, {"critic": 3}),
+        (PPOConfig, {"gamma": 1.01}),
+        (GRPOConfig, {"group_size": 1}),
+        (GRPOConfig, {"credit": None}),
+        (ReplayConfig, {"steps": "2"}),
+        (WarmStartConfig, {"epochs": 1.5}),
+        (GenerationConfig, {"temperature": "1"}),
+        (GenerationConfig, {"max_new_tokens": 4.0}),
+        (GenerationConfig, {"top_p": float("nan")}),
+    ],
+)
+def test_options_of_wrong_type_or_range(config, options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=name):
+        config.from_dict(options)
+
+
+def test_numbers_of_numpy_and_whole_numbers_are_numbers():
+    config = PPOConfig(batch_size=np.int64(8), learning_rate=np.float32(0.1), horizon=5, target_kl=None)
+    assert (config.batch_size, config.horizon) == (8, 5)
+
+
+@pytest.mark.parametrize(
+    "choices", ["left", ["left", 1], [b"left"], [], ["left", "left"], ["left", ""], {"left": 1}, [["left"]]]
+)
+def test_choices_that_are_none(choices):
+    agent = make_agent(ChoiceAgent)
+    agent.get_action_choices = lambda observation: choices
+    with pytest.raises(ConfigError, match="get_action_choices"):
+        agent.act("a")
+    assert agent._conversations == {}
+
+
+@pytest.mark.parametrize("hook", ["format_observation", "get_system_prompt"])
+@pytest.mark.parametrize("returned", [5, None, b"text", ["text"]])
+def test_hooks_that_return_no_text(hook: str, returned: Any):
+    agent = make_agent(WordAgent)
+    setattr(agent, hook, lambda *_: returned)
+    with pytest.raises(ConfigError, match=hook):
+        agent.act("a")
+    assert agent._conversations == {}
+
+
+@pytest.mark.parametrize("reward", ["x", None, float("nan"), float("inf"), -1e300, 1e30, [1.0]])
+def test_rewards_that_are_none(reward: Any):
+    agent = make_agent(WordAgent)
+    agent.act_batch(["a", "b"])
+    with pytest.raises(EpisodeError, match="Reward"):
+        agent.assign_rewards([1.0, reward])
+    assert agent.current_episode_rewards == [0.0]
+    agent.assign_rewards([np.float64(1.0), True])
+    assert agent.current_episode_rewards == [1.0]
+
+
+@pytest.mark.parametrize("run", [train, evaluate])
+@pytest.mark.parametrize("counts", [{"episodes": 0}, {"num_envs": 0}, {"num_envs": -1}, {"episodes": 1.5}])
+def test_counts_that_are_none(run, counts: dict[str, Any]):
+    with pytest.raises(ConfigError, match=next(iter(counts))):
+        run(make_agent(ChoiceAgent), CountdownEnv, **{"episodes": 1, **counts})
+
+
+@pytest.mark.parametrize("dtype", [123, "float7", None])
+def test_dtypes_that_are_none(dtype: Any):
+    with pytest.raises(ConfigError, match="dtype"):
+        load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize("entry", ["smollm2-135m", None, {}])
+def test_entries_that_are_none(entry: Any):
+    with pytest.raises(ConfigError, match="ModelEntry"):
+        register(entry)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scores": [float("nan"), 1.0]},
+        {"scores": [torch.tensor(float("inf")), 1.0]},
+        {"scores": ["good", 1.0]},
+        {"responses": [torch.tensor([10**6]), torch.tensor([1])]},
+        {"queries": [torch.tensor([-1]), torch.tensor([1])]},
+    ],
+)
+def test_samples_of_a_trainer_that_are_none(wrong: dict[str, Any]):
+    trainer = PPOTrainer(PPOConfig(batch_size=2, mini_batch_size=2), tiny_model("llama"))
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    usual = {"queries": [torch.tensor([1, 2])] * 2, "responses": [torch.tensor([3])] * 2, "scores": [0.0, 1.0]}
+    with pytest.raises(LlamaGymError, match=next(iter(wrong))):
+        trainer.step(**usual | wrong)
+    assert all(torch.equal(now, old) for now, old in zip(trainer.model.parameters(), before, strict=True))
+
+
+def test_lines_of_demonstrations_end_at_line_feeds_alone(tmp_path):
+    path = tmp_path / "demos.jsonl"
+    messages = [{"role": "user", "content": "one\u2028two\x85three"}, {"role": "assistant", "content": "yes"}]
+    path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
+    stats = make_agent(WordAgent).sft_from_jsonl(path, epochs=1)
+    assert stats["samples"] == 1
