@@ -276,7 +276,7 @@ def summary() -> str:
 
 
 def speed() -> str:
-    """Acting on what users do, the worst as well as the best, and learning end to end against others, for the README."""
+    """Acting on what users do, the worst as well as the best, and learning end to end, for the README."""
     result, learnt = speed_result("workloads-bfloat16"), speed_result("end-to-end-bfloat16")
     lines = ["| acting | turns per second | times `generate` | of a bare forward pass |", "|---|---|---|---|"]
     for name, label in _WORKLOADS.items():
@@ -290,7 +290,8 @@ def speed() -> str:
             "",
             f"Acting and learning together: {times['trl_1.16']:.0f} times TRL 1.16's GRPOTrainer and "
             f"{times['agilerl_2.58']:.0f} times AgileRL 2.58's LLM PPO",
-            f"on the same task, {times['llamagym_0.1.1']:.0f} times LlamaGym 0.1.1 on its own script.",
+            f"on the same task, {times['llamagym_0.1.1']:.0f} times LlamaGym 0.1.1 on its own script. On",
+            f"{machine(result)}.",
         ]
     )
 
