@@ -37,6 +37,15 @@ _TARGETS = {
     "text-world": "0.9",
     "babyai": "0.9",
 }
+# What users do, by the name in the results, from the best case to the worst.
+_WORKLOADS = {
+    "repeated": "Blackjack's observations, 64 environments, up to 8 tokens",
+    "repeated-choices": "the same, choices",
+    "unique": "every observation new, 64 environments, up to 8 tokens",
+    "unique-choices": "the same, choices",
+    "conversation": "conversations of 10 turns, 16 environments, up to 32 tokens",
+    "single": "one environment, up to 64 tokens",
+}
 # Variants of a recipe, by the name of their result files; a learning rate of 0 is the control.
 _VARIANTS = {
     "blackjack-ppo": "Blackjack: PPO, the default",
@@ -165,10 +174,7 @@ def benchmarks() -> str:
         "learning-bfloat16": "learning in bfloat16",
     }
     for file, what in files.items():
-        path = BENCHMARKS / "results" / f"{file}.json"
-        if not path.exists():
-            continue
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        result = speed_result(file)
         free, choices = (result[f"llamagym_{kind}"]["median"] for kind in ("free_text", "choices"))
         lines.append(f"| [{what}]({SPEED}/{file}.json) | {free:.1f} | {choices:.0f} |")
         for rival, label in names.items():
@@ -178,7 +184,7 @@ def benchmarks() -> str:
                 lines.append(f"| {label} ({rate:.2f}) | " + " | ".join(f"{ratio:.1f}" for ratio in ratios) + " |")
     lines += [
         "",
-        f"On {result['hardware']['cores']} cores of an {result['hardware']['processor']}, in float32 where nothing",
+        f"On {machine(result)}, in float32 where nothing",
         "else is said; LlamaGym 0.1.1 and AgileRL 2.58 always in float32.",
     ]
     if (BENCHMARKS / "results" / "memory.png").exists():
@@ -187,39 +193,64 @@ def benchmarks() -> str:
 
 
 def workloads() -> str:
-    """Acting on what users do, the worst as well as the best, against the hardware and `generate`."""
-    names = {
-        "repeated": "Blackjack's observations, 64 environments, up to 8 tokens",
-        "repeated-choices": "the same, choices",
-        "unique": "every observation new, 64 environments, up to 8 tokens",
-        "unique-choices": "the same, choices",
-        "conversation": "conversations of 10 turns, 16 environments, up to 32 tokens",
-        "single": "one environment, up to 64 tokens",
-    }
+    """Acting on what users do, the worst as well as the best, against the hardware and others."""
     lines = [
-        "| workload | turns per second | tokens per second | of a bare forward pass | over `generate` |",
+        "| acting | turns per second | tokens per second | of a bare forward pass | times `generate` |",
         "|---|---|---|---|---|",
     ]
-    path = BENCHMARKS / "results" / "workloads-bfloat16.json"
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for name, label in names.items():
+    result = speed_result("workloads-bfloat16")
+    for name, label in _WORKLOADS.items():
         row = result["workloads"][name]
-        over = f"{row['over_generate']:.1f}" if "over_generate" in row else ""
         cells = (
             f"{row['turns_per_second']['median']:.1f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['of_forward']:.2f}",
+            f"{row['over_generate']:.1f}" if "over_generate" in row else "",
         )
-        lines.append(f"| {label} | {' | '.join(cells)} | {over} |")
-    limits, hardware = result["limits"], result["hardware"]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    limits = result["limits"]
+    forward, alone = limits["forward_tokens_per_second"]["median"], limits["single_stream_tokens_per_second"]
+    decoded = 64 * result["workloads"]["single"]["turns_per_second"]["median"]
+    others = [
+        f"{rate['median']:.0f} ({name.removeprefix('llama.cpp ')})"
+        for name, rate in result["llama_cpp_tokens_per_second"].items()
+    ]
     lines += [
         "",
-        f"[Result]({SPEED}/workloads-bfloat16.json). A bare forward pass of 64 rows of 40 tokens, without logits,",
-        f"makes{limits['forward_tokens_per_second']['median']:.0f} tokens a second; memory bandwidth allows",
-        f"{limits['single_stream_tokens_per_second']:.0f} where one reply is decoded alone. In bfloat16 on",
-        f"{hardware['cores']} cores of an {hardware['processor']}.",
+        f"[Result]({SPEED}/workloads-bfloat16.json), in bfloat16 on {machine(result)}.",
+        f"A bare forward pass of 64 rows of 40 tokens, without logits, makes {forward:.0f} tokens a second. One reply",
+        f"alone can be decoded at {alone:.0f}, memory's bandwidth over the weights' bytes. llama.cpp, with the same",
+        f"weights in 4 bit, makes {', '.join(others)} tokens a second; one environment here decodes {decoded:.0f}.",
     ]
     return "\n".join(lines)
+
+
+def end_to_end() -> str:
+    """Acting and learning together, against others."""
+    result = speed_result("end-to-end-bfloat16")
+    lines = ["| turns learnt per second | llamagym | the other | times |", "|---|---|---|---|"]
+    for name, ours, label in (
+        ("trl_1.16", "llamagym", "TRL 1.16's GRPOTrainer, the same task"),
+        ("agilerl_2.58", "llamagym", "AgileRL 2.58's LLM PPO, the same task"),
+        ("llamagym_0.1.1", "llamagym script", "LlamaGym 0.1.1, its own script"),
+    ):
+        rates = [f"{result[of]['median']:.2f}" for of in (ours, name)]
+        lines.append(f"| {label} | {' | '.join(rates)} | {result[name]['ours_over']:.1f} |")
+    link = f"[Result]({SPEED}/end-to-end-bfloat16.json)"
+    return "\n".join(
+        [*lines, "", f"{link}, on {machine(result)}; AgileRL and LlamaGym in float32, the others in bfloat16."]
+    )
+
+
+def speed_result(name: str) -> dict[str, Any]:
+    """What a benchmark of speed has found."""
+    result: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def machine(result: dict[str, Any]) -> str:
+    """What a result was measured on."""
+    return f"{result['hardware']['cores']} cores of an {result['hardware']['processor']}"
 
 
 def summary() -> str:
@@ -245,24 +276,36 @@ def summary() -> str:
 
 
 def speed() -> str:
-    """Acting and learning in bfloat16 against others, for the README."""
-    lines = ["| | turns per second | over LlamaGym 0.1.1 | over the best plain loop |", "|---|---|---|---|"]
-    for file, what, plain in (
-        ("acting-bfloat16", "acting", "transformers_batch_64"),
-        ("learning-bfloat16", "learning", "plain_step"),
-    ):
-        result: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text(encoding="utf-8"))
-        for kind, how in (("free_text", "free text, 8 tokens"), ("choices", "choices")):
-            rate = result[f"llamagym_{kind}"]["median"]
-            ratios = [f"{result[f'{kind}_over_{rival}']:.0f}x" for rival in ("llamagym_0.1.1", plain)]
-            lines.append(f"| {what}, {how} | {rate:.0f} | {' | '.join(ratios)} |")
-    return "\n".join(lines)
+    """Acting on what users do, the worst as well as the best, and learning end to end, for the README."""
+    result, learnt = speed_result("workloads-bfloat16"), speed_result("end-to-end-bfloat16")
+    lines = ["| acting | turns per second | times `generate` | of a bare forward pass |", "|---|---|---|---|"]
+    for name, label in _WORKLOADS.items():
+        row = result["workloads"][name]
+        over = f"{row['over_generate']:.1f}" if "over_generate" in row else ""
+        lines.append(f"| {label} | {row['turns_per_second']['median']:.1f} | {over} | {row['of_forward']:.2f} |")
+    times = {name: learnt[name]["ours_over"] for name in ("trl_1.16", "agilerl_2.58", "llamagym_0.1.1")}
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Acting and learning together: {times['trl_1.16']:.0f} times TRL 1.16's GRPOTrainer and "
+            f"{times['agilerl_2.58']:.0f} times AgileRL 2.58's LLM PPO",
+            f"on the same task, {times['llamagym_0.1.1']:.0f} times LlamaGym 0.1.1 on its own script. On",
+            f"{machine(result)}.",
+        ]
+    )
 
 
 Sections = dict[str, Callable[[], str]]
 PAGES: dict[Path, Sections] = {
     ROOT / "README.md": {"summary": summary, "speed": speed},
-    ROOT / "docs" / "benchmarks.md": {"results": results, "ablations": ablations, "benchmarks": benchmarks},
+    ROOT / "docs" / "benchmarks.md": {
+        "results": results,
+        "ablations": ablations,
+        "workloads": workloads,
+        "end-to-end": end_to_end,
+        "benchmarks": benchmarks,
+    },
     ROOT / "docs" / "models.md": {"models": models},
 }
 """By page, what stands between `<!-- name:begin -->` and `<!-- name:end -->`, by name."""

@@ -29,7 +29,7 @@ from llamagym.engine import likelihood
 MEASURED = {
     "repeated": WORKLOADS["repeated"],
     "unique": WORKLOADS["unique"],
-    "conversation": replace(WORKLOADS["conversation"], envs=6, turns=5),
+    "conversation": replace(WORKLOADS["conversation"], envs=4, turns=4),
 }
 ROUNDS = 3
 LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
