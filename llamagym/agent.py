@@ -236,8 +236,7 @@ class Agent(Actor):
                     f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so "
                     "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
                 )
-        before = list(self._buffer)
-        stats: Stats = {}
+        before, stats = list(self._buffer), Stats()
         try:
             if self._learning and train:
                 self._buffer += self._ended(env_ids, cut, finals, group_of)

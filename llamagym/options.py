@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError, did_you_mean
 
@@ -29,7 +29,7 @@ class Options:
         hints = get_type_hints(type(self))
         for field in fields(self):
             value, hint = getattr(self, field.name), hints[field.name]
-            allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
             if not any(_fits(value, kind) for kind in allowed):
                 raise ConfigError(f"{field.name}={value!r} is no {_named(allowed)}. Pass one.")
 
@@ -65,6 +65,11 @@ class Options:
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value} is not positive.")
 
+    def _require_finite(self, *names: str) -> None:
+        for name in names:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative or infinite.")
+
     def _require_fraction(self, *names: str) -> None:
         for name in names:
             if not 0 <= getattr(self, name) <= 1:
@@ -76,10 +81,10 @@ class Options:
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Whether a value is of an annotated type; numbers must be finite, and whole numbers count as numbers."""
+    """Whether a value is of an annotated type; NaN is no number, and whole numbers count as numbers."""
     if kind in (int, float):
         is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)  # type: ignore[arg-type]
+        return is_number and not math.isnan(value)  # type: ignore[arg-type]
     if choices := get_args(kind):
         return isinstance(value, str) and all(isinstance(choice, str) for choice in choices)
     return isinstance(value, kind)
@@ -87,5 +92,5 @@ def _fits(value: object, kind: Any) -> bool:
 
 def _named(kinds: Sequence[Any]) -> str:
     """The types as an error says them."""
-    names = {int: "whole number", float: "finite number", bool: "True or False", str: "string", type(None): "None"}
+    names = {int: "whole number", float: "number", bool: "True or False", str: "string", type(None): "None"}
     return " or ".join(names.get(kind, "string") for kind in kinds)
