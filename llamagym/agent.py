@@ -192,8 +192,8 @@ class Agent(Actor):
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
             if not isinstance(reward, SupportsFloat) or not abs(float(reward)) < _LARGEST_REWARD:
                 raise EpisodeError(
-                    f"Reward {reward!r} for environment {env_id!r} is no number, or its square is none in float32. "
-                    "Check the environment, or scale its rewards."
+                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite or so large that its "
+                    "square is not finite in float32. Check the environment, or scale its rewards."
                 )
         for reward, env_id in zip(rewards, ids, strict=True):
             self.conversation(env_id).turns[-1].reward += float(reward)

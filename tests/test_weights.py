@@ -30,13 +30,18 @@ def noise(weight: Tensor) -> Tensor:
     return 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.abs().mean()
 
 
-def step(agent: Any) -> None:
+def step(agent: Any, fused: bool = False) -> None:
     """An optimiser that is not the learner's."""
     model = agent.policy.model
-    optimizer = torch.optim.AdamW(weights(model, learn=True), lr=0.3)
+    optimizer = torch.optim.AdamW(weights(model, learn=True), lr=0.3, fused=fused)
     model(torch.tensor([[1, 2, 3]]))[0].square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def fused_step(agent: Any) -> None:
+    """One that does not raise versions by itself."""
+    step(agent, fused=True)
 
 
 @torch.no_grad()
@@ -119,6 +124,7 @@ def through_numpy(agent: Any) -> None:
 
 EVERY_KIND = [
     step,
+    fused_step,
     load,
     change_base,
     replace_base_data,

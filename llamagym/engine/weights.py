@@ -1,8 +1,8 @@
 """Notices every change of a model's weights, so that nothing is used that was computed with other ones.
 
 PyTorch raises a tensor's version at every change in place. Together with which modules and tensors the model holds, and
-what its adapters do, this tells one state of the weights from another. Tensors are held, so none can be mistaken for a
-new one at the same address.
+what its adapters do, this tells one state of the weights from another. Fused optimisers, which do not raise it, are
+made to. Tensors are held, so none can be mistaken for a new one at the same address.
 
 Two kinds of edits leave no trace: in-place operations on `weight.data`, and writes through a numpy view. Who makes them
 says so (`Agent.weights_changed`).
@@ -14,7 +14,10 @@ from enum import IntEnum
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..models.peft_internals import adapter_state, tuner_layers
 from ..models.torch_internals import held_by, version_of
@@ -82,6 +85,16 @@ class WeightsState:
         self._kinds = [_kind(tensor) for tensor in self._tensors]
         self._versions = [_version(tensor) for tensor in self._tensors]
         self._adapters = [adapter_state(layer) for layer in self._tuners]
+
+
+def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise the versions of what a fused optimiser has changed."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([weight for weight in group["params"] if weight.grad is not None])
+
+
+register_optimizer_step_post_hook(_raise_versions)
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
