@@ -224,7 +224,6 @@ def test_no_weight_is_copied_twice():
         agent.act_batch(["a", "bb"])
         agent.assign_rewards([1.0, 0.0])
         agent.terminate_episodes([0, 1])
-        agent.policy._backbone.forget_all()
     copies = agent.policy._backbone._acceleration._packed._copies
     for is_transposed in (False, True):
         copied = [layer for layers, of_transposed in copies if of_transposed == is_transposed for layer in layers]

@@ -141,10 +141,10 @@ def test_packed_weights_multiply(pack):
 
 def test_changes_in_place_and_hooks_are_seen():
     layer = nn.Linear(2, 2)
-    before = torch_internals.version_of(layer.weight)
+    before = torch_internals.versions_of([layer.weight])
     with torch.no_grad():
         layer.weight.add_(1)
-    assert torch_internals.version_of(layer.weight) > before
+    assert torch_internals.versions_of([layer.weight]) > before
     assert not torch_internals.has_hooks(layer.weight)
     layer.weight.register_hook(print)
     assert torch_internals.has_hooks(layer.weight)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.peft_internals import adapters_by_module, merged_into
-from ..models.torch_internals import Product, can_pack, pack, pack_float16, version_of
+from ..models.torch_internals import Product, can_pack, pack, pack_float16, versions_of
 
 # The error that float16 may cause, relative to a matrix's norm: float32's own rounding. bfloat16's smallest numbers,
 # far below a matrix's others, underflow in float16.
@@ -100,7 +100,7 @@ class Packed:
         for layer in layers:
             weight, adapter = layer.weight, self._adapter_of.get(layer)
             merged = merged_into(adapter) if adapter else ()
-            state += version_of(weight), weight.data_ptr(), weight.dtype, weight.requires_grad, merged
+            state += *versions_of([weight]), weight.data_ptr(), weight.dtype, weight.requires_grad, merged
         return state
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..models.peft_internals import adapter_state, tuner_layers
-from ..models.torch_internals import held_by, version_of
+from ..models.torch_internals import held_by, versions_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+
+# Called for each tensor before every forward pass, so they are functions of C.
+_NEEDS_GRADIENT = attrgetter("requires_grad")
+_KIND = attrgetter("dtype", "is_cpu")
 
 
 class Change(IntEnum):
@@ -52,16 +57,19 @@ class WeightsState:
     def change(self) -> Change:
         """What has changed since the last state that was accepted."""
         held = list(chain.from_iterable(map(dict.values, self._holders)))
-        if len(held) != len(self._held) or any(new is not old for new, old in zip(held, self._held, strict=True)):
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             return Change.PARTS
-        if self._kinds != [_kind(tensor) for tensor in self._tensors]:
+        if self._need_gradients != list(map(_NEEDS_GRADIENT, self._tensors)):
             return Change.PARTS
         if self._adapters != [adapter_state(layer) for layer in self._tuners]:
             return Change.FROZEN
-        versions = [_version(tensor) for tensor in self._tensors]
-        if versions == self._versions:
+        versions, places = self._versions_now()
+        if versions == self._versions and places == self._places:
             return Change.NONE
-        changed = (now != before for now, before in zip(versions, self._versions, strict=True))
+        if self._kinds != list(map(_KIND, self._tensors)):
+            return Change.PARTS
+        now, before = zip(versions, places, strict=True), zip(self._versions, self._places, strict=True)
+        changed = (new != old for new, old in zip(now, before, strict=True))
         are_frozen = (changes and not learns for changes, learns in zip(changed, self._learns, strict=True))
         return Change.FROZEN if any(are_frozen) else Change.TRAINED
 
@@ -82,9 +90,13 @@ class WeightsState:
         of_head = {id(part) for part in (*self._model.v_head.parameters(), *self._model.v_head.buffers())}
         self._learns = [tensor.requires_grad or id(tensor) in of_head for tensor in self._tensors]
         self._tuners = tuner_layers(self._model)
-        self._kinds = [_kind(tensor) for tensor in self._tensors]
-        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._need_gradients = list(map(_NEEDS_GRADIENT, self._tensors))
+        self._kinds = list(map(_KIND, self._tensors))
+        self._versions, self._places = self._versions_now()
         self._adapters = [adapter_state(layer) for layer in self._tuners]
+
+    def _versions_now(self) -> tuple[list[int], list[int]]:
+        return versions_of(self._tensors), list(map(Tensor.data_ptr, self._tensors))
 
 
 def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -95,11 +107,3 @@ def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_raise_versions)
-
-
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.requires_grad, tensor.dtype, tensor.is_cpu
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return version_of(tensor), tensor.data_ptr()

@@ -8,7 +8,8 @@ Shapes: I inputs, O outputs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ Product = Callable[[Tensor], Tensor]
 
 # Rows of inputs that oneDNN lays a weight out for; 1 to 1024 gave layouts alike in speed.
 _ROWS = 64
+
+_VERSION = attrgetter("_version")
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -44,9 +47,9 @@ def pack(weight: Tensor) -> Product:
     return lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, packed, None, "none", [], "")
 
 
-def version_of(tensor: Tensor) -> int:
-    """A number that rises whenever a tensor is changed in place."""
-    return tensor._version
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """For each tensor, a number that rises whenever it is changed in place."""
+    return list(map(_VERSION, tensors))
 
 
 def has_hooks(tensor: Tensor) -> bool:
