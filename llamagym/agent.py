@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, SupportsFloat
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .conversation.chat_template import ChatTemplate, end_ids
+from .conversation.chat_template import ChatTemplate, check_vocabulary, end_ids
 from .conversation.demonstrations import read_demonstrations
-from .conversation.episode import Context, Episode, commonest_reply, environment_ids
-from .errors import ConfigError, EpisodeError, did_you_mean
+from .conversation.episode import Context, Episode, commonest_reply, environment_ids, one_each
+from .errors import ConfigError, EpisodeError
 from .learners.alarms import Alarms
 from .learners.algorithms import Algorithm, make_learner
 from .learners.base import Stats
@@ -22,6 +23,8 @@ from .learners.grpo import GRPOConfig, ReinforceConfig
 from .learners.ppo import PPOConfig
 from .learners.replay import Replay, ReplayConfig
 from .models.generation import GenerationConfig
+from .models.lock import alone
+from .models.lora import redraw_
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .policy.actor import Actor
 from .policy.choices import ChoiceNormalization, choice_length
@@ -99,31 +102,29 @@ class Agent(Actor):
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
             replay_config_dict: A `ReplayConfig` or its options: after each update, go on learning from the best recent
                 episodes; None does not.
-            seed: Of sampling and of the order of minibatches.
+            seed: Of sampling, of the order of minibatches, of a fresh LoRA and of the episodes that `train` plays.
 
         Raises:
             ConfigError: An option is unknown or out of range, or `demonstrations` cannot be learnt from.
             ChatTemplateError: The tokenizer's template cannot carry the conversation.
         """
-        if context not in ("episode", "turn"):
-            raise ConfigError(f"context={context!r}. {did_you_mean(context, ['episode', 'turn'])}")
-        if invalid_action_penalty > 0:
-            raise ConfigError(
-                f"invalid_action_penalty={invalid_action_penalty} would reward replies that name no action."
-            )
         if not isinstance(model, AutoModelForCausalLMWithValueHead):
             raise ConfigError(
                 f"The model is a {type(model).__name__}; PPO needs a value head. Wrap it: "
                 "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
             )
         generation = GenerationConfig.from_dict(generate_config_dict or {})
+        check_vocabulary(model.pretrained_model, tokenizer)
         template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             model.to(device)
         end = end_ids(model.pretrained_model, tokenizer)
         length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
         policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
+        if seed is not None and not policy.inputs_are_fit:
+            redraw_(model.pretrained_model, seed)
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
+        self._seeds = np.random.default_rng(seed)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
         self.learner = make_learner(self.policy, algorithm, options, use_target_kl, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
@@ -133,6 +134,7 @@ class Agent(Actor):
         if sft_warm_start:
             self.sft_from_jsonl()
 
+    @alone
     def sft_from_jsonl(self, path: str | Path | None = None, **options: Any) -> Stats:
         """Learn from demonstrated replies, before learning from rewards; see `demonstrations` and `sft`.
 
@@ -148,7 +150,8 @@ class Agent(Actor):
         config = WarmStartConfig.from_dict(options)
         end = self._template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
         episodes = read_demonstrations(path or self.demonstrations, self._new_conversation, self._prefix, end)
-        stats = fine_tune(self.policy, self.tokenizer, episodes, config)
+        with self.learner.undone_on_error():
+            stats = fine_tune(self.policy, self.tokenizer, episodes, config)
         self.learner.watch_weights()
         if self._replay is not None:
             self._replay.watch_weights()
@@ -161,13 +164,17 @@ class Agent(Actor):
         """
         self.policy.weights_changed()
 
+    def draw_seed(self) -> int:
+        """A seed for episodes to come, another one each time."""
+        return int(self._seeds.integers(2**63))
+
     @property
     def buffered_turns(self) -> int:
         """Turns of finished episodes that await the next update."""
         return sum(len(episode.turns) for episode in self._buffer)
 
     def why_no_update(self) -> str:
-        """Why no update has run yet: how full the batch is."""
+        """Why no update has run yet."""
         return self.learner.why_no_update(self._buffer)
 
     def assign_reward(self, reward: float) -> None:
@@ -188,7 +195,7 @@ class Agent(Actor):
         """Add each environment's reward to its last action; several rewards for one action add up."""
         ids = environment_ids(rewards, env_ids, "rewards")
         for reward, env_id in zip(rewards, ids, strict=True):
-            if not self.conversation(env_id).turns:
+            if not self._has_turns(env_id):
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
             if not isinstance(reward, SupportsFloat) or not abs(float(reward)) < _LARGEST_REWARD:
                 raise EpisodeError(
@@ -196,8 +203,9 @@ class Agent(Actor):
                     "square is not finite in float32. Check the environment, or scale its rewards."
                 )
         for reward, env_id in zip(rewards, ids, strict=True):
-            self.conversation(env_id).turns[-1].reward += float(reward)
+            self.conversation(env_id).reward(float(reward))
 
+    @alone
     def terminate_episodes(
         self,
         env_ids: Sequence[Hashable],
@@ -224,12 +232,12 @@ class Agent(Actor):
             Statistics of the update, or an empty dictionary if none ran.
         """
         environment_ids(env_ids, env_ids, "episodes")
-        cut = _one_each(truncated, False, env_ids, "truncated")
-        finals = _one_each(final_observations, None, env_ids, "final_observations")
-        group_of = _one_each(groups, None, env_ids, "groups")
+        cut = one_each(truncated, False, env_ids, "truncated")
+        finals = one_each(final_observations, None, env_ids, "final_observations")
+        group_of = one_each(groups, None, env_ids, "groups")
         bootstraps = self._learning and train and self.learner.has_critic
         for env_id, was_cut, final in zip(env_ids, cut, finals, strict=True):
-            if env_id not in self._conversations or not self._conversations[env_id].turns:
+            if not self._has_turns(env_id):
                 raise EpisodeError(f"Environment {env_id!r} has no episode to end. Call act() at least once first.")
             if was_cut and final is None and bootstraps:
                 raise EpisodeError(
@@ -262,8 +270,6 @@ class Agent(Actor):
 
     def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
         """The critic's estimate of each final observation, by index into `env_ids`."""
-        if not cut:
-            return {}
         contexts = []
         with ExitStack() as undone:
             for index in cut:
@@ -290,11 +296,3 @@ class Agent(Actor):
         for alarm in self._alarms.check(stats):
             logger.warning(alarm)
         return stats
-
-
-def _one_each(given: Sequence[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:
-    """One item for each environment, `otherwise` if none are given; `what` names them in an error."""
-    items = [otherwise] * len(env_ids) if given is None else list(given)
-    if len(items) != len(env_ids):
-        raise EpisodeError(f"{what} has {len(items)} items for {len(env_ids)} environments. Pass one for each.")
-    return items

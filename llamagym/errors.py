@@ -5,7 +5,7 @@
     ├── ModelLoadError (RuntimeError)   weights, tokenizer, quantisation or adapter cannot be had
     ├── ChatTemplateError (ValueError)  the chat template cannot carry an append-only conversation
     ├── ActionParseError (ValueError)   a reply names no admissible action
-    ├── DivergedError (RuntimeError)    losses or gradients are no longer finite
+    ├── DivergedError (RuntimeError)    losses, gradients or the model's output are no longer finite
     ├── EpisodeError (RuntimeError)     the loop called act, reward or terminate out of order
     └── ContextLengthError (ValueError) the conversation no longer fits the model's context
 
@@ -39,7 +39,7 @@ class ActionParseError(LlamaGymError, ValueError):
 
 
 class DivergedError(LlamaGymError, RuntimeError):
-    """Several optimiser steps in a row had losses or gradients that are not finite."""
+    """Losses or gradients of several optimiser steps in a row, or what the model says, are no longer finite."""
 
 
 class EpisodeError(LlamaGymError, RuntimeError):

@@ -90,7 +90,7 @@ def train(
             have a spec to be copied from.
         episodes: Stop when this many have ended; unfinished ones are dropped.
         num_envs: Copies that are acted in at once.
-        seed: Of the episodes' reset seeds; None draws one.
+        seed: Of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update; returning True ends the training.
         tracker: Receives them first.
         group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
@@ -111,6 +111,7 @@ def train(
             f"{max(size, 1)}, or another group_size."
         )
     agent.train()
+    seed = agent.draw_seed() if seed is None else seed
     ids = list(range(num_envs))
     returns: list[float] = []
     updates: list[Stats] = []

@@ -80,6 +80,7 @@ def test_turn_context_shows_only_the_current_observation():
     agent = make_agent(context="turn")
     for text in ("first", "second"):
         agent.act(text)
+        agent.assign_reward(0.0)
     seen = agent.tokenizer.decode(agent.conversation(0).current_segment().prompts[-1].ids)
     assert "second" in seen
     assert "Say something." in seen

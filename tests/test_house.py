@@ -49,7 +49,7 @@ HEAVY = {
 FILES = sorted(LIBRARY.rglob("*.py"))
 LINES = 350
 # What a newcomer opens first is smaller.
-SMALL = {"agent.py": 300}
+SMALL = {"agent.py": 299}
 ENTRIES = 14
 
 

@@ -481,3 +481,18 @@ def test_device_and_dtype_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert loading._resolve_device("auto").type == "mps"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert loading._resolve_device("auto").type == "cuda"
+
+
+def test_a_repository_s_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    tiny_tokenizer("llama").save_pretrained(tmp_path)
+    names = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": names}))
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n"
+    (tmp_path / "theirs.py").write_text(code)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "y")
+    for load in (load_model_and_tokenizer, AutoModelForCausalLMWithValueHead.from_pretrained):
+        with pytest.raises(ModelLoadError, match="custom code"):
+            load(str(tmp_path))
+    assert not asked
+    assert not (tmp_path / "ran").exists()

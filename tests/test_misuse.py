@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from llamagym import ConfigError, EpisodeError, GRPOConfig, LlamaGymError, PPOConfig, load_model_and_tokenizer, train
+from llamagym import (
+    AutoModelForCausalLMWithValueHead,
+    ConfigError,
+    ContextLengthError,
+    EpisodeError,
+    GRPOConfig,
+    LlamaGymError,
+    PPOConfig,
+    load_model_and_tokenizer,
+    train,
+)
 from llamagym.learners.ppo_trainer import PPOTrainer
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
@@ -17,7 +27,7 @@ from llamagym.models.generation import GenerationConfig
 from llamagym.models.registry import register
 from llamagym.training import evaluate
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
-from tests.tiny import tiny_model
+from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -135,3 +145,78 @@ def test_lines_of_demonstrations_end_at_line_feeds_alone(tmp_path):
     path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
     stats = make_agent(WordAgent).sft_from_jsonl(path, epochs=1)
     assert stats["samples"] == 1
+
+
+@pytest.mark.parametrize("peft_config", [True, "lora", {"r": 4}])
+def test_adapters_that_are_none(peft_config: Any):
+    with pytest.raises(ConfigError, match="peft_config"):
+        load_model_and_tokenizer("smollm2-135m", device="cpu", peft_config=peft_config)
+
+
+def test_a_tokenizer_that_knows_more_than_the_model():
+    tokenizer = tiny_tokenizer("llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<one>", "<two>"]})
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="resize_token_embeddings"):
+        WordAgent(model, tokenizer)
+    model.pretrained_model.resize_token_embeddings(len(tokenizer))
+    WordAgent(model, tokenizer, generate_config_dict={"max_new_tokens": 2}).act("a")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_rounding_would_keep_from_learning(dtype: torch.dtype):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama").to(dtype))
+    with pytest.raises(ConfigError, match="dtype='float32'"):
+        WordAgent(model, tiny_tokenizer("llama"))
+
+
+def test_acting_twice_without_a_reward_is_refused_while_learning_only():
+    agent = make_agent(ChoiceAgent)
+    agent.act_batch(["a", "b"])
+    agent.assign_rewards([1.0], [0])
+    with pytest.raises(EpisodeError, match="Environment 1 acts again"):
+        agent.act_batch(["c", "d"])
+    assert [len(agent.conversation(env_id).turns) for env_id in (0, 1)] == [1, 1]
+    agent.assign_rewards([0.0], [1])
+    agent.act_batch(["c", "d"])
+    agent.eval()
+    for _ in range(2):
+        agent.act_batch(["e", "f"])
+
+
+def test_what_is_longer_than_the_model_is_refused_everywhere():
+    agent, endless = make_agent(ChoiceAgent, ppo={"batch_size": 1}), "x" * 3000
+    with pytest.raises(ContextLengthError):
+        agent.act(endless)
+    with pytest.raises(ContextLengthError):
+        agent.action_probabilities([endless])
+    agent.act("a")
+    agent.assign_reward(1.0)
+    with pytest.raises(ContextLengthError):
+        agent.terminate_episode(truncated=True, final_observation=endless)
+    assert agent.terminate_episode(truncated=True, final_observation="b")["turns"] == 1.0
+
+
+@pytest.mark.parametrize("normalization", ["none", "token"])
+def test_choices_that_begin_with_others_have_the_probability_that_is_said(normalization: str):
+    """Softmax of what the model gives each choice's tokens, and the same in sampling and in training."""
+    agent = make_agent(ChoiceAgent, calibrate_choices=False, choice_normalization=normalization, activated=False)
+    agent.choices = ("go", "go left", "go left now", "stay")
+    (shown,) = agent.action_probabilities(["x"])
+    tokenizer, model = agent.tokenizer, agent.policy.model
+    opening = agent._new_conversation().observe(agent.format_observation("x"), "").prompts[0].ids
+    scores = []
+    for choice in agent.choices:
+        ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = model.pretrained_model(torch.tensor([[*opening, *ids]])).logits[0, len(opening) - 1 : -1]
+        score = logits.log_softmax(-1)[range(len(ids)), ids].sum().item()
+        scores.append(score / len(ids) if normalization == "token" else score)
+    expected = torch.tensor(scores).softmax(0).tolist()
+    assert list(shown.values()) == pytest.approx(expected, abs=1e-5)
+    for _ in range(4):
+        agent.act("x")
+        agent.assign_reward(1.0)
+    segment = agent.conversation(0).current_segment()
+    now = agent.policy.evaluate([segment])
+    assert now.logprobs[:, 0].tolist() == pytest.approx([t.reply.logprobs[0] for t in segment.turns], abs=1e-4)

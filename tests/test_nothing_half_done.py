@@ -35,6 +35,7 @@ HOOKS = ["format_observation", "get_action_choices", "extract_action", "fallback
 def test_an_error_while_acting_leaves_no_trace(hook: str, row: int, error: type[BaseException], monkeypatch):
     agent = make_agent(WordAgent)
     agent.act_batch(["a", "b"], ["known", "other"])
+    agent.assign_rewards([1.0, 1.0], ["known", "other"])
     before, calls = state_of(agent), []
     # A reply that names no action leads to the fallback.
     monkeypatch.setattr(agent, "extract_action", lambda text: None)

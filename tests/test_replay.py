@@ -76,6 +76,7 @@ def test_replies_of_the_best_episodes_become_likelier(kind, activated):
     for env in range(4):
         for _ in range(2):
             agent.act_batch([env], [env])
+            agent.assign_rewards([0.0], [env])
         episodes.append(Episode(tuple(agent.conversation(env).turns), terminated=True, truncated=False))
         episodes[-1].turns[-1].reward = float(env)
     best = [segment for one in episodes[2:] for segment in one.segments()]

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ChatTemplateError
+from ..errors import ChatTemplateError, ConfigError
 from .plain_text import PlainText
 
 # Plain words, which no template trims or escapes.
@@ -184,3 +184,17 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return sorted(end for end in ids if end is not None)
+
+
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that knows more tokens than its model.
+
+    Raises:
+        ConfigError: It does.
+    """
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        raise ConfigError(
+            f"The tokenizer has {len(tokenizer)} tokens, the model only {known}. Pass the model's own tokenizer; "
+            "if you have added tokens, call model.pretrained_model.resize_token_embeddings(len(tokenizer)) first."
+        )

@@ -157,6 +157,7 @@ class Conversation:
         messages: The same as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
         learns: Whether all replies were sampled to learn from.
+        awaits_reward: Whether the last of them was, and has not been rewarded yet.
     """
 
     template: ChatTemplate
@@ -168,6 +169,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     pending: Prompt | None = None
     learns: bool = True
+    awaits_reward: bool = False
 
     def __post_init__(self) -> None:
         """Begin with the system prompt."""
@@ -245,15 +247,20 @@ class Conversation:
         self.pending = None
         return turn
 
+    def reward(self, reward: float) -> None:
+        """Add to the last turn's reward."""
+        self.turns[-1].reward += reward
+        self.awaits_reward = False
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception takes back all that was observed and answered, as if it had never been."""
-        turns, messages, pending, learns = len(self.turns), len(self.messages), self.pending, self.learns
+        turns, messages, flags = len(self.turns), len(self.messages), (self.pending, self.learns, self.awaits_reward)
         try:
             yield
         except BaseException:
             del self.turns[turns:], self.messages[messages:]
-            self.pending, self.learns = pending, learns
+            self.pending, self.learns, self.awaits_reward = flags
             raise
 
 
@@ -275,3 +282,11 @@ def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, wh
             f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
         )
     return ids
+
+
+def one_each(given: Sequence[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:
+    """One item for each environment, `otherwise` if none are given; `what` names them in an error."""
+    items = [otherwise] * len(env_ids) if given is None else list(given)
+    if len(items) != len(env_ids):
+        raise EpisodeError(f"{what} has {len(items)} items for {len(env_ids)} environments. Pass one for each.")
+    return items

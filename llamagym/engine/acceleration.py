@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.hardware import memory_bytes
 from .attention import may_hold_scores
-from .hardware import memory_bytes
 
 # The share of the machine's memory that packed weights may take.
 _PACKED_SHARE = 1 / 16

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
+from ..models.hardware import memory_bytes
 from ..models.lora import is_activated
 from ..models.peft_internals import acting_on_every_token
 from ..models.value_head import AutoModelForCausalLMWithValueHead
-from .hardware import memory_bytes
 from .kv_cache import KVBuffer
 from .masks import causal
 from .radix_tree import Activations, Ids, Part, RadixTree
@@ -29,8 +29,9 @@ from .space import Space
 from .token_tree import Batch, Decision, TokenTree
 from .transformer import Transformer
 
-# Kept at most: so many bytes or this share of the device's memory. A token takes 25 kB in a 135M model.
-_KEPT_BYTES, _KEPT_SHARE = 2**30, 1 / 8
+# Kept at most: this share of the device's memory, or so many bytes where it is unknown. A token takes 25 kB in a 135M
+# model.
+_KEPT_SHARE, _KEPT_BYTES = 1 / 8, 2**30
 _SPACE_BYTES = 128 * 2**20  # For KV buffers: 64 rows of 40 tokens take 60 MB in a 135M model.
 # Tokens in one pass.
 _PREFILL_TOKENS = 2048
@@ -68,7 +69,7 @@ class PrefixCache(Transformer):
         super().__init__(model)
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
-        self._tree = RadixTree(max(_KEPT_BYTES, int(_KEPT_SHARE * memory_bytes(self.device))))
+        self._tree = RadixTree(int(_KEPT_SHARE * memory_bytes(self.device)) or _KEPT_BYTES)
         self.space = Space(_SPACE_BYTES)
         if self.history_is_frozen:
             self._split()

@@ -100,7 +100,7 @@ def _same_reply(history: History) -> str | None:
 
 
 def _skipped(history: History) -> str | None:
-    skipped = _last(history, "skipped_steps")
+    skipped = sum(_last(history, name) or 0.0 for name in ("skipped_steps", "replay_skipped_steps"))
     if not skipped:
         return None
     return (

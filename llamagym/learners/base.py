@@ -29,12 +29,13 @@ from ..conversation.episode import Episode, Segment
 from ..models.lora import hold_back_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
+from .checks import check_precision
 from .config import LearnerConfig
 from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
 from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
-from .rollout import Sampled, collect, evaluate_chunks
+from .rollout import Sampled, collect, evaluate_chunks, outcomes
 from .trust_region import TrustRegion
 from .undo import undone_on_error
 
@@ -116,7 +117,9 @@ class Learner(ABC, Generic[TargetsT]):
     def _learning_weights(self) -> list[list[nn.Parameter]]:
         """The policy's weights that learn, and the value head's if it does."""
         body = [p for p in self.policy.model.pretrained_model.parameters() if p.requires_grad]
-        return [body, list(self.policy.model.v_head.parameters())][: len(self._rates)]
+        parts = [body, list(self.policy.model.v_head.parameters())][: len(self._rates)]
+        check_precision(weight for part in parts for weight in part)
+        return parts
 
     @property
     def group_size(self) -> int:
@@ -167,13 +170,12 @@ class Learner(ABC, Generic[TargetsT]):
         Raises:
             DivergedError: Several steps in a row had losses or gradients that are not finite.
         """
-        with self.undone_on_error():
+        with self.policy.lock, self.undone_on_error():
             return self._update(episodes)
 
     def _update(self, episodes: Sequence[Episode]) -> Stats:
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = [segment for episode in episodes for segment in episode.segments()]
-        turns = [turn for segment in segments for turn in segment.turns]
         if not self._watches_all():
             logger.warning("the weights that learn are others than before: the optimiser starts anew")
             self.watch_weights()
@@ -192,17 +194,9 @@ class Learner(ABC, Generic[TargetsT]):
         if config.init_kl_coef:
             stats["kl_coef"], stats["ref_kl"] = self._kl.value, sampled.ref_kl.mean().item()
             if config.adap_kl_ctrl:
-                self._kl.update(stats["ref_kl"], len(turns))
-        returns = [episode.total_reward for episode in episodes]
-        lengths = torch.tensor([len(episode.turns) for episode in episodes], dtype=torch.float)
+                self._kl.update(stats["ref_kl"], len(sampled.row))
         return stats | {
-            "return_mean": float(np.mean(returns)),
-            "return_std": float(np.std(returns)),
-            "reward_mean": float(np.mean([turn.reward for turn in turns])),
-            "invalid_rate": float(np.mean([not turn.valid for turn in turns])),
-            "episodes": float(len(episodes)),
-            "turns": float(len(turns)),
-            "turns_per_episode": lengths.mean().item(),
+            **outcomes(episodes),
             "updates": float(self.policy.num_updates),
             "learn_tokens": float(self.policy.tokens_forwarded - forwarded),
             "learn_s": time.perf_counter() - started,

@@ -1,11 +1,12 @@
-"""Refuses samples that `PPOTrainer` cannot learn from, before anything is computed."""
+"""Refuses what cannot be learnt from, or by, before anything is computed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsFloat
 
+import torch
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -56,3 +57,17 @@ def check_samples(
             raise ConfigError(f"scores[{index}] has shape {tuple(score.shape)}, expected one number per response.")
         if not math.isfinite(score):
             raise ConfigError(f"scores[{index}] is {float(score)}, expected a finite number. Check the reward.")
+
+
+def check_precision(weights: Iterable[Tensor]) -> None:
+    """Refuse to train weights in half precision: rounding them would swallow most steps.
+
+    Raises:
+        ConfigError: Some have fewer than 32 bits.
+    """
+    halves = sorted({str(weight.dtype) for weight in weights if torch.finfo(weight.dtype).bits < 32})
+    if halves:
+        raise ConfigError(
+            f"Some of the weights that learn are {', '.join(halves)}, and a step of the usual size is lost in their "
+            "rounding. Load the model with dtype='float32', or train an adapter: PEFT keeps its weights in float32."
+        )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from statistics import median
+
 from torch import Tensor
 
 from .losses import masked_var, masked_whiten
@@ -10,8 +14,11 @@ from .losses import masked_var, masked_whiten
 # the KL's coefficient so): where every step leads too far and is undone, it must fall until one does not, or nothing is
 # learnt again. It never rises above its start: a policy that has learnt what there is to learn hardly moves.
 _RATE_STEP, _LEAST_RATE = 1.5, 0.001
-# Share of the largest deviation so far that a batch's advantages are taken to have at least.
+# Share of the usual deviation that a batch's advantages are taken to have at least.
 _LEAST_SHARE = 0.25
+# What is usual is the largest median of so many batches in a row (of the first few, the largest), so that a single
+# reward beyond all others soon does not count; and it is forgotten at this rate, to a half in 140 updates.
+_MEDIAN_OF, _KEPT = 5, 0.995
 # The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
 _ENTROPY_STEP, _ENTROPY_RANGE = 1.5, 100.0
 
@@ -21,17 +28,24 @@ class Whitening:
 
     Once every action earns the same, what is left of the advantages is the critic's error. Scaled to full size it would
     drive the policy as hard as rewards did before, away from what it has learnt. So a deviation counts as no less than
-    a quarter of the largest so far.
+    a quarter of what was usual.
     """
 
     def __init__(self) -> None:
         """Begin without a past."""
-        self._largest = 0.0
+        self._usual = 0.0
+        self._latest: deque[float] = deque(maxlen=_MEDIAN_OF)
 
     def __call__(self, advantages: Tensor, real: Tensor) -> Tensor:
         """Normalise advantages (E, T), of which `real` ones, bool (E, T), count."""
-        self._largest = max(self._largest, masked_var(advantages, real).sqrt().item())
-        return masked_whiten(advantages, real, least_std=_LEAST_SHARE * self._largest)
+        deviation = masked_var(advantages, real).sqrt().item()
+        if math.isfinite(deviation):
+            self._latest.append(deviation)
+        if len(self._latest) < _MEDIAN_OF:
+            usual = max(self._latest, default=0.0)
+        else:
+            usual = self._usual = max(median(self._latest), _KEPT * self._usual)
+        return masked_whiten(advantages, real, least_std=_LEAST_SHARE * usual)
 
 
 class AdaptiveKLController:
@@ -42,9 +56,12 @@ class AdaptiveKLController:
         self.value, self._target, self._horizon = init_kl_coef, target, horizon
 
     def update(self, kl: float, steps: int) -> None:
-        """Move the coefficient after `steps` samples with this mean KL, in nats."""
+        """Move the coefficient after `steps` samples with this mean KL, in nats, unless it is not finite."""
+        if not math.isfinite(kl):
+            return
         error = min(max(kl / self._target - 1, -0.2), 0.2)
-        self.value *= 1 + error * steps / self._horizon
+        # More samples than the horizon count as the horizon: the coefficient stays positive.
+        self.value *= 1 + error * min(steps / self._horizon, 1.0)
 
 
 class RateController:
@@ -83,7 +100,7 @@ class EntropyController:
         too long.
         """
         self._least *= self._decay
-        if self._floor is None:
+        if self._floor is None or not math.isfinite(entropy):
             self.value = self._least
             return
         error = max(1 - entropy / self._floor, -1.0)

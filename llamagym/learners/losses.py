@@ -16,6 +16,8 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
 GroupBaseline = Literal["leave_one_out", "std"]
+# In nats. A reply of 20 tokens that is e^10 times likelier under the reference has long left it.
+_LARGEST_LOG_RATIO = 10.0
 
 
 def _check_shapes(**tensors: Tensor) -> None:
@@ -219,7 +221,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     """Per-sample estimate of KL(policy || reference) from samples of the policy.
 
     With r = p_ref / p: k1 = -log r (unbiased), abs = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r (unbiased,
-    never negative).
+    never negative). Beyond log r = 10, k3's r goes on as its tangent, so that it is finite and still has a gradient.
 
     Args:
         logprobs: Under the policy, float of any shape.
@@ -238,7 +240,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     if estimator == "k2":
         return 0.5 * log_r.square()
     if estimator == "k3":
-        return log_r.exp() - 1 - log_r
+        below = log_r.clamp_max(_LARGEST_LOG_RATIO)
+        return below.exp() * (1 + log_r - below) - 1 - log_r
     raise ValueError(f"Unknown KL estimator {estimator!r}. Expected one of ['k1', 'abs', 'k2', 'k3'].")
 
 

@@ -27,11 +27,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError, did_you_mean
+from ..models.lock import lock_of
 from ..models.lora import hold_back_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
 from .checks import check_samples
 from .controllers import AdaptiveKLController
+from .guard import FiniteGuard
 from .losses import (
     KLEstimator,
     clipped_surrogate,
@@ -43,6 +45,7 @@ from .losses import (
     masked_whiten,
 )
 from .ppo import PPOConfig
+from .undo import undone_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -154,10 +157,11 @@ class PPOTrainer:
         body = [weight for weight in model.pretrained_model.parameters() if weight.requires_grad]
         groups = [{"params": body, "lr": config.learning_rate}, {"params": head, "lr": config.value_learning_rate}]
         self._weights = body + head
-        self._optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
         self._kl_controller = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._estimator = _ESTIMATORS[kl_penalty]
         self._ratio_threshold = ratio_threshold
+        self._guard = FiniteGuard()
         self._rng: Shuffler = np.random.default_rng(config.seed) if rng is None else rng
 
     @property
@@ -186,16 +190,19 @@ class PPOTrainer:
         Raises:
             ConfigError: The three are not `batch_size` long, a sequence is empty or holds ids that the model does not
                 know, or a score is not one finite number.
+            DivergedError: Several steps in a row had losses or gradients that are not finite; the model is as before.
         """
         started = time.perf_counter()
         embeddings: Any = self.model.pretrained_model.get_input_embeddings()
         check_samples(queries, responses, scores, self.config.batch_size, len(embeddings.weight))
         # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
         self.model.eval()
-        batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
-        stats |= self._optimize(batch)
-        if self.config.adap_kl_ctrl:
-            self._kl_controller.update(stats["ref_kl"], len(queries) * self.accelerator.num_processes)
+        steered = {"_kl_controller": deepcopy, "_guard": deepcopy}
+        with lock_of(self.model), undone_on_error(self, steered, self._weights):
+            batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
+            stats |= self._optimize(batch)
+            if self.config.adap_kl_ctrl:
+                self._kl_controller.update(stats["ref_kl"], len(queries) * self.accelerator.num_processes)
         return stats | {"learn_s": time.perf_counter() - started}
 
     @torch.no_grad()
@@ -260,9 +267,13 @@ class PPOTrainer:
             for name, value in parts.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, error)
-        skipped = not stats.pop("mean_ratio") <= self._ratio_threshold  # also where it is NaN
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        is_finite = self._guard.passes(stats, gradients, lambda share: self._mean_over_processes(torch.tensor(share)))
+        skipped = not is_finite or stats["mean_ratio"] > self._ratio_threshold
+        del stats["mean_ratio"]
         if skipped:
-            logger.warning("a minibatch is skipped: its mean probability ratio exceeds %g", self._ratio_threshold)
+            why = f"its mean probability ratio exceeds {self._ratio_threshold:g}" if is_finite else "it is not finite"
+            logger.warning("a minibatch is skipped: %s", why)
             stats["policy_loss"] = stats["value_loss"] = 0.0
         for weight in self._weights:
             if weight.grad is None:
@@ -273,8 +284,8 @@ class PPOTrainer:
             if self.accelerator.num_processes > 1:
                 weight.grad = self.accelerator.reduce(weight.grad, "mean")
         norm = self.accelerator.clip_grad_norm_(self._weights, self.config.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return {**stats, "grad_norm": float(norm), "ratio_error": ratio_error, "skipped": float(skipped)}
 
     def _loss(self, batch: _Batch) -> tuple[Tensor, dict[str, float], float]:
@@ -312,7 +323,7 @@ class PPOTrainer:
         return nullcontext()
 
     def _mean_over_processes(self, value: Tensor) -> float:
-        return float(self.accelerator.reduce(value, "mean"))
+        return float(self.accelerator.reduce(value.to(self.model.device), "mean"))
 
 
 def _read(

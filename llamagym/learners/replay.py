@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from ..conversation.episode import Episode, Segment
 from ..options import Options
 from ..policy.policy import Policy
+from .guard import FiniteGuard
 from .undo import undone_on_error
 
 
@@ -74,6 +75,7 @@ class Replay:
         self.watch_weights()
         self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
         self._rng = np.random.default_rng(config.seed)
+        self._guard = FiniteGuard()
 
     def watch_weights(self) -> None:
         """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
@@ -82,7 +84,7 @@ class Replay:
 
     def undone_on_error(self) -> AbstractContextManager[None]:
         """While open, an exception puts buffer and optimiser back to where they were; weights are the learner's."""
-        return undone_on_error(self, {"_recent": copy, "_rng": deepcopy}, ())
+        return undone_on_error(self, {"_recent": copy, "_rng": deepcopy, "_guard": deepcopy}, ())
 
     @property
     def episodes(self) -> list[Episode]:
@@ -94,9 +96,9 @@ class Replay:
 
         Returns:
             Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
-            `replay_grad_norm`, `replay_episodes`, `replay_return_mean` and `replay_return_min` of the episodes learnt
-            from, and `replay_s`. Turns whose reply named no action are not learnt from; where no other is left, the
-            statistics are empty.
+            `replay_grad_norm`, `replay_skipped_steps` (whose losses or gradients were not finite), `replay_episodes`,
+            `replay_return_mean` and `replay_return_min` of the episodes learnt from, and `replay_s`. Turns whose reply
+            named no action are not learnt from; where no other is left, the statistics are empty.
         """
         started = time.perf_counter()
         # What is not among the best of its own update never will be among the best of several.
@@ -106,16 +108,14 @@ class Replay:
         segments = [segment for segment in contexts if any(turn.valid for turn in segment.turns)]
         if not segments:
             return {}
-        losses, norms = [], []
-        for _ in range(self.config.steps):
-            loss, norm = self._step(self._draw(segments))
-            losses.append(loss)
-            norms.append(norm)
+        made = [step for _ in range(self.config.steps) if (step := self._step(self._draw(segments)))]
+        loss, norm = np.mean(made, axis=0) if made else (np.nan, np.nan)
         self.policy.num_updates += 1
         returns = [episode.total_reward for episode in kept]
         return {
-            "replay_loss": float(np.mean(losses)),
-            "replay_grad_norm": float(np.mean(norms)),
+            "replay_loss": float(loss),
+            "replay_grad_norm": float(norm),
+            "replay_skipped_steps": float(self.config.steps - len(made)),
             "replay_episodes": float(len(kept)),
             "replay_return_mean": float(np.mean(returns)),
             "replay_return_min": min(returns),
@@ -137,8 +137,8 @@ class Replay:
             size += len(segments[index].turns)
         return drawn
 
-    def _step(self, segments: list[Segment]) -> tuple[float, float]:
-        """One optimiser step; returns the loss before it and the gradient's norm."""
+    def _step(self, segments: list[Segment]) -> tuple[float, float] | None:
+        """One optimiser step; returns the loss before it and the gradient's norm, None if it could not be made."""
         count = sum(len(turn.reply.logprobs) for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
         for chunk in self.policy.chunks(segments, self.config.microbatch_nodes):
@@ -147,6 +147,10 @@ class Replay:
             loss = -now.logprobs[now.mask & valid[:, None]].sum() / count
             self.accelerator.backward(loss)
             total += loss.item()
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        if not self._guard.passes({"replay_loss": total}, gradients, self._mean_over_processes):
+            self.optimizer.zero_grad()
+            return None
         if self.accelerator.num_processes > 1:
             for weight in self._weights:
                 if weight.grad is not None:
@@ -155,6 +159,9 @@ class Replay:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, float(norm)
+
+    def _mean_over_processes(self, value: float) -> float:
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.policy.device), "mean").item())
 
 
 def _score(episode: Episode) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,6 +98,21 @@ def collect(
         rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
         real[index, : len(episode.turns)] = True
     return Sampled(row, old, weights, values, features, reference, kl, rewards, real)
+
+
+def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
+    """How a batch's episodes went."""
+    turns = [turn for episode in episodes for turn in episode.turns]
+    returns = [episode.total_reward for episode in episodes]
+    return {
+        "return_mean": float(np.mean(returns)),
+        "return_std": float(np.std(returns)),
+        "reward_mean": float(np.mean([turn.reward for turn in turns])),
+        "invalid_rate": float(np.mean([not turn.valid for turn in turns])),
+        "episodes": float(len(episodes)),
+        "turns": float(len(turns)),
+        "turns_per_episode": len(turns) / len(episodes),
+    }
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
 from ..errors import ConfigError, ModelLoadError, did_you_mean
+from .hardware import memory_bytes
 from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
 from .quantization import is_quantized, quantization_config
 from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, lookup, lookup_by_architecture, lora_config
@@ -45,6 +46,10 @@ _SCRATCH = ".converting-"
 _STALE_S = 3600.0
 # Those that take a mask of one's own: which token of a tree sees which.
 _ATTENTION = ("sdpa", "eager")
+# Weights, gradients and Adam's two moments.
+_COPIES_TO_TRAIN = 4
+# Libraries, packed weights and activations; what a run on Blackjack took at its peak, less the weights, is 1.0 to 1.3.
+_BESIDE_WEIGHTS_GIB = 1.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -85,6 +90,11 @@ def load_model_and_tokenizer(
     """
     from peft import PeftConfig  # takes more than a second to import
 
+    if not (peft_config is None or peft_config is False or isinstance(peft_config, PeftConfig)):
+        raise ConfigError(
+            f"peft_config={peft_config!r}. Pass None for the registry's LoRA, False for none, or a configuration of "
+            "PEFT's, such as LoraConfig(...)."
+        )
     target = _resolve_device(device)
     if attn_implementation not in (None, *_ATTENTION):
         raise ConfigError(
@@ -107,6 +117,9 @@ def load_model_and_tokenizer(
     config = _read(transformers.AutoConfig, base, base_hub)
     entry = lookup(base_name) or lookup_by_architecture(config)
     weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
+    if entry.parameter_count is not None:
+        bits = ("8bit" if load_in_8bit else "4bit") if quantization else None
+        _require_memory(entry.memory_gib(weights_dtype, bits), peft_config is False, target)
     options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
     if quantization:
         options["device_map"] = {"": target}
@@ -123,6 +136,19 @@ def load_model_and_tokenizer(
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _name_base(model, entry.hub_id)
     return model if quantization else model.to(target), tokenizer, target
+
+
+def _require_memory(weights_gib: float, trains_all: bool, device: torch.device) -> None:
+    """Say before a model is loaded that there is no room for it."""
+    needed = weights_gib * (_COPIES_TO_TRAIN if trains_all else 1)
+    if device.type == "cpu":
+        needed += _BESIDE_WEIGHTS_GIB
+    room = memory_bytes(device) / 2**30
+    if 0 < room < needed:
+        raise ModelLoadError(
+            f"the model needs about {needed:.1f} GiB to learn, and this {device.type} has {room:.1f}. Load a smaller "
+            "one, pass dtype='bfloat16', or train an adapter instead of all weights."
+        )
 
 
 def _name_base(model: AutoModelForCausalLMWithValueHead, hub_id: str) -> None:
@@ -224,7 +250,7 @@ def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:
     """`loader.from_pretrained`, its errors translated."""
     part = loader.__name__.removeprefix("Auto").lower()
     try:
-        return loader.from_pretrained(source, **hub)
+        return loader.from_pretrained(source, trust_remote_code=False, **hub)
     except (OSError, ValueError) as error:
         raise ModelLoadError(
             f"cannot read the {part} of {source!r}: {first_line(error)} Check that it is a model of transformers."
@@ -268,6 +294,6 @@ def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
         return dtype
     if dtype == "auto":
         return None
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}. {did_you_mean(str(dtype), ['auto', *_DTYPES])}")
     return _DTYPES[dtype]

@@ -65,6 +65,17 @@ def is_fresh(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
+def redraw_(model: nn.Module, seed: int) -> None:
+    """Draw the A matrices of a LoRA that is fresh from a seed, where PEFT drew them from global random numbers."""
+    if not is_fresh(model) or model.active_peft_config.init_lora_weights is not True:  # type: ignore[union-attr]
+        return
+    generator = torch.Generator().manual_seed(seed)
+    for down, _ in projections(model):
+        drawn = torch.empty(down.weight.shape)
+        down.weight.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
+
+
+@torch.no_grad()
 def set_aside_(model: nn.Module) -> None:
     """Keep what LoRA has learnt as it is, and put as much again beside it, fresh, for what is to be learnt now.
 

@@ -48,7 +48,7 @@ meet at a token boundary and a reply is rendered exactly as it was sampled. It e
 
 _MPS_FP32_PARAMETERS = 1_000_000_000
 # bitsandbytes: int8 keeps one fp32 scale per row (negligible); nf4 keeps one fp32 scale per 64 weights.
-_BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5 + 4 / 64}
+_BYTES_PER_WEIGHT = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5 + 4 / 64}
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
+    # Otherwise transformers would ask on the terminal whether to run a repository's code.
+    kwargs = {"trust_remote_code": False, **kwargs}
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
     except (OSError, ValueError) as error:

@@ -5,6 +5,8 @@ Learning is added by `agent.Agent`.
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from ..conversation.chat_template import ChatTemplate, Message
 from ..conversation.episode import Context, Conversation, Reply, environment_ids
 from ..conversation.interface import TextInterface
-from ..errors import ConfigError
+from ..errors import ConfigError, EpisodeError, did_you_mean
+from ..models.lock import alone
 from .policy import Policy
 
 
@@ -37,6 +40,15 @@ class Actor(TextInterface):
         invalid_action_penalty: float,
     ) -> None:
         """Prepare to act; arguments as for `Agent`."""
+        if context not in ("episode", "turn"):
+            raise ConfigError(f"context={context!r}. {did_you_mean(str(context), ['episode', 'turn'])}")
+        if not isinstance(response_prefix, str):
+            raise ConfigError(f"response_prefix={response_prefix!r} is no string. Pass '' for none.")
+        if not -math.inf < invalid_action_penalty <= 0:
+            raise ConfigError(
+                f"invalid_action_penalty={invalid_action_penalty} would reward replies that name no action, or is not "
+                "finite. Pass 0 or a negative number."
+            )
         self.policy = policy
         self.tokenizer = tokenizer
         self._template = template
@@ -85,10 +97,19 @@ class Actor(TextInterface):
             self._conversations[env_id] = self._new_conversation()
         return self._conversations[env_id]
 
+    def _has_turns(self, env_id: Hashable) -> bool:
+        return env_id in self._conversations and bool(self._conversations[env_id].turns)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What a thread holds while it uses the model."""
+        return self.policy.lock
+
     def act(self, observation: Any) -> Any:
         """Choose an action for one environment: `act_batch` of one."""
         return self.act_batch([observation], [0])[0]
 
+    @alone
     def act_batch(self, observations: Sequence[Any], env_ids: Sequence[Hashable] | None = None) -> list[Any]:
         """Choose an action for each of several environments.
 
@@ -106,7 +127,12 @@ class Actor(TextInterface):
             undone.enter_context(self._no_new_conversations_on_error())
             undone.enter_context(self.policy.redrawn_on_error())
             conversations = [self.conversation(env_id) for env_id in ids]
-            for conversation in conversations:
+            for env_id, conversation in zip(ids, conversations, strict=True):
+                if self._learning and conversation.awaits_reward:
+                    raise EpisodeError(
+                        f"Environment {env_id!r} acts again, but its last action has no reward. Call assign_reward() "
+                        "after every step, with 0 if there is none, or act in eval()."
+                    )
                 undone.enter_context(conversation.undone_on_error())
             actions = self._act(observations, conversations)
         self._acting_s += time.perf_counter() - started
@@ -130,6 +156,7 @@ class Actor(TextInterface):
         for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
             turn = conversation.answer(reply, text)
             conversation.learns &= self._learning
+            conversation.awaits_reward = self._learning
             if action is None:
                 turn.valid, turn.penalty = False, self._penalty
         return actions
@@ -149,6 +176,7 @@ class Actor(TextInterface):
         for env_id in env_ids:
             self._conversations.pop(env_id, None)
 
+    @alone
     def action_probabilities(self, observations: Sequence[Any]) -> list[dict[str, float]]:
         """Exact probability of each choice at the start of an episode, for observations that offer choices.
 

@@ -1,10 +1,11 @@
-"""Divides contexts among batches, alike in length, so that little of them is padding."""
+"""Contexts' lengths: whether they fit the model, and which go together, so that little of a batch is padding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from ..engine.token_tree import TokenTree
+from ..errors import ContextLengthError
 
 
 def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], most: int, equal_once: bool) -> Iterator[list[int]]:
@@ -37,3 +38,24 @@ def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], most: int, equal_on
         distinct += is_new
     if chunk:
         yield chunk
+
+
+def check_room(trees: Sequence[TokenTree], most: int, reply_tokens: int = 0) -> list[int]:
+    """Tokens of each context, with its choices or so many of a reply.
+
+    Args:
+        trees: Contexts with a single decision.
+        most: Tokens that the model can hold.
+        reply_tokens: To keep free for a reply in free text.
+
+    Raises:
+        ContextLengthError: One does not fit.
+    """
+    lengths = [tree.context_length + tree.node_count + reply_tokens for tree in trees]
+    for length in lengths:
+        if length > most:
+            raise ContextLengthError(
+                f"A conversation of {length} tokens, of which {reply_tokens} are kept for the reply, does not fit the "
+                f"model's {most}. Pass context='turn', shorten observations, or end episodes sooner."
+            )
+    return lengths

@@ -14,8 +14,9 @@ Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C cho
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -27,15 +28,15 @@ from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
-from ..errors import ContextLengthError
 from ..models.generation import GenerationConfig
+from ..models.lock import alone, lock_of
 from ..models.lora import aim_, fresh_rows, latest_inputs
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .choices import ChoiceLength
-from .chunks import chunks
+from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns
-from .sampling import draw, write_text
-from .score import Reading, read
+from .sampling import draw, redrawn_on_error, require_finite, write_text
+from .score import Reading, mean_scores, read
 
 # Contexts whose features are taken as a sample of all.
 _FIT_CONTEXTS = 512
@@ -43,6 +44,8 @@ _FIT_CONTEXTS = 512
 _FORWARD_NODES = 1024
 # Keys and values of replies that are decoded together, each with room for its longest.
 _DECODE_BYTES = 2**30
+# Contexts whose choices are weighed; beyond them, 100 MB or so, all are forgotten.
+_WEIGHED_TOKENS = 2**21
 
 
 class Policy:
@@ -87,10 +90,15 @@ class Policy:
         self._choice_length = choice_length
         self._backbone = Backbone(model)
         self._frozen: Backbone | None = None
-        self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
+        self._forget_weighed()
         self._state = WeightsState(model)
         self._rng = torch.Generator()
         self.seed(seed)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What a thread holds while it uses the model."""
+        return lock_of(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -131,21 +139,16 @@ class Policy:
         else:
             self._rng.manual_seed(seed)
 
-    @contextmanager
-    def redrawn_on_error(self) -> Iterator[None]:
+    def redrawn_on_error(self) -> AbstractContextManager[None]:
         """While open, an exception takes back the random numbers that were drawn."""
-        state = self._rng.get_state()
-        try:
-            yield
-        except BaseException:
-            self._rng.set_state(state)
-            raise
+        return redrawn_on_error(self._rng)
 
     def enable_reference(self) -> None:
         """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
         if not self.model.is_peft_model and self._frozen is None:
             self._frozen = Backbone(deepcopy(self.model).requires_grad_(False))
 
+    @alone
     @torch.no_grad()
     def sample(self, contexts: Sequence[Segment], learning: bool = True, greedy: bool = False) -> list[Reply]:
         """Draw a reply to each context's pending prompt.
@@ -161,11 +164,12 @@ class Policy:
             # A cut distribution would bias the ratio.
             config = replace(config, top_p=1.0, top_k=0)
         trees = [TokenTree.from_segment(context) for context in contexts]
-        self._check_room(trees)
         self._notice_changes()
         replies: dict[int, Reply] = {}
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
-        lengths = [_length_of(trees[row]) + self.generation.max_new_tokens for row in texts]
+        lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
+        choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
+        check_room([trees[row] for row in choosing], self.max_length)
         room = _DECODE_BYTES // self._backbone.token_bytes
         for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
             chunk = [trees[texts[row]] for row in rows]
@@ -176,13 +180,13 @@ class Policy:
                 replies[texts[row]] = Reply(
                     text.ids, text.logprobs, value, text.finish_reason, None, self._state.number
                 )
-        choosing = [row for row in range(len(trees)) if row not in replies]
         for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
             index = int(offer.argmax() if greedy else draw(offer.exp(), self._rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             replies[row] = Reply(ids, (offer[index].item(),), value, "choice", index, self._state.number)
         return [replies[row] for row in range(len(contexts))]
 
+    @alone
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
         """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
 
@@ -194,20 +198,26 @@ class Policy:
         """
         return evaluate_turns(segments, lambda trees: self._read(trees, reference))
 
+    @alone
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
         """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
-        return [offer for offer, _ in self._weigh([TokenTree.from_segment(context) for context in contexts])]
+        trees = [TokenTree.from_segment(context) for context in contexts]
+        check_room(trees, self.max_length)
+        return [offer for offer, _ in self._weigh(trees)]
 
+    @alone
     @torch.no_grad()
     def values(self, contexts: Sequence[Segment]) -> list[float]:
         """The critic's estimate at each context's pending prompt, in reward units."""
         trees = [TokenTree.from_segment(context) for context in contexts]
+        check_room(trees, self.max_length)
         results: dict[int, float] = {}
         for rows in self._chunks(trees):
             results |= dict(zip(rows, self._read([trees[row] for row in rows]).values.tolist(), strict=True))
         return [results[row] for row in range(len(contexts))]
 
+    @alone
     @torch.no_grad()
     def fit_inputs(self, segments: Sequence[Segment], critic: bool = True) -> None:
         """Fit what is untrained to these segments, equal ones once; replies and values stay what they are.
@@ -261,13 +271,22 @@ class Policy:
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
         self._notice_changes()
+        if self._weighed_tokens > _WEIGHED_TOKENS:
+            self._forget_weighed()
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in self._weighed]
+        self._weighed_tokens += sum(tree.context_length for tree in fresh)
         self._measure_priors(fresh)
         for rows in self._chunks(fresh):
             reading = self._read([fresh[row] for row in rows])
             for row, logprobs, value in zip(rows, reading.choice_logprobs.cpu(), reading.values.tolist(), strict=True):
-                self._weighed[fresh[row]] = logprobs[: len(fresh[row].decisions[0].outcomes)], value
+                offer = logprobs[: len(fresh[row].decisions[0].outcomes)]
+                require_finite(offer)
+                self._weighed[fresh[row]] = offer, value
         return [self._weighed[tree] for tree in trees]
+
+    def _forget_weighed(self) -> None:
+        self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
+        self._weighed_tokens = 0
 
     def _notice_changes(self) -> None:
         """Drop what was computed with weights that have changed since."""
@@ -276,7 +295,7 @@ class Policy:
 
     def _start_anew(self, change: Change) -> None:
         """Drop what depends on the weights that have changed."""
-        self._weighed.clear()
+        self._forget_weighed()
         if change is Change.TRAINED:
             self._backbone.forget()
         elif change is Change.FROZEN:
@@ -288,16 +307,6 @@ class Policy:
             # The reference is another one.
             self.choice_prior.clear()
         self._state.accept()
-
-    def _check_room(self, trees: Sequence[TokenTree]) -> None:
-        for tree in trees:
-            room = 0 if tree.decisions[0].choices else self.generation.max_new_tokens
-            length = _length_of(tree)
-            if length + room > self._backbone.max_length:
-                raise ContextLengthError(
-                    f"A conversation of {length} tokens and a reply of up to {room} do not fit the model's "
-                    f"{self._backbone.max_length}. Pass context='turn', shorten observations, or end episodes sooner."
-                )
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -335,16 +344,7 @@ class Policy:
         ]
         if not fresh:
             return
-        sums: dict[tuple[int, ...], list[float]] = {}
-        for rows in self._chunks(fresh):
-            reading = self._read([fresh[row] for row in rows], reference=True, normalized=True)
-            for choices, row_scores in zip(reading.plan.choices, reading.choice_scores.tolist(), strict=True):
-                for choice, score in zip(choices, row_scores, strict=False):
-                    sums.setdefault(choice, []).append(score)
-        for choice, scores_of_choice in sums.items():
-            self.choice_prior.setdefault(choice, sum(scores_of_choice) / len(scores_of_choice))
-
-
-def _length_of(tree: TokenTree) -> int:
-    """Tokens of a context with what opens its reply, or its choices."""
-    return tree.context_length + tree.node_count
+        chunks_of_trees = ([fresh[row] for row in rows] for rows in self._chunks(fresh))
+        readings = (self._read(chunk, reference=True, normalized=True) for chunk in chunks_of_trees)
+        for choice, score in mean_scores(readings).items():
+            self.choice_prior.setdefault(choice, score)

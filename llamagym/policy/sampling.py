@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,35 @@ from ..engine.backbone import Backbone
 from ..engine.decode import Decoder, PartialReply
 from ..engine.likelihood import sums_in_groups
 from ..engine.token_tree import TokenTree
+from ..errors import DivergedError
 from ..models.generation import GenerationConfig
+
+
+@contextmanager
+def redrawn_on_error(rng: torch.Generator) -> Iterator[None]:
+    """While open, an exception takes back the random numbers that were drawn."""
+    state = rng.get_state()
+    try:
+        yield
+    except BaseException:
+        rng.set_state(state)
+        raise
+
+
+def require_finite(outputs: Tensor) -> None:
+    """Refuse to act on what a model says whose weights are beyond repair.
+
+    Args:
+        outputs: Computed from its logits or hidden states, of any shape.
+
+    Raises:
+        DivergedError: Some are NaN or infinite.
+    """
+    if not outputs.isfinite().all():
+        raise DivergedError(
+            "The model's output is NaN or infinite: its weights are, or its dtype cannot hold what they compute. Load "
+            "the last saved model, lower learning_rate, or load it with dtype='float32'."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +123,8 @@ def write_text(
         if config.temperature != 1.0:
             logits = logits.float() / config.temperature
         largest, sums = sums_in_groups(logits)
+        total = largest + sums.sum(-1).log()
+        require_finite(total)
         if not config.do_sample:
             tokens = logits.argmax(-1)[rows]
         elif config.top_k or config.top_p < 1.0:
@@ -101,7 +132,6 @@ def write_text(
             tokens = draw_tokens(cut, *sums_in_groups(cut), rows, rng)
         else:
             tokens = draw_tokens(logits, largest, sums, rows, rng)
-        total = largest + sums.sum(-1).log()
         taken = logits[rows, tokens.to(rows.device)].float() - total[rows]
         for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):
             said[i], logprobs[i] = (*said[i], token), (*logprobs[i], logprob)
