@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import gymnasium as gym
@@ -175,8 +176,15 @@ class Probe:
         """Whether the critic is measured."""
         return isinstance(self.optimum, dict)
 
-    def error(self, algorithm: str, options: dict[str, Any], family: str = "llama", seed: int = 0) -> float:
-        """Train as anybody would; how far from the optimum it ends."""
+    def error(self, algorithm: str, options: dict[str, Any], family: str = "llama") -> float:
+        """Train as anybody would; how far from the optimum it ends, the median of three seeds.
+
+        A single one says as much about a tiny model's random weights: of 19 runs of "observation" that drew nothing but
+        LoRA anew, five ended above the tolerance.
+        """
+        return median(self._error_of(seed, algorithm, options, family) for seed in range(3))
+
+    def _error_of(self, seed: int, algorithm: str, options: dict[str, Any], family: str) -> float:
         turns = COPIES * self.turns
         config = {"batch_size": turns, "mini_batch_size": turns, "learning_rate": 0.01, "target_kl": 0.05}
         options = {f"{algorithm}_config_dict": config | self.config, **options}

@@ -1,6 +1,6 @@
 """A run whose global random numbers and agent have seeds of their own; prints what it did.
 
-python -m tests.seeded_run KIND GLOBAL_SEED SEED
+python -m tests.seeded_run GLOBAL_SEED SEED
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.tiny import tiny_base_model, tiny_tokenizer
 SIZES = {"batch_size": 6, "mini_batch_size": 3, "learning_rate": 0.01, "warmup_steps": 1}
 
 
-def main(kind: str, global_seed: int, seed: int) -> None:
+def run(kind: str, global_seed: int, seed: int) -> None:
     """Train an agent on a plain LoRA that this process drew."""
     torch.manual_seed(global_seed)
     base = tiny_base_model("llama")
@@ -31,8 +31,9 @@ def main(kind: str, global_seed: int, seed: int) -> None:
         agent.extract_action = lambda text: len(text) % 3
     result = train(agent, agents.CountdownEnv, episodes=12, num_envs=2)
     updates = [{name: value for name, value in of.items() if not name.endswith("_s")} for of in result.updates]
-    sys.stdout.write(json.dumps([result.returns, updates]))
+    sys.stdout.write(json.dumps([result.returns, updates]) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    for kind in ("ChoiceAgent", "WordAgent"):
+        run(kind, int(sys.argv[1]), int(sys.argv[2]))

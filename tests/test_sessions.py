@@ -187,6 +187,7 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
     agent = make_agent(OneWord, "llama")
     for text in ("first", "second"):
         agent.act_batch([text] * 4)
+        agent.assign_rewards([0.0] * 4)
     segments = [agent.conversation(env).observe("x" * (1 + 600 * env), "", OneWord.choices) for env in range(4)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
     backbone = agent.policy._backbone

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -69,7 +70,8 @@ def redraw_(model: nn.Module, seed: int) -> None:
     """Draw the A matrices of a LoRA that is fresh from a seed, where PEFT drew them from global random numbers."""
     if not is_fresh(model) or model.active_peft_config.init_lora_weights is not True:  # type: ignore[union-attr]
         return
-    generator = torch.Generator().manual_seed(seed)
+    # Another stream than the one that replies are drawn from.
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     for down, _ in projections(model):
         drawn = torch.empty(down.weight.shape)
         down.weight.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
