@@ -242,6 +242,16 @@ def end_to_end() -> str:
     )
 
 
+def pieces() -> str:
+    """What each cache and each kernel is good for: turns a second without it over those with it."""
+    result = speed_result("ablation")
+    works = [f"{work} {of}" for work in ("act", "learn") for of in ("repeated", "unique", "conversation", "single")]
+    lines = [f"| without | {' | '.join(works)} |", "|---" * (1 + len(works)) + "|"]
+    for name, row in result["rows"].items():
+        lines.append(f"| {name} | " + " | ".join(f"{row[work]['without_over_with']:.2f}" for work in works) + " |")
+    return "\n".join([*lines, "", f"[Result]({SPEED}/ablation.json), on {machine(result)}."])
+
+
 def speed_result(name: str) -> dict[str, Any]:
     """What a benchmark of speed has found."""
     result: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
@@ -305,6 +315,7 @@ PAGES: dict[Path, Sections] = {
         "workloads": workloads,
         "end-to-end": end_to_end,
         "benchmarks": benchmarks,
+        "pieces": pieces,
     },
     ROOT / "docs" / "models.md": {"models": models},
 }
