@@ -94,7 +94,7 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/fused_layer": lambda agent: patch.object(_acceleration(agent), "_fused", None),
     "cpu/likelihood": lambda agent: patch.object(likelihood, "likelihood_kernels", lambda logits: None),
     "cpu/rowwise": _without_rowwise,
-    "cpu/attention_kernel": lambda agent: patch.object(fused_layer, "_MANY_TOKENS", 0),
+    "cpu/attention_kernel": lambda agent: patch.multiple(fused_layer, _MANY_TOKENS=0, _MANY_COLUMNS=0),
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
     "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone, "_can_share", False),
