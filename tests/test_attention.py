@@ -136,13 +136,11 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
 
     usual = prefix_cache.PrefixCache(tiny_model(family))
     assert usual._can_share
-    assert usual._can_pack
     monkeypatch.setattr(fused_layer, "attend_with_gradients", blind_fused)
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
         misled = prefix_cache.PrefixCache(tiny_model(family))
         assert not misled._can_share
-        assert not misled._can_pack
     finally:
         ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 

@@ -132,14 +132,10 @@ class _Layer:
                 return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
         elif query.shape[1] >= _MANY_TOKENS and mask.shape[-1] >= _MANY_COLUMNS:
             return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
-        shared, places = others.get("shared_prefix"), others.get("places")
-        if places is not None:
-            query, key, value, *turns = map(places.fill, (query, key, value, *angles))
-            angles = turns[0], turns[1]
+        shared = others.get("shared_prefix")
         of_layer = None if shared is None else shared[attention.layer_idx]
         kept = cache.grow(attention.layer_idx, query.shape[1])
-        seen = look(query, key, value, angles, kept, of_layer, mask, attention.scaling)
-        return seen if places is None else places.gather(seen)
+        return look(query, key, value, angles, kept, of_layer, mask, attention.scaling)
 
     def _look_by_pytorch(
         self,

@@ -1,8 +1,7 @@
 """Attention where rows share a prefix: its keys and values are read once for all rows, not once for each.
 
 What all rows' queries make of the shared keys is one matrix product (Hydragen, Juravsky et al. 2024,
-https://arxiv.org/abs/2402.05099); here one softmax runs over these scores and those of a row's own keys. Tokens of
-several rows that run side by side in one, without padding, are put into their rows here.
+https://arxiv.org/abs/2402.05099); here one softmax runs over these scores and those of a row's own keys.
 
 Shapes: B rows, N query heads, K heads of keys and values, T tokens, P shared columns, S columns of a row's own, D head
 size.
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..models.transformers_internals import attending_by, attention_function, register_attention
-from .kv_cache import BufferCache, Places
+from .kv_cache import BufferCache
 
 _NAME = "llamagym_shared_prefix"
 # Larger scores are never held whole: PyTorch's fused attention takes them, on copies of the prefix.
@@ -35,12 +34,12 @@ def register() -> None:
 
 @contextmanager
 def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
-    """While open, a model attends to a cache's shared prefix and packed rows; yields the arguments for that."""
-    if not isinstance(cache, BufferCache) or (cache.prefix is None and cache.places is None):
+    """While open, a model attends to a cache's shared prefix, if it has one; yields the arguments for that."""
+    if not isinstance(cache, BufferCache) or cache.prefix is None:
         yield {}
         return
     with attending_by(body.config, _NAME):
-        yield {"shared_prefix": cache.prefix, "places": cache.places}
+        yield {"shared_prefix": cache.prefix}
 
 
 def may_hold_scores(mask: Tensor, heads: int) -> bool:
@@ -56,51 +55,28 @@ def _attend(
     attention_mask: Tensor,
     *,
     scaling: float,
-    shared_prefix: Sequence[Tensor] | None = None,
-    places: Places | None = None,
+    shared_prefix: Sequence[Tensor],
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer's heads see, (B, T, N, D), or of tokens in one row (1, all, N, D).
+    """What a layer's heads see, (B, T, N, D).
 
     Args:
         module: The layer's attention.
-        query: (B, N, T, D), or of tokens in one row (1, N, all, D).
+        query: (B, N, T, D).
         key: Of each row's own columns, (B, K, S, D).
         value: Likewise.
         attention_mask: Additive, of shared and own columns, (B, 1, T, P + S).
         scaling: Factor of the scores.
-        shared_prefix: For each layer, shared keys and values (2, K, P, D), if there are any.
-        places: Of tokens in one row.
+        shared_prefix: For each layer, shared keys and values (2, K, P, D).
         others: What PyTorch's attention takes.
     """
-    if places is not None:
-        query = places.spread(query)
-    seen = _look(module, query, key, value, attention_mask, scaling, shared_prefix, **others)
-    return (seen if places is None else places.gather(seen)), None
-
-
-def _look(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float,
-    shared_prefix: Sequence[Tensor] | None,
-    **others: Any,
-) -> Tensor:
-    """What rows see, (B, T, N, D); arguments as before."""
-    sdpa = attention_function("sdpa")
-    if shared_prefix is None:
-        alone: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
-        return alone
     shared_key, shared_value = shared_prefix[module.layer_idx]
     (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
-    if not may_hold_scores(mask, heads):
+    if not may_hold_scores(attention_mask, heads):
         key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
-        copied: Tensor = sdpa(module, query, key, value, mask, scaling=scaling, **others)[0]
-        return copied
+        sdpa = attention_function("sdpa")
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)[0], None
     # In bfloat16, scores would be rounded to 8 bits, and products this small take as long.
     key, value, shared_key, shared_value = (part.float() for part in (key, value, shared_key, shared_value))
     # Heads that share keys stand beside each other: (B, K, N/K T, D).
@@ -108,10 +84,10 @@ def _look(
     of_shared = _rows_together(grouped) @ shared_key.mT
     of_own = (key @ grouped.mT).mT
     scores = torch.cat([_rows_apart(of_shared, rows), of_own], dim=-1)
-    scores = scores.view(rows, heads, length, -1).add_(mask).softmax(-1).view_as(scores)
+    scores = scores.view(rows, heads, length, -1).add_(attention_mask).softmax(-1).view_as(scores)
     seen = scores[..., width:] @ value
     seen = seen + _rows_apart(_rows_together(scores[..., :width]) @ shared_value, rows)
-    return seen.view(rows, heads, length, size).transpose(1, 2).to(query.dtype)
+    return seen.view(rows, heads, length, size).transpose(1, 2).to(query.dtype), None
 
 
 def _rows_together(part: Tensor) -> Tensor:

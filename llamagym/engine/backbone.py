@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from ..models.peft_internals import acting_on_every_token
-from .kv_cache import BufferCache, KVBuffer, Places, entries_of
+from .kv_cache import BufferCache, KVBuffer, entries_of
 from .masks import causal
 from .prefix_cache import PrefixCache
 from .token_tree import Batch, TokenTree
@@ -55,13 +55,10 @@ class Backbone(PrefixCache):
 
     def _decide(self, batch: Batch, inputs: Tensor, cache: BufferCache, adapted: bool) -> Tensor:
         """Run the top over decision nodes, given as ids (B, D) or states of the trunk (B, D, H); returns (N, H)."""
-        places = Places(batch.places, *batch.ids.shape)
-        if torch.is_grad_enabled() and self._can_pack and len(batch.places) < batch.ids.numel():
-            cache.places = places
-        self.tokens_forwarded += batch.ids.numel() if cache.places is None else len(batch.places)
+        self.tokens_forwarded += batch.ids.numel()
         with acting_on_every_token(self._top) if adapted else nullcontext():
             hidden = self._run(self._top, inputs, batch.positions, batch.visible, batch.key_positions, cache)
-        return (places.gather(hidden) if cache.places is None else hidden)[0]
+        return hidden.flatten(0, 1).index_select(0, batch.places.to(hidden.device))
 
     def _read_anew(self, batch: Batch) -> BufferCache:
         """Keys and values of prefix and history, P + S a row, padding included, with gradients."""

@@ -6,7 +6,6 @@ Shapes: L layers, S tokens of history after the prefix, B rows, P columns of a p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,34 +15,6 @@ from transformers.cache_utils import DynamicLayer
 
 from ..models.transformers_internals import InitializedLayer
 from .space import Space
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Sequence packing: where tokens that are packed into one row, without padding, belong in a rectangle.
-
-    Attributes:
-        index: Flat index (row * T + column) of each, int64 (N,).
-        rows: B.
-        width: T.
-    """
-
-    index: Tensor
-    rows: int
-    width: int
-
-    def fill(self, tokens: Tensor) -> Tensor:
-        """Unpack (1, N, ...) into (B, T, ...), with 0 for padding."""
-        places = tokens.new_zeros(self.rows * self.width, *tokens.shape[2:])
-        return places.index_copy(0, self.index.to(tokens.device), tokens[0]).unflatten(0, (self.rows, self.width))
-
-    def spread(self, heads: Tensor) -> Tensor:
-        """Unpack heads (1, heads, N, head size) into (B, heads, T, head size), with 0 for padding."""
-        return self.fill(heads.transpose(1, 2)).transpose(1, 2)
-
-    def gather(self, rectangle: Tensor) -> Tensor:
-        """Pack (B, T, ...) into (1, N, ...)."""
-        return rectangle.flatten(0, 1).index_select(0, self.index.to(rectangle.device))[None]
 
 
 class KVBuffer:
@@ -133,7 +104,6 @@ class BufferCache(Cache):
     Attributes:
         prefix: For each layer, keys and values (2, heads, P, head size) that all rows share; None if they share
             none.
-        places: Where the tokens to come belong, if they are packed into one row; None if they come as a rectangle.
         keeps_gradients: Whether gradients flow back through the cached keys and values.
     """
 
@@ -141,17 +111,7 @@ class BufferCache(Cache):
         """Wrap layers and a shared prefix."""
         super().__init__(layers=layers)
         self.prefix = prefix
-        self.places: Places | None = None
         self.keeps_gradients = False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append entries (B, heads, T, head size) to a layer's, or (1, heads, N, head size); returns all."""
-        if self.places is not None:
-            key_states, value_states = self.places.spread(key_states), self.places.spread(value_states)
-        result: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return result
 
     def grow(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values (B, heads, S, head size) of a layer, the last `count` columns new and yet to be filled."""

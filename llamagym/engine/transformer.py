@@ -24,7 +24,7 @@ from ..models.transformers_internals import attention_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import register, sharing
-from .kv_cache import BufferCache, KVBuffer, Places, entries_of
+from .kv_cache import KVBuffer, entries_of
 from .layers import first_trained_layer, split
 from .masks import attention_mask, causal
 
@@ -71,8 +71,6 @@ class Transformer:
         # On a processor, where it was measured; in learning and acting.
         self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as_alone(is_shared=True)
         self._can_share = self._can_share and self._sees_as_alone(is_shared=True, is_learning=True)
-        # Tokens of several rows side by side, in learning.
-        self._can_pack = is_sdpa and self._sees_as_alone(self._can_share, is_learning=True, is_packed=True)
 
     @property
     def device(self) -> torch.device:
@@ -145,8 +143,6 @@ class Transformer:
         """Last hidden states (B, T, H) of `part`, given token ids (B, T) or hidden states (B, T, H).
 
         Without a part, they are the embeddings.
-
-        If the cache has `places`, tokens are packed into one row: (1, N, H).
         """
         device = self.device
         if part is None:
@@ -160,8 +156,6 @@ class Transformer:
             self._layer_types,
             self._lm.dtype,
         )
-        if isinstance(cache, BufferCache) and cache.places is not None:
-            inputs, positions = cache.places.gather(inputs), cache.places.gather(positions)
         with self.ready(), sharing(self._body, cache) as shared:
             output = part(
                 **{"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs.to(device)},
@@ -195,7 +189,7 @@ class Transformer:
             self._run(self._body, token, token, causal(0, 1)[None], token, cache)
         return entries_of(cache, slice(0, 0))[0]
 
-    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False, is_packed: bool = False) -> bool:
+    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False) -> bool:
         """Whether tokens attend to a cache, shared or not, as they would in a plain sequence."""
         ids, positions, visible = probe()
         alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
@@ -203,8 +197,6 @@ class Transformer:
             self._run(self._body, ids, positions, visible, positions, alone)
             prefix = entries_of(alone, slice(0, 2))[0].detach()
             cache = KVBuffer(prefix, 2, 5, is_shared).cache(slice(None), 2)
-            # Packed, the second row has one token less.
-            cache.places = Places(torch.arange(5), 2, 3) if is_packed else None
             ids, positions, visible = (part.expand(2, *part.shape[1:]) for part in (ids, positions, visible))
             self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)
             # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16

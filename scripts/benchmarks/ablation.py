@@ -1,14 +1,15 @@
 """What each cache and each kernel is good for: turns a second without it, over those with all, by workload.
 
-python scripts/benchmarks/ablation.py [--only VARIANT ...]
+python scripts/benchmarks/ablation.py [--only VARIANT ...] [--workloads WORKLOAD ...]
 
 In one process, with and without in turn. Below 1, the piece makes the workload faster: 0.9 is a tenth less without it.
-What is not below 0.95 anywhere does not pay.
+What is not below 0.95 anywhere does not pay. What a run leaves out stays as it was measured before.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,19 +18,21 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from common import save
+from common import RESULTS, save
 from torch.nn import functional
 from workload import feign_update
 from workloads import WORKLOADS, agent_of, round_of, take_batch
 
 from llamagym.cpu import fused_layer
 from llamagym.engine import likelihood
+from llamagym.engine.radix_tree import RadixTree
 
 # A conversation's round takes a minute otherwise, and the picture is the same.
 MEASURED = {
     "repeated": WORKLOADS["repeated"],
     "unique": WORKLOADS["unique"],
     "conversation": replace(WORKLOADS["conversation"], envs=4, turns=4),
+    "single": WORKLOADS["single"],
 }
 ROUNDS = 3
 LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
@@ -41,16 +44,15 @@ def _acceleration(agent: Any) -> Any:
 
 @contextmanager
 def _without_packing(agent: Any) -> Iterator[None]:
-    _acceleration(agent).forget_copies()
-    with patch.object(_acceleration(agent)._packed, "_max_bytes", 0):
+    packed = _acceleration(agent)._packed
+    # Copies are put aside, not dropped: the next round with them would have to pack again.
+    with patch.object(packed, "_max_bytes", 0), patch.object(packed, "_copies", {}):
         yield
-        _acceleration(agent).forget_copies()
 
 
 @contextmanager
 def _without_prefix_cache(agent: Any) -> Iterator[None]:
-    agent.policy._backbone.forget_all()
-    with patch.object(agent.policy._backbone._tree, "_max_bytes", 0):
+    with patch.object(agent.policy._backbone, "_tree", RadixTree(0)):
         yield
 
 
@@ -92,11 +94,10 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/fused_layer": lambda agent: patch.object(_acceleration(agent), "_fused", None),
     "cpu/likelihood": lambda agent: patch.object(likelihood, "likelihood_kernels", lambda logits: None),
     "cpu/rowwise": _without_rowwise,
-    "cpu/attention_kernel": lambda agent: patch.object(fused_layer, "_MANY_TOKENS", 0),
+    "cpu/attention_kernel": lambda agent: patch.multiple(fused_layer, _MANY_TOKENS=0, _MANY_COLUMNS=0),
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
     "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone, "_can_share", False),
-    "sequence packing": lambda agent: patch.object(agent.policy._backbone, "_can_pack", False),
 }
 
 
@@ -116,9 +117,12 @@ def main() -> None:
     """Measure all variants, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    names: list[str] = parser.parse_args().only
+    parser.add_argument("--workloads", nargs="+", choices=MEASURED, default=list(MEASURED))
+    arguments = parser.parse_args()
+    names: list[str] = arguments.only
     table: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for workload, of in MEASURED.items():
+    for workload in arguments.workloads:
+        of = MEASURED[workload]
         agent = agent_of(of, **LEARNING)
         play = round_of(of, agent)
         for _ in range(2):
@@ -137,7 +141,10 @@ def main() -> None:
                 }
             shown = {work: row["without_over_with"] for work, row in table[name].items()}
             print(f"{name}: {shown}", flush=True)
-    save("ablation", {"unit": "turns per second without, over with; medians of pairs in turn", "rows": table})
+    result = RESULTS / "ablation.json"
+    before = json.loads(result.read_text())["rows"] if result.exists() else {}
+    rows = {name: before.get(name, {}) | table.get(name, {}) for name in VARIANTS if name in before or name in table}
+    save("ablation", {"unit": "turns per second without, over with; medians of pairs in turn", "rows": rows})
 
 
 if __name__ == "__main__":
