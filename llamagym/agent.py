@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import Self
 
 from .conversation.chat_template import ChatTemplate, check_vocabulary, end_ids
 from .conversation.demonstrations import read_demonstrations
@@ -21,13 +24,19 @@ from .learners.learning_actor import LearningActor
 from .learners.ppo import PPOConfig
 from .learners.replay import ReplayConfig
 from .models.atomic import verify, written_whole
+from .models.checkpoints import KIND as CHECKPOINT
+from .models.checkpoints import find
 from .models.generation import GenerationConfig
+from .models.hub import upload
+from .models.loading import load_model_and_tokenizer
 from .models.lock import alone
 from .models.lora import redraw_
-from .models.state_files import read_state, write_state
+from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .policy.choices import ChoiceNormalization, choice_length
+from .policy.export import KIND, write_export
 from .policy.policy import Policy
+from .policy.saved import restore_prior
 
 
 class Agent(LearningActor):
@@ -123,6 +132,19 @@ class Agent(LearningActor):
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
         self._seeds = np.random.default_rng(seed)
+        self._options = {
+            "generate_config_dict": generation.given(),
+            "algorithm": algorithm,
+            f"{algorithm}_config_dict": learner.config.given(),
+            "context": context,
+            "response_prefix": response_prefix,
+            "invalid_action_penalty": invalid_action_penalty,
+            "calibrate_choices": calibrate_choices,
+            "choice_normalization": choice_normalization,
+            "aim_lora": aim_lora,
+            "replay_config_dict": None if replay is None else replay.given(),
+            "seed": seed,
+        }
         if sft_warm_start:
             self.sft_from_jsonl()
 
@@ -160,6 +182,85 @@ class Agent(LearningActor):
         """A seed for episodes to come, another one each time."""
         return int(self._seeds.integers(2**63))
 
+    def save(self, folder: str | Path) -> None:
+        """Save the agent for use; see `save_pretrained`, and `save_checkpoint` to go on learning."""
+        self.save_pretrained(folder)
+
+    @alone
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        environment: str = "",
+        results: Mapping[str, Any] | None = None,
+        merged: bool = False,
+    ) -> None:
+        """Save the agent as a folder that `load`, and plain transformers and PEFT, read.
+
+        It holds the adapter (without one: all weights), the value head, the tokenizer, the options that the agent was
+        made with, the priors of its choices, and a model card that shows how to use it.
+
+        Args:
+            folder: What to write, whole or not at all; what lies there is replaced.
+            environment: What the agent acts in, for the card.
+            results: Measurements by name, for the card.
+            merged: Whether to add a plain LoRA to the weights and write these whole.
+
+        Raises:
+            ConfigError: `merged` is asked for where there is nothing that can be merged.
+        """
+        with written_whole(Path(folder), KIND) as whole:
+            write_export(self, whole, self._options, environment, results, merged)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        *,
+        model: AutoModelForCausalLMWithValueHead | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load what `save` wrote, as an agent of this class.
+
+        Args:
+            folder: What it wrote.
+            device: As for `load_model_and_tokenizer`.
+            dtype: As for `load_model_and_tokenizer`.
+            model: The model, where it cannot be loaded by its base's name; it must have the saved weights.
+            **options: Options of the constructor that differ from those the agent was made with.
+
+        Raises:
+            CheckpointError: The folder is damaged, something else, or of a later version.
+            ModelLoadError: The base cannot be had.
+        """
+        verify(Path(folder), KIND)
+        state = read_state(Path(folder), KIND)
+        tokenizer: Any
+        if model is None:
+            model, tokenizer, _ = load_model_and_tokenizer(folder, device, dtype)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+        agent = cls(model, tokenizer, **{**state["options"], **options})
+        restore_prior(agent.policy, state["choice_prior"])
+        agent.policy.rng.set_state(state["rng"])
+        return agent
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None, **saved: Any) -> str:
+        """Upload what `save_pretrained` writes to the model hub; returns the commit's address.
+
+        Args:
+            repo_id: The repository, "user/name"; made if need be.
+            private: Whether a new repository is private; None leaves it to the account's default.
+            token: Access token; None takes `HF_TOKEN` or that of the last login.
+            **saved: Options of `save_pretrained`.
+        """
+        with TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "agent"
+            self.save_pretrained(folder, **saved)
+            return upload(folder, repo_id, "Upload agent", private, token)
+
     @alone
     def save_checkpoint(self, folder: str | Path) -> None:
         """Save all that learning goes on from: `load_checkpoint` in another process computes what this agent will.
@@ -170,7 +271,7 @@ class Agent(LearningActor):
         Args:
             folder: What to write; a checkpoint that lies there is replaced.
         """
-        with written_whole(Path(folder), "checkpoint") as whole:
+        with written_whole(Path(folder), CHECKPOINT) as whole:
             self.write_state(whole)
 
     @alone
@@ -178,28 +279,16 @@ class Agent(LearningActor):
         """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
 
         Args:
-            folder: What it wrote.
+            folder: What it wrote, or a folder of checkpoints, of which the newest whole one is taken.
             keep_episodes: Whether episodes that were under way go on: their environments stand where they stood.
                 Otherwise they are dropped, and environments are reset.
 
         Raises:
             CheckpointError: It is damaged, of a later version, or another model's or learner's; nothing has changed.
         """
-        verify(Path(folder), "checkpoint")
-        self.read_state(Path(folder))
+        self.read_state(find(Path(folder)))
         if not keep_episodes:
             self.discard_episodes(list(self._conversations))
-
-    def write_state(self, folder: Path) -> None:
-        """Write the files of a checkpoint into a folder."""
-        self.policy.drop_caches()
-        write_state(folder, "agent", self.state_dict())
-
-    def read_state(self, folder: Path) -> None:
-        """Take the state of a checkpoint's files, which have been verified."""
-        state = read_state(folder, "agent")
-        self.check_state(state)
-        self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """What to save: all that acting and learning depend on, but for what the constructor was given."""

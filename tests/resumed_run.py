@@ -71,7 +71,9 @@ def make(kind: type[Agent], adapter: bool = True, activated: bool = True, **opti
         model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"))
     algorithm = options.get("algorithm", "ppo")
     options[f"{algorithm}_config_dict"] = SIZES | options.pop(algorithm, {})
-    return kind(model, tiny_tokenizer("llama"), None, {"max_new_tokens": 4}, **{"context": "turn", "seed": 0, **options})
+    return kind(
+        model, tiny_tokenizer("llama"), None, {"max_new_tokens": 4}, **{"context": "turn", "seed": 0, **options}
+    )
 
 
 def demonstrations(folder: Path) -> Path:

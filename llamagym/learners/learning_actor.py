@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 import torch
@@ -15,6 +16,7 @@ from ..conversation.episode import Context, Episode, check_keys, commonest_reply
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..errors import CheckpointError, EpisodeError
 from ..models.lock import alone
+from ..models.state_files import read_state, write_state
 from ..policy.actor import Actor
 from ..policy.policy import Policy
 from .alarms import Alarms
@@ -86,6 +88,17 @@ class LearningActor(Actor):
             self._replay.load_state_dict(state["replay"], table)
         self._alarms.load_state_dict(state["alarms"])
         self._buffer[:] = [episode_from(record, table) for record in state["buffer"]]
+
+    def write_state(self, folder: Path) -> None:
+        """Write the files of a checkpoint into a folder."""
+        self.policy.drop_caches()
+        write_state(folder, "agent", self.state_dict())
+
+    def read_state(self, folder: Path) -> None:
+        """Take the state of a checkpoint's files, which have been verified."""
+        state = read_state(folder, "agent")
+        self.check_state(state)
+        self.load_state_dict(state)
 
     @property
     def buffered_turns(self) -> int:

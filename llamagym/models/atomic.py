@@ -81,7 +81,7 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
             f"{str(folder)!r} is no {kind} of llamagym, or a damaged one: its {MANIFEST} cannot be read ({error!r})."
         ) from error
     if found != kind:
-        raise CheckpointError(f"{str(folder)!r} is a {found}, expected a {kind}.")
+        raise CheckpointError(f"{str(folder)!r} holds: {found}; expected: {kind}.")
     if schema > SCHEMA:
         raise CheckpointError(
             f"{str(folder)!r} was written by llamagym {manifest.get('llamagym')} in format {schema}, and this version "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -121,13 +122,25 @@ class Copies:
         """The actions that `saved_actions` gave."""
         return list(self._envs.single_action_space.from_jsonable(saved))
 
+    def close(self, at_once: bool = False) -> None:
+        """Close all copies, unless they are; `at_once` those as well that are in the middle of a step."""
+        if self._envs.closed:
+            return
+        if isinstance(self._envs, SyncVectorEnv):
+            self._envs.close()
+            return
+        with warnings.catch_warnings():
+            # That a step is pending is known.
+            warnings.simplefilter("ignore")
+            self._envs.close(terminate=at_once, timeout=self._timeout)
+
     def _within(self, wait: Callable[..., Any], limit: float | None) -> Any:
         assert isinstance(self._envs, AsyncVectorEnv)
         try:
             return wait(timeout=limit)
         except multiprocessing.TimeoutError as error:
             late = [number for number, pipe in enumerate(self._envs.parent_pipes) if not pipe.poll(0)]
-            self._envs.close(terminate=True)
+            self.close(at_once=True)
             raise EnvironmentTimeoutError(
                 f"Copies {late} of the environment did not answer within env_timeout={limit} seconds, and all copies "
                 "have been stopped. Look for what they wait for, or pass a longer env_timeout."
@@ -162,12 +175,13 @@ def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator
     else:
         # Observations of any space travel through pipes, not all can be shared.
         envs = AsyncVectorEnv(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
+    copies = Copies(envs, timeout)
     try:
-        yield Copies(envs, timeout)
+        yield copies
     finally:
         is_callers = timeout is None and isinstance(env, gymnasium.Env) and count == 1
-        if not envs.closed and not is_callers:
-            envs.close()
+        if not is_callers:
+            copies.close()
 
 
 def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child: bool) -> Callable[[], Copy]:
