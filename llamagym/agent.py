@@ -24,8 +24,6 @@ from .learners.learning_actor import LearningActor
 from .learners.ppo import PPOConfig
 from .learners.replay import ReplayConfig
 from .models.atomic import verify, written_whole
-from .models.checkpoints import KIND as CHECKPOINT
-from .models.checkpoints import find
 from .models.generation import GenerationConfig
 from .models.hub import upload
 from .models.loading import load_model_and_tokenizer
@@ -260,35 +258,6 @@ class Agent(LearningActor):
             folder = Path(scratch) / "agent"
             self.save_pretrained(folder, **saved)
             return upload(folder, repo_id, "Upload agent", private, token)
-
-    @alone
-    def save_checkpoint(self, folder: str | Path) -> None:
-        """Save all that learning goes on from: `load_checkpoint` in another process computes what this agent will.
-
-        The folder appears whole or not at all. All caches are dropped, here as there: what they hold is rounded
-        otherwise than what is computed anew.
-
-        Args:
-            folder: What to write; a checkpoint that lies there is replaced.
-        """
-        with written_whole(Path(folder), CHECKPOINT) as whole:
-            self.write_state(whole)
-
-    @alone
-    def load_checkpoint(self, folder: str | Path, *, keep_episodes: bool = False) -> None:
-        """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
-
-        Args:
-            folder: What it wrote, or a folder of checkpoints, of which the newest whole one is taken.
-            keep_episodes: Whether episodes that were under way go on: their environments stand where they stood.
-                Otherwise they are dropped, and environments are reset.
-
-        Raises:
-            CheckpointError: It is damaged, of a later version, or another model's or learner's; nothing has changed.
-        """
-        self.read_state(find(Path(folder)))
-        if not keep_episodes:
-            self.discard_episodes(list(self._conversations))
 
     def state_dict(self) -> dict[str, Any]:
         """What to save: all that acting and learning depend on, but for what the constructor was given."""

@@ -105,9 +105,9 @@ def test_an_agent_in_one_s_own_loop_goes_on(tmp_path):
 
     one = make_agent(WordAgent)
     play(one, 6)
-    one.save_checkpoint(tmp_path / "checkpoint")
+    one.save_checkpoint(tmp_path / "checkpoint", loop={"turns": 6})
     other = make_agent(WordAgent, seed=3)
-    other.load_checkpoint(tmp_path / "checkpoint")
+    assert other.load_checkpoint(tmp_path / "checkpoint") == {"turns": 6}
     assert json.dumps(play(one, 8)) == json.dumps(play(other, 8))
     one.act("x")
     one.save_checkpoint(tmp_path / "checkpoint")
@@ -244,6 +244,8 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     assert len(resumed.returns) == 12
 
 
+# How Gymnasium says which worker failed; the tests make errors of warnings.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
     agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
     here = train(agents[0], DiceEnv, 8, 2, seed=0)
@@ -388,6 +390,25 @@ def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
     assert newest(tmp_path / "run") == before
     assert not list((tmp_path / "run").glob(f"{atomic._SCRATCH}*"))
     assert len(learning(tmp_path / "run", episodes=20, resume=True)[1].returns) == 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+@pytest.mark.parametrize("limit", [0, 1000, 30_000])
+def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_path, limit):
+    import resource
+
+    agent, _ = learning(tmp_path / "run")
+    before = newest(tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"(?i)too large.*Older checkpoints are as they were"):
+            learning(tmp_path / "run", agent, episodes=30, resume=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    assert newest(tmp_path / "run") == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

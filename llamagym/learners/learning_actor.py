@@ -15,6 +15,8 @@ from ..conversation.chat_template import ChatTemplate
 from ..conversation.episode import Context, Episode, check_keys, commonest_reply, environment_ids, one_each
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..errors import CheckpointError, EpisodeError
+from ..models import checkpoints
+from ..models.atomic import written_whole
 from ..models.lock import alone
 from ..models.state_files import read_state, write_state
 from ..policy.actor import Actor
@@ -25,6 +27,8 @@ from .replay import Replay, ReplayConfig
 
 logger = logging.getLogger(__name__)
 
+# Name of a checkpoint's files.
+_STATE = "state"
 _LARGEST_REWARD = torch.finfo(torch.float32).max ** 0.5
 
 
@@ -89,16 +93,46 @@ class LearningActor(Actor):
         self._alarms.load_state_dict(state["alarms"])
         self._buffer[:] = [episode_from(record, table) for record in state["buffer"]]
 
-    def write_state(self, folder: Path) -> None:
-        """Write the files of a checkpoint into a folder."""
-        self.policy.drop_caches()
-        write_state(folder, "agent", self.state_dict())
+    @alone
+    def save_checkpoint(
+        self, folder: str | Path, loop: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save all that learning goes on from: `load_checkpoint` in another process computes what this agent will.
 
-    def read_state(self, folder: Path) -> None:
-        """Take the state of a checkpoint's files, which have been verified."""
-        state = read_state(folder, "agent")
-        self.check_state(state)
-        self.load_state_dict(state)
+        The folder appears whole or not at all. All caches are dropped, here as there: what they hold is rounded
+        otherwise than what is computed anew.
+
+        Args:
+            folder: What to write; a checkpoint that lies there is replaced.
+            loop: What the caller's own loop goes on from, as JSON holds it; `load_checkpoint` returns it.
+            facts: What the manifest says, to be read without loading.
+        """
+        self.policy.drop_caches()
+        with written_whole(Path(folder), checkpoints.KIND, facts) as whole:
+            write_state(whole, _STATE, {"agent": self.state_dict(), "loop": loop or {}})
+
+    @alone
+    def load_checkpoint(self, folder: str | Path, *, keep_episodes: bool = False) -> dict[str, Any]:
+        """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
+
+        Args:
+            folder: What it wrote, or a folder of checkpoints, of which the newest whole one is taken.
+            keep_episodes: Whether episodes that were under way go on: their environments stand where they stood.
+                Otherwise they are dropped, and environments are to be reset.
+
+        Returns:
+            The `loop` that was saved.
+
+        Raises:
+            CheckpointError: It is damaged, of a later version, or another model's or learner's; nothing has changed.
+        """
+        state = read_state(checkpoints.find(Path(folder)), _STATE)
+        self.check_state(state["agent"])
+        self.load_state_dict(state["agent"])
+        if not keep_episodes:
+            self.discard_episodes(list(self._conversations))
+        loop: dict[str, Any] = state["loop"]
+        return loop
 
     @property
     def buffered_turns(self) -> int:

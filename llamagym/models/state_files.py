@@ -25,10 +25,16 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
         folder: Where to.
         name: Of the files.
         state: Dictionaries with strings as keys, lists, tuples (read again as lists), numbers, strings, None, tensors.
+
+    Raises:
+        OSError: The disk is full, or cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     plain = _split(state, "", tensors)
-    save_file(tensors, folder / f"{name}.safetensors")
+    try:
+        save_file(tensors, folder / f"{name}.safetensors")
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     (folder / f"{name}.json").write_text(json.dumps(plain, allow_nan=False), encoding="utf-8")
 
 

@@ -175,13 +175,14 @@ def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator
     else:
         # Observations of any space travel through pipes, not all can be shared.
         envs = AsyncVectorEnv(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
-    copies = Copies(envs, timeout)
+    copies, failed = Copies(envs, timeout), True
     try:
         yield copies
+        failed = False
     finally:
         is_callers = timeout is None and isinstance(env, gymnasium.Env) and count == 1
         if not is_callers:
-            copies.close()
+            copies.close(at_once=failed)
 
 
 def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child: bool) -> Callable[[], Copy]:

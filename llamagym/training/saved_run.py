@@ -10,9 +10,7 @@ from typing import Any
 from ..agent import Agent
 from ..errors import CheckpointError
 from ..learners.base import Stats
-from ..models.atomic import written_whole
-from ..models.checkpoints import KIND, newest, path_of, prune
-from ..models.state_files import read_state, write_state
+from ..models.checkpoints import newest, path_of, prune
 from .play import Play
 
 logger = logging.getLogger(__name__)
@@ -39,9 +37,7 @@ class SavedRun:
         }
         path = path_of(self._root, turns)
         try:
-            with written_whole(path, KIND, facts) as whole:
-                self._agent.write_state(whole)
-                write_state(whole, "loop", {**loop, "play": self._play.state_dict()})
+            self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write the checkpoint {str(path)!r}: {error}. Older checkpoints are as they were; make room, "
@@ -60,8 +56,7 @@ class SavedRun:
         if path is None:
             logger.info("no checkpoint in %s: training begins", self._root)
             return None
-        loop = read_state(path, "loop")
-        self._agent.read_state(path)
+        loop = self._agent.load_checkpoint(path, keep_episodes=True)
         self._play.resume(loop["play"])
         logger.info("going on from %s, after %d turns", path, loop["turns"])
         return loop
