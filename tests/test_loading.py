@@ -215,7 +215,6 @@ def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
 
     def die(gguf: Path, folder: Path) -> None:
-        folder.mkdir()
         (folder / "config.json").touch()
         raise OSError("disk full")
 
