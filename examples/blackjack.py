@@ -20,6 +20,7 @@ from blackjack_exact import STATES, State, baseline_returns, expected_return, st
 from gymnasium.vector import AutoresetMode
 
 from llamagym import Agent, load_model_and_tokenizer, parse_choice
+from llamagym.models import checkpoints
 from llamagym.tracking import Progress, default_tracker
 
 SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
@@ -73,9 +74,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sft-warm-start", action="store_true", help="learn from demonstrations first")
     parser.add_argument("--max-new-tokens", type=int, default=4, help="longest free-text reply")
     parser.add_argument("--run-dir", type=Path, help="default: runs/blackjack-<time>")
+    script.add_checkpoint_options(parser)
     parser.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
     parser.add_argument("--wandb-mode", choices=["online", "offline", "disabled"], help="WANDB_MODE does the same")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.resume and args.checkpoint_dir is None:
+        parser.error("--resume needs --checkpoint-dir")
+    return args
 
 
 def hit_probabilities(agent: BlackjackAgent, greedy: bool = False) -> dict[State, float]:
@@ -115,7 +120,8 @@ def main() -> None:
         **{f"{args.algorithm}_config_dict": learning},
     )
     agent.free_text = args.free_text
-    if args.sft_warm_start:
+    newest = checkpoints.newest(args.checkpoint_dir) if args.resume else None
+    if args.sft_warm_start and newest is None:
         print(agent.sft_from_jsonl(SFT_DATA / f"{'format' if args.free_text else 'demo'}_blackjack.jsonl"))
     before = expected_return(hit_probabilities(agent))
 
@@ -129,9 +135,13 @@ def main() -> None:
         sab=False,
     )
     tracker = default_tracker(run_dir, vars(args), args.wandb_project, args.wandb_mode)
-    finished = turns = updates = 0
-    started = time.perf_counter()
-    observations, _ = envs.reset(seed=args.seed)
+    done = {"finished": 0, "turns": 0, "updates": 0, "minutes": 0.0}
+    if newest is not None:
+        done = agent.load_checkpoint(newest)
+    finished, turns, updates = done["finished"], done["turns"], done["updates"]
+    started = time.perf_counter() - 60 * done["minutes"]
+    # Hands under way are dealt anew when a run is resumed, and others than at its start.
+    observations, _ = envs.reset(seed=args.seed + turns)
     # Hands that are dealt alike are what GRPO compares.
     dealt = list(zip(*(part.tolist() for part in observations), strict=True))
     with Progress(args.episodes, unit="hand", window=1000) as progress:
@@ -152,7 +162,12 @@ def main() -> None:
             if stats:
                 updates += 1
                 exact = {"expected_return": expected_return(hit_probabilities(agent, greedy=args.free_text))}
-                tracker.log({**stats, **exact, "minutes": (time.perf_counter() - started) / 60}, finished)
+                minutes = (time.perf_counter() - started) / 60
+                tracker.log({**stats, **exact, "minutes": minutes}, finished)
+                if args.checkpoint_dir and updates % args.checkpoint_every == 0:
+                    done = {"finished": finished, "turns": turns, "updates": updates, "minutes": minutes}
+                    agent.save_checkpoint(checkpoints.path_of(args.checkpoint_dir, turns), done)
+                    checkpoints.prune(args.checkpoint_dir, keep=3)
                 if updates % 5 == 1:
                     said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])
                     progress.note(f"update {updates}, {said}")
@@ -163,7 +178,8 @@ def main() -> None:
 
     policy = hit_probabilities(agent)
     after, greedy = expected_return(policy), expected_return(hit_probabilities(agent, greedy=True))
-    model.save_pretrained(run_dir / "adapter")
+    results = {"exact expected return": f"{after:+.4f}", "if greedy": f"{greedy:+.4f}", **baseline_returns()}
+    agent.save_pretrained(run_dir / "agent", environment="Blackjack-v1", results=results)
     peak = script.peak_memory_gib()
     summary = {
         "seed": args.seed,

@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium
 
 from llamagym import Agent, LlamaGymError, evaluate, load_model_and_tokenizer, train
-from llamagym.tracking import Metrics, Tracker, default_tracker
+from llamagym.tracking import Metrics, MultiTracker, default_tracker
 from llamagym.training import EnvSource
 
 Score = tuple[float, float]
@@ -54,12 +54,20 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
         options.add_argument("--eval-episodes", type=int, help="held-out episodes of an evaluation")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--run-dir", type=Path, help="default: runs/<example>-<time>")
+    add_checkpoint_options(options)
     options.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
     options.add_argument("--wandb-mode", choices=["online", "offline", "disabled"], help="WANDB_MODE does the same")
     unknown = set(defaults) - {action.dest for action in options._actions}
     assert not unknown, f"no option takes {unknown}"
     options.set_defaults(**defaults)
     return options
+
+
+def add_checkpoint_options(options: argparse.ArgumentParser) -> None:
+    """The options that say how a run is saved and resumed."""
+    options.add_argument("--checkpoint-dir", type=Path, help="write checkpoints here; none by default")
+    options.add_argument("--checkpoint-every", type=int, default=10, help="updates between two checkpoints")
+    options.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
 
 def load(args: argparse.Namespace, kind: type[Agent], gamma: float, **critic: Any) -> Agent:
@@ -120,7 +128,7 @@ def random_return(env: Callable[[], gymnasium.Env], episodes: int = 200) -> floa
 class Scoring:
     """Adds the minutes, and after every so many updates the score, to what it passes on."""
 
-    def __init__(self, tracker: Tracker, score: Callable[[bool], Score], every: int) -> None:
+    def __init__(self, tracker: MultiTracker, score: Callable[[bool], Score], every: int) -> None:
         """Start the clock."""
         self._tracker, self._score, self._every = tracker, score, every
         self._updates, self._started = 0, time.perf_counter()
@@ -138,6 +146,15 @@ class Scoring:
             more["expected_return"], more["standard_error"] = self._score(False)
         self._tracker.log({**metrics, **more}, step)
 
+    def position(self) -> dict[str, Any]:
+        """How much has been logged, and for how long."""
+        return {"tracker": self._tracker.position(), "updates": self._updates, "minutes": self.minutes}
+
+    def rewind(self, position: dict[str, Any]) -> None:
+        """Go on from a position."""
+        self._tracker.rewind(position["tracker"])
+        self._updates, self._started = position["updates"], time.perf_counter() - 60 * position["minutes"]
+
     def close(self) -> None:
         """Close the tracker."""
         self._tracker.close()
@@ -150,7 +167,7 @@ def learn(
     score: Callable[[bool], Score],
     baselines: dict[str, float],
 ) -> None:
-    """Score, train, score again; writes `metrics.jsonl`, `summary.json` and the adapter to the run's folder.
+    """Score, train, score again; writes `metrics.jsonl`, `summary.json` and the agent to the run's folder.
 
     Args:
         args: The command line.
@@ -167,12 +184,24 @@ def learn(
     def time_is_up(_: object) -> bool:
         return args.minutes is not None and tracker.minutes >= args.minutes
 
-    result = train(agent, env, args.episodes, args.num_envs, args.seed, on_update=time_is_up, tracker=tracker)
+    result = train(
+        agent,
+        env,
+        args.episodes,
+        args.num_envs,
+        args.seed,
+        on_update=time_is_up,
+        tracker=tracker,
+        checkpoint_dir=args.checkpoint_dir,
+        checkpoint_every=args.checkpoint_every,
+        resume=args.resume,
+    )
     minutes = tracker.minutes
     tracker.close()
     after, after_error = score(False)
     greedy, greedy_error = score(True)
-    agent.policy.model.save_pretrained(run_dir / "adapter")
+    results = {"expected return": f"{after:.3f} ± {after_error:.3f}", "if greedy": f"{greedy:.3f}", **baselines}
+    agent.save_pretrained(run_dir / "agent", environment=Path(sys.argv[0]).stem, results=results)
     summary = {
         "seed": args.seed,
         "model": args.model,

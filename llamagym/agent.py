@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, SupportsFloat
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import Self
 
 from .conversation.chat_template import ChatTemplate, check_vocabulary, end_ids
 from .conversation.demonstrations import read_demonstrations
-from .conversation.episode import Context, Episode, commonest_reply, environment_ids, one_each
-from .errors import ConfigError, EpisodeError
-from .learners.alarms import Alarms
+from .conversation.episode import Context
+from .errors import ConfigError
 from .learners.algorithms import Algorithm, make_learner
 from .learners.base import Stats
 from .learners.grpo import GRPOConfig, ReinforceConfig
+from .learners.learning_actor import LearningActor
 from .learners.ppo import PPOConfig
-from .learners.replay import Replay, ReplayConfig
+from .learners.replay import ReplayConfig
+from .models.atomic import verify, written_whole
 from .models.generation import GenerationConfig
+from .models.hub import upload
+from .models.loading import load_model_and_tokenizer
 from .models.lock import alone
 from .models.lora import redraw_
+from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
-from .policy.actor import Actor
 from .policy.choices import ChoiceNormalization, choice_length
+from .policy.export import KIND, write_export
 from .policy.policy import Policy
-
-logger = logging.getLogger(__name__)
-
-_LARGEST_REWARD = torch.finfo(torch.float32).max ** 0.5
+from .policy.saved import restore_prior
 
 
-class Agent(Actor):
+class Agent(LearningActor):
     """A language model that acts in an environment and learns from its rewards.
 
     Subclass it with `get_system_prompt`, `format_observation` and `extract_action`, then write the usual loop:
@@ -123,14 +125,24 @@ class Agent(Actor):
         policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
         if seed is not None and not policy.inputs_are_fit:
             redraw_(model.pretrained_model, seed)
-        super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
-        self._seeds = np.random.default_rng(seed)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
-        self.learner = make_learner(self.policy, algorithm, options, use_target_kl, seed)
+        learner = make_learner(policy, algorithm, options, use_target_kl, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
-        self._replay = None if replay is None else Replay(self.policy, replay)
-        self._alarms = Alarms(model.pretrained_model.dtype)
-        self._buffer: list[Episode] = []
+        super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
+        self._seeds = np.random.default_rng(seed)
+        self._options = {
+            "generate_config_dict": generation.given(),
+            "algorithm": algorithm,
+            f"{algorithm}_config_dict": learner.config.given(),
+            "context": context,
+            "response_prefix": response_prefix,
+            "invalid_action_penalty": invalid_action_penalty,
+            "calibrate_choices": calibrate_choices,
+            "choice_normalization": choice_normalization,
+            "aim_lora": aim_lora,
+            "replay_config_dict": None if replay is None else replay.given(),
+            "seed": seed,
+        }
         if sft_warm_start:
             self.sft_from_jsonl()
 
@@ -168,131 +180,90 @@ class Agent(Actor):
         """A seed for episodes to come, another one each time."""
         return int(self._seeds.integers(2**63))
 
-    @property
-    def buffered_turns(self) -> int:
-        """Turns of finished episodes that await the next update."""
-        return sum(len(episode.turns) for episode in self._buffer)
-
-    def why_no_update(self) -> str:
-        """Why no update has run yet."""
-        return self.learner.why_no_update(self._buffer)
-
-    def assign_reward(self, reward: float) -> None:
-        """Add a reward to the last action of one environment."""
-        self.assign_rewards([reward], [0])
-
-    def terminate_episode(
-        self,
-        train: bool = True,
-        truncated: bool = False,
-        final_observation: Any = None,
-        group: Hashable | None = None,
-    ) -> Stats:
-        """End the episode of one environment; see `terminate_episodes`."""
-        return self.terminate_episodes([0], [truncated], [final_observation], train, [group])
-
-    def assign_rewards(self, rewards: Sequence[float], env_ids: Sequence[Hashable] | None = None) -> None:
-        """Add each environment's reward to its last action; several rewards for one action add up."""
-        ids = environment_ids(rewards, env_ids, "rewards")
-        for reward, env_id in zip(rewards, ids, strict=True):
-            if not self._has_turns(env_id):
-                raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
-            if not isinstance(reward, SupportsFloat) or not abs(float(reward)) < _LARGEST_REWARD:
-                raise EpisodeError(
-                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite or so large that its "
-                    "square is not finite in float32. Check the environment, or scale its rewards."
-                )
-        for reward, env_id in zip(rewards, ids, strict=True):
-            self.conversation(env_id).reward(float(reward))
+    def save(self, folder: str | Path) -> None:
+        """Save the agent for use; see `save_pretrained`, and `save_checkpoint` to go on learning."""
+        self.save_pretrained(folder)
 
     @alone
-    def terminate_episodes(
+    def save_pretrained(
         self,
-        env_ids: Sequence[Hashable],
-        truncated: Sequence[bool] | None = None,
-        final_observations: Sequence[Any] | None = None,
-        train: bool = True,
-        groups: Sequence[Hashable | None] | None = None,
-    ) -> Stats:
-        """End episodes, and learn if that fills a batch.
+        folder: str | Path,
+        *,
+        environment: str = "",
+        results: Mapping[str, Any] | None = None,
+        merged: bool = False,
+    ) -> None:
+        """Save the agent as a folder that `load`, and plain transformers and PEFT, read.
 
-        A batch is all finished episodes (GRPO: complete groups), once they hold `batch_size` turns.
+        It holds the adapter (without one: all weights), the value head, the tokenizer, the options that the agent was
+        made with, the priors of its choices, and a model card that shows how to use it.
 
         Args:
-            env_ids: Environments whose episodes ended.
-            truncated: Which of them were cut off rather than finished; by default none.
-            final_observations: The observation after the last step; a learner with a critic (PPO) needs it of those
-                that were cut off.
-            train: Whether these episodes are learnt from; if not, they are dropped, as those are of which a turn was
-                taken in `eval()`.
-            groups: For GRPO, what tells which episodes began alike, such as the seed of their reset; by default all
-                did. A start that is played again needs a group of its own.
+            folder: What to write, whole or not at all; what lies there is replaced.
+            environment: What the agent acts in, for the card.
+            results: Measurements by name, for the card.
+            merged: Whether to add a plain LoRA to the weights and write these whole.
 
-        Returns:
-            Statistics of the update, or an empty dictionary if none ran.
+        Raises:
+            ConfigError: `merged` is asked for where there is nothing that can be merged.
         """
-        environment_ids(env_ids, env_ids, "episodes")
-        cut = one_each(truncated, False, env_ids, "truncated")
-        finals = one_each(final_observations, None, env_ids, "final_observations")
-        group_of = one_each(groups, None, env_ids, "groups")
-        bootstraps = self._learning and train and self.learner.has_critic
-        for env_id, was_cut, final in zip(env_ids, cut, finals, strict=True):
-            if not self._has_turns(env_id):
-                raise EpisodeError(f"Environment {env_id!r} has no episode to end. Call act() at least once first.")
-            if was_cut and final is None and bootstraps:
-                raise EpisodeError(
-                    f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so "
-                    "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
-                )
-        before, stats = list(self._buffer), Stats()
-        try:
-            if self._learning and train:
-                self._buffer += self._ended(env_ids, cut, finals, group_of)
-                stats = self._learn()
-        except BaseException:
-            self._buffer[:] = before
-            raise
-        self.discard_episodes(env_ids)
-        return stats
+        with written_whole(Path(folder), KIND) as whole:
+            write_export(self, whole, self._options, environment, results, merged)
 
-    def _ended(
-        self, env_ids: Sequence[Hashable], cut: list[bool], finals: list[Any], groups: list[Hashable | None]
-    ) -> list[Episode]:
-        """The conversations of environments as episodes, but for those with turns that were not taken to learn from."""
-        learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
-        to_value = [index for index in learnt if cut[index] and self.learner.has_critic]
-        values = self._final_values(to_value, env_ids, finals)
-        ended = []
-        for index in learnt:
-            turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
-            ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), groups[index]))
-        return ended
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        *,
+        model: AutoModelForCausalLMWithValueHead | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load what `save` wrote, as an agent of this class.
 
-    def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
-        """The critic's estimate of each final observation, by index into `env_ids`."""
-        contexts = []
-        with ExitStack() as undone:
-            for index in cut:
-                conversation = self._conversations[env_ids[index]]
-                undone.enter_context(conversation.undone_on_error())
-                contexts.append(conversation.observe(self.format_observation(finals[index]), self._prefix))
-            values = self.policy.values(contexts)
-        return dict(zip(cut, values, strict=True))
+        Args:
+            folder: What it wrote.
+            device: As for `load_model_and_tokenizer`.
+            dtype: As for `load_model_and_tokenizer`.
+            model: The model, where it cannot be loaded by its base's name; it must have the saved weights.
+            **options: Options of the constructor that differ from those the agent was made with.
 
-    def _learn(self) -> Stats:
-        """Update once if the buffer holds a batch."""
-        batch = self.learner.take(self._buffer)
-        if not batch:
-            return {}
-        with ExitStack() as undone:
-            if self._replay is not None:
-                for part in (self.learner, self._replay):
-                    undone.enter_context(part.undone_on_error())
-            stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
-            if self._replay is not None:
-                stats |= self._replay.update(batch)
-        stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
-        self._acting_s, self._acted_tokens = 0.0, 0
-        for alarm in self._alarms.check(stats):
-            logger.warning(alarm)
-        return stats
+        Raises:
+            CheckpointError: The folder is damaged, something else, or of a later version.
+            ModelLoadError: The base cannot be had.
+        """
+        verify(Path(folder), KIND)
+        state = read_state(Path(folder), KIND)
+        tokenizer: Any
+        if model is None:
+            model, tokenizer, _ = load_model_and_tokenizer(folder, device, dtype)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+        agent = cls(model, tokenizer, **{**state["options"], **options})
+        restore_prior(agent.policy, state["choice_prior"])
+        agent.policy.rng.set_state(state["rng"])
+        return agent
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None, **saved: Any) -> str:
+        """Upload what `save_pretrained` writes to the model hub; returns the commit's address.
+
+        Args:
+            repo_id: The repository, "user/name"; made if need be.
+            private: Whether a new repository is private; None leaves it to the account's default.
+            token: Access token; None takes `HF_TOKEN` or that of the last login.
+            **saved: Options of `save_pretrained`.
+        """
+        with TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "agent"
+            self.save_pretrained(folder, **saved)
+            return upload(folder, repo_id, "Upload agent", private, token)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save: all that acting and learning depend on, but for what the constructor was given."""
+        return {**super().state_dict(), "seeds": self._seeds.bit_generator.state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that `check_state` has seen."""
+        super().load_state_dict(state)
+        self._seeds.bit_generator.state = state["seeds"]

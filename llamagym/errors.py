@@ -6,6 +6,8 @@
     ├── ChatTemplateError (ValueError)  the chat template cannot carry an append-only conversation
     ├── ActionParseError (ValueError)   a reply names no admissible action
     ├── DivergedError (RuntimeError)    losses, gradients or the model's output are no longer finite
+    ├── CheckpointError (RuntimeError)  saved state is damaged, foreign, of a later version, or cannot be written
+    ├── EnvironmentTimeoutError (TimeoutError)  a step of the environment took too long
     ├── EpisodeError (RuntimeError)     the loop called act, reward or terminate out of order
     └── ContextLengthError (ValueError) the conversation no longer fits the model's context
 
@@ -40,6 +42,14 @@ class ActionParseError(LlamaGymError, ValueError):
 
 class DivergedError(LlamaGymError, RuntimeError):
     """Losses or gradients of several optimiser steps in a row, or what the model says, are no longer finite."""
+
+
+class CheckpointError(LlamaGymError, RuntimeError):
+    """Saved state is damaged, belongs to another model or class, or was written by a later version."""
+
+
+class EnvironmentTimeoutError(LlamaGymError, TimeoutError):
+    """A step or reset of the environment took longer than `env_timeout`."""
 
 
 class EpisodeError(LlamaGymError, RuntimeError):

@@ -50,6 +50,10 @@ class Options:
                 raise ConfigError(f"Unknown option {key!r} of {cls.__name__}. {cls._hint(key, known)}")
         return cls(**options)
 
+    def given(self) -> dict[str, Any]:
+        """The options by name, as `from_dict` takes them."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+
     @classmethod
     def _hint(cls, key: str, known: Collection[str]) -> str:
         return cls.advice[key] if key in cls.advice else did_you_mean(key, known)

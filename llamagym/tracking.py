@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -11,10 +12,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | str]
 
@@ -27,6 +30,17 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write out what is pending."""
+
+
+@runtime_checkable
+class Rewindable(Protocol):
+    """A tracker that can drop what a resumed run will write again."""
+
+    def position(self) -> Any:
+        """How much has been written, as JSON holds it."""
+
+    def rewind(self, position: Any) -> None:
+        """Drop what was written after a position."""
 
 
 class JsonlTracker:
@@ -42,6 +56,16 @@ class JsonlTracker:
         finite = {name: value for name, value in metrics.items() if isinstance(value, str) or math.isfinite(value)}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
+
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
+
+    def rewind(self, position: int) -> None:
+        """Drop what was written after a position: a run that is resumed writes it again."""
+        if position <= self._file.tell():
+            self._file.truncate(position)
+            self._file.seek(position)
 
     def close(self) -> None:
         """Close the file."""
@@ -73,16 +97,32 @@ class WandbTracker:
 
 
 class MultiTracker:
-    """Passes everything on to several trackers; with none it is the null tracker."""
+    """Passes everything on to several trackers; with none it is the null tracker. One that fails stops no other."""
 
     def __init__(self, *trackers: Tracker) -> None:
         """Pass on to `trackers`."""
         self._trackers = trackers
+        self._failing: set[int] = set()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log to each."""
-        for tracker in self._trackers:
-            tracker.log(metrics, step)
+        """Log to each; the first time that one fails, that is said."""
+        for index, tracker in enumerate(self._trackers):
+            try:
+                tracker.log(metrics, step)
+            except Exception as error:
+                if index not in self._failing:
+                    logger.warning("%s cannot log: %r. Training goes on.", type(tracker).__name__, error)
+                self._failing.add(index)
+
+    def position(self) -> list[Any]:
+        """How much each has written; None for those that cannot say."""
+        return [tracker.position() if isinstance(tracker, Rewindable) else None for tracker in self._trackers]
+
+    def rewind(self, position: Sequence[Any]) -> None:
+        """Let each drop what it wrote after a position, if it can."""
+        for tracker, written in zip(self._trackers, position, strict=False):
+            if isinstance(tracker, Rewindable) and written is not None:
+                tracker.rewind(written)
 
     def close(self) -> None:
         """Close each."""
@@ -127,6 +167,11 @@ class Progress:
     ) -> None:
         """Leave the bar as it stands."""
         self._bar.close()
+
+    def resume(self, returns: Sequence[float], updates: int) -> None:
+        """Count what a run that goes on had done before."""
+        self._updates = updates
+        self.advance(returns, {})
 
     def advance(self, returns: Sequence[float], stats: Mapping[str, float]) -> None:
         """Count episodes that ended, by their returns, and an update if there are statistics of one."""

@@ -143,10 +143,10 @@ class YesAgent(ChoiceAgent):
 
 def test_the_agent_says_it_aloud_once(caplog):
     agent = make_agent(YesAgent, context="turn", ppo={"batch_size": 32, "mini_batch_size": 32})
-    with caplog.at_level(logging.WARNING, logger="llamagym.agent"):
+    with caplog.at_level(logging.WARNING, logger="llamagym"):
         result = train(agent, Constant, episodes=96, num_envs=32, seed=0)
     assert [update["commonest_reply"] for update in result.updates] == [1.0] * 3
-    said = [record.getMessage() for record in caplog.records if record.name == "llamagym.agent"]
+    said = [record.getMessage() for record in caplog.records if record.name == "llamagym.learners.learning_actor"]
     assert len(said) == 2
     assert said[0].startswith("100.0% of all replies are one and the same")
     assert said[1].startswith("all 32 episodes returned the same")

@@ -47,7 +47,7 @@ def test_a_short_run_trains_and_writes_what_it_promises(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == summary["updates"]
     assert len(summary["policy_table"]) == 280
     assert summary["expected_return_before"] != summary["expected_return_after"]
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "agent" / "adapter_model.safetensors").exists()
     assert "Exact expected return" in result.stdout
 
 

@@ -59,7 +59,7 @@ def test_frozenlake_is_scored_exactly(start, tmp_path, capsys):
     assert summary["updates"] > 1
     assert summary["expected_return_after"] == metrics[-1]["expected_return"]
     assert summary["expected_return_before"] != summary["expected_return_after"]
-    assert (tmp_path / "run" / "adapter").is_dir()
+    assert (tmp_path / "run" / "agent").is_dir()
     assert "goal" in capsys.readouterr().out
 
 

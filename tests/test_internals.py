@@ -18,7 +18,7 @@ from tests.tiny import tiny_model
 
 INTERNALS = {"peft": peft_internals, "torch": torch_internals, "transformers": transformers_internals}
 # Attributes with an underscore that belong to Python or to PyTorch's documented way to subclass.
-OURS = {"_asdict", "_replace"}
+OURS = {"_asdict", "_exit", "_replace"}
 
 
 @pytest.mark.parametrize("library", INTERNALS)

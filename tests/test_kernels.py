@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from functools import partial
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -252,3 +257,18 @@ def test_they_run_where_nothing_can_be_kept(monkeypatch):
     numbers = torch.ones(3)
     compiling.compiled(double)(len(numbers), numbers.numpy())
     assert numbers.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled by the process that runs them")
+def test_the_first_process_computes_what_later_ones_do(tmp_path):
+    code = (
+        "import hashlib, torch; from llamagym.cpu.attention_kernel import attend; torch.manual_seed(0);"
+        "r = torch.randn;"
+        "q, k, v = r(8, 30, 576), r(8, 30, 192), r(8, 30, 192); angles = r(1, 30, 64), r(1, 30, 64);"
+        "seen = attend(q, k, v, angles, (r(8, 3, 50, 64), r(8, 3, 50, 64)), r(2, 3, 40, 64), r(1, 1, 30, 90), 0.1);"
+        "print(hashlib.sha256(seen.numpy().tobytes()).hexdigest())"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    run = partial(subprocess.run, [sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert run().stdout == run().stdout
+    assert list(tmp_path.rglob("*.nbc"))

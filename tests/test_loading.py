@@ -215,7 +215,6 @@ def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
 
     def die(gguf: Path, folder: Path) -> None:
-        folder.mkdir()
         (folder / "config.json").touch()
         raise OSError("disk full")
 
@@ -226,7 +225,6 @@ def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     def lose(gguf: Path, folder: Path) -> None:
         assert gguf.is_file()
-        folder.mkdir()
         (folder / "mine").touch()
         winner = tmp_path / f"SmolLM2-135M-Instruct-0.1.2-{loading._CONVERSION}"
         winner.mkdir()
@@ -242,13 +240,13 @@ def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
-    for name, minutes in ((".converting-killed", 61), (".converting-now", 59), ("letters", 61)):
+    for name, minutes in ((".writing-killed", 61), (".writing-now", 59), ("letters", 61)):
         (tmp_path / name / "model").mkdir(parents=True)
         (tmp_path / name / "model" / "model.safetensors").write_bytes(b"half")
         os.utime(tmp_path / name, (time.time() - 60 * minutes,) * 2)
-    monkeypatch.setattr(loading, "_convert", lambda gguf, folder: folder.mkdir())
+    monkeypatch.setattr(loading, "_convert", lambda gguf, folder: None)
     folder = embedded_model_folder()
-    assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".converting-now", "letters"}
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".writing-now", "letters"}
 
 
 def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

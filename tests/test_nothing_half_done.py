@@ -23,7 +23,7 @@ def state_of(agent: Any) -> list[Any]:
     conversations = {
         env_id: (of.turns[:], of.messages[:], of.pending, of.learns) for env_id, of in agent._conversations.items()
     }
-    return [conversations, agent._buffer[:], agent.policy._rng.get_state().tolist()]
+    return [conversations, agent._buffer[:], agent.policy.rng.get_state().tolist()]
 
 
 HOOKS = ["format_observation", "get_action_choices", "extract_action", "fallback_action", "get_system_prompt"]

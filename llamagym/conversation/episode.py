@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 from ..errors import ConfigError, EpisodeError
@@ -277,11 +278,27 @@ def _check_choices(choices: Sequence[Sequence[Any]], offered: Any) -> None:
 def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:
     """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
     ids: list[Hashable] = list(range(len(items))) if env_ids is None else list(env_ids)
+    check_keys(ids, "environment id")
     if len(ids) != len(items) or len(set(ids)) != len(ids):
         raise EpisodeError(
             f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
         )
     return ids
+
+
+def check_keys(keys: Sequence[Any], what: str) -> None:
+    """Refuse ids and groups that could not be saved; `what` names them in an error.
+
+    Raises:
+        EpisodeError: One is no number, string or None, and no tuple of such.
+    """
+    for key in keys:
+        if isinstance(key, tuple):
+            check_keys(key, what)
+        elif not (key is None or isinstance(key, (str, Real))):
+            raise EpisodeError(
+                f"The {what} {key!r} is a {type(key).__name__}. Pass a number, a string, or a tuple of such."
+            )
 
 
 def one_each(given: Sequence[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:

@@ -11,6 +11,12 @@ cache's entries are named after the content of all files here.
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -19,9 +25,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numba
 import numpy as np
 import torch
-from numba import njit, types
+from llvmlite.binding import get_host_cpu_name
+from numba import njit, typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
@@ -32,6 +40,9 @@ _KINDS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 # Multiplications that pay for another thread, which takes some microseconds to start.
 _WORTH_A_THREAD = 2**18
+# A kernel compiles in 1 to 5 seconds.
+_COMPILES_S = 120.0
+_COMPILING = threading.Lock()
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
 
@@ -94,12 +105,49 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
         with suppress(RuntimeError):  # There may be no folder to keep it in.
             variant.enable_caching()
 
+    known: set[tuple[Any, ...]] = set()
+
     @wraps(function)
     def run(products: int, *given: Any) -> None:
         parts = parts_of(products)
-        variants[parts > 1](*given, parts)
+        kernel, kinds = variants[parts > 1], (parts > 1, id(given[0]), *map(type, given))
+        if kinds not in known:
+            _compile_in_a_child(kernel, tuple(map(typeof, (*given, parts))))
+            known.add(kinds)
+        kernel(*given, parts)
 
     return run
+
+
+def _compile_in_a_child(kernel: Any, signature: tuple[Any, ...]) -> None:
+    """Compile into the cache, where this process finds it.
+
+    A process that compiles a kernel for threads runs other machine code of it than those that find it in the cache,
+    with another rounding: a run that goes on in a second process would not compute what it would have in one. Where
+    that cannot be avoided (no cache, no safe way to fork), the kernel is compiled here.
+    """
+    if sys.platform != "linux" or kernel.stats.cache_path is None:
+        return
+    known_by = (_SOURCES, kernel.__qualname__, str(signature), numba.__version__, get_host_cpu_name())
+    mark = Path(kernel.stats.cache_path) / f"{hashlib.sha256(repr(known_by).encode()).hexdigest()[:16]}.compiled"
+    with _COMPILING, suppress(OSError), warnings.catch_warnings():
+        # A thread of this process may hold a lock that the child needs. Then it is given up after a while.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if mark.exists():
+            return
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                kernel.compile(signature)
+            os._exit(0)
+        given_up = time.monotonic() + _COMPILES_S
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() > given_up:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return
+            time.sleep(0.01)
+        mark.touch()
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

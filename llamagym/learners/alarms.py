@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -87,6 +88,15 @@ class Alarms:
         new = [text for name, text in found.items() if name not in self._ringing]
         self._ringing = set(found)
         return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics that are remembered, and the alarms that go on."""
+        return {"history": list(self._history), "ringing": sorted(self._ringing)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what was saved."""
+        self._history = deque(state["history"], maxlen=_UPDATES)
+        self._ringing = set(state["ringing"])
 
 
 def _same_reply(history: History) -> str | None:

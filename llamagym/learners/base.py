@@ -14,11 +14,11 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..conversation.episode import Episode, Segment
+from ..errors import CheckpointError
+from ..models.hardware import is_out_of_memory
 from ..models.lora import hold_back_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
+from .batches import Batching
 from .checks import check_precision
 from .config import LearnerConfig
 from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
@@ -36,6 +39,7 @@ from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
 from .rollout import Sampled, collect, evaluate_chunks, outcomes
+from .state import restore, state_of
 from .trust_region import TrustRegion
 from .undo import undone_on_error
 
@@ -64,7 +68,7 @@ class Targets:
 TargetsT = TypeVar("TargetsT", bound=Targets)
 
 
-class Learner(ABC, Generic[TargetsT]):
+class Learner(Batching, ABC, Generic[TargetsT]):
     """Learns from finished episodes.
 
     Attributes:
@@ -89,7 +93,7 @@ class Learner(ABC, Generic[TargetsT]):
         self.policy = policy
         self.config = config
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
-        self._epochs = epochs
+        self._epochs, self._nodes = epochs, config.microbatch_nodes
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
         self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
@@ -122,44 +126,40 @@ class Learner(ABC, Generic[TargetsT]):
         return parts
 
     @property
-    def group_size(self) -> int:
-        """Episodes of one start that are compared."""
-        return 1
-
-    @property
     def reads_features(self) -> bool:
         """Whether crediting a batch takes the critic's features."""
         return False
-
-    def take(self, finished: list[Episode]) -> list[Episode]:
-        """Take a batch out of the finished episodes: all, once they hold `batch_size` turns, else none.
-
-        What is left would be learnt from later, when it is further from the policy, and might pile up.
-        """
-        batch = [episode for unit in self._units(finished) for episode in unit]
-        if _count_turns(batch) < self.config.batch_size:
-            return []
-        taken = set(map(id, batch))
-        finished[:] = [episode for episode in finished if id(episode) not in taken]
-        return batch
-
-    def why_no_update(self, finished: Sequence[Episode]) -> str:
-        """Why no update has run yet: how full the batch is."""
-        ready = sum(map(_count_turns, self._units(finished)))
-        return (
-            f"No update yet: finished episodes hold {ready} turns, and a batch needs {self.config.batch_size}. Play "
-            "more episodes or lower batch_size."
-        )
-
-    def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
-        """Episodes that can be learnt from now, in the pieces that a batch is made of, the oldest first."""
-        return [[episode] for episode in finished]
 
     def undone_on_error(self) -> AbstractContextManager[None]:
         """While open, an exception puts weights, optimiser and all that is steered back to where they were."""
         head = self.policy.model.v_head
         weights = [*self._learning_weights()[0], *head.parameters(), *head.buffers()]
         return undone_on_error(self, dict.fromkeys(_STEERED, deepcopy), weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save, beside weights."""
+        return {"kind": self._kind, "learning": state_of(self, ("optimizer", *_STEERED))}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse another learner's state.
+
+        Raises:
+            CheckpointError: It is one's.
+        """
+        if state["kind"] != self._kind:
+            raise CheckpointError(
+                f"The saved learner is {state['kind']}, this one {self._kind}. Pass the algorithm and the critic that "
+                "the run was begun with."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that `check_state` has seen, once the policy has its weights."""
+        self.watch_weights()
+        restore(self, state["learning"])
+
+    @property
+    def _kind(self) -> str:
+        return f"{type(self).__name__} with {len(self._rates)} learning rates"
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
         """One update on a batch of whole episodes; an error in it leaves no trace.
@@ -170,8 +170,17 @@ class Learner(ABC, Generic[TargetsT]):
         Raises:
             DivergedError: Several steps in a row had losses or gradients that are not finite.
         """
-        with self.policy.lock, self.undone_on_error():
-            return self._update(episodes)
+        with self.policy.lock:
+            try:
+                with self.undone_on_error():
+                    return self._update(episodes)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or self._nodes == 1:
+                    raise
+                self._nodes //= 2
+                logger.warning("memory has run out: from now on a pass takes %d tokens (microbatch_nodes)", self._nodes)
+            with self.undone_on_error():
+                return self._update(episodes)
 
     def _update(self, episodes: Sequence[Episode]) -> Stats:
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
@@ -184,7 +193,7 @@ class Learner(ABC, Generic[TargetsT]):
         sampled = collect(
             self.policy,
             episodes,
-            config.microbatch_nodes,
+            self._nodes,
             with_reference=bool(config.init_kl_coef),
             with_features=self.reads_features,
         )
@@ -257,7 +266,7 @@ class Learner(ABC, Generic[TargetsT]):
     def _measure_kl(self, minibatch: list[Segment], sampled: Sampled) -> float:
         """How far the policy has moved on a minibatch, in nats per decision (k2)."""
         total = count = 0.0
-        for rows, now in evaluate_chunks(self.policy, minibatch, sampled.row, self.config.microbatch_nodes):
+        for rows, now in evaluate_chunks(self.policy, minibatch, sampled.row, self._nodes):
             old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
             total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
             count += now.mask.sum().item()
@@ -269,7 +278,7 @@ class Learner(ABC, Generic[TargetsT]):
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
         fresh_error, version = math.nan, self.policy.weights_version
-        for chunk in self.policy.chunks(minibatch, self.config.microbatch_nodes):
+        for chunk in self.policy.chunks(minibatch, self._nodes):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
             now = self.policy.evaluate(chunk)
@@ -338,7 +347,3 @@ class Learner(ABC, Generic[TargetsT]):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norms[0])
-
-
-def _count_turns(episodes: Sequence[Episode]) -> int:
-    return sum(len(episode.turns) for episode in episodes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from statistics import median
 
 from torch import Tensor
 
 from .losses import masked_var, masked_whiten
+from .state import Stateful
 
 # The learning rate moves in these steps, and falls to this share of its start (Schulman et al. 2017, section 4, steer
 # the KL's coefficient so): where every step leads too far and is undone, it must fall until one does not, or nothing is
@@ -23,7 +23,7 @@ _MEDIAN_OF, _KEPT = 5, 0.995
 _ENTROPY_STEP, _ENTROPY_RANGE = 1.5, 100.0
 
 
-class Whitening:
+class Whitening(Stateful):
     """Normalises a batch's advantages to mean 0 and deviation 1, or less where they say next to nothing.
 
     Once every action earns the same, what is left of the advantages is the critic's error. Scaled to full size it would
@@ -31,16 +31,18 @@ class Whitening:
     a quarter of what was usual.
     """
 
+    saved = ("_usual", "_latest")
+
     def __init__(self) -> None:
         """Begin without a past."""
         self._usual = 0.0
-        self._latest: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._latest: list[float] = []
 
     def __call__(self, advantages: Tensor, real: Tensor) -> Tensor:
         """Normalise advantages (E, T), of which `real` ones, bool (E, T), count."""
         deviation = masked_var(advantages, real).sqrt().item()
         if math.isfinite(deviation):
-            self._latest.append(deviation)
+            self._latest = [*self._latest, deviation][-_MEDIAN_OF:]
         if len(self._latest) < _MEDIAN_OF:
             usual = max(self._latest, default=0.0)
         else:
@@ -48,8 +50,10 @@ class Whitening:
         return masked_whiten(advantages, real, least_std=_LEAST_SHARE * usual)
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(Stateful):
     """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2)."""
+
+    saved = ("value",)
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
         """Start at `init_kl_coef`."""
@@ -64,8 +68,10 @@ class AdaptiveKLController:
         self.value *= 1 + error * min(steps / self._horizon, 1.0)
 
 
-class RateController:
+class RateController(Stateful):
     """Scales the learning rate down where an update would move the policy beyond `target_kl`; None leaves it at 1."""
+
+    saved = ("scale",)
 
     def __init__(self, target_kl: float | None) -> None:
         """Start at scale 1."""
@@ -86,8 +92,10 @@ class RateController:
             self.scale = min(self.scale * _RATE_STEP, 1.0)
 
 
-class EntropyController:
+class EntropyController(Stateful):
     """Lets the weight of the entropy bonus decay, and raises it while the policy's entropy is below a floor."""
+
+    saved = ("value", "_least")
 
     def __init__(self, entropy_coef: float, decay: float, floor: float | None) -> None:
         """Start at `entropy_coef`, times `decay` after each update; a `floor` of None never raises it."""

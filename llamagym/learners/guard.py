@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from ..errors import DivergedError
+from .state import Stateful
 
 # So many steps in a row that cannot be made end a run: weights or inputs are beyond repair.
 _MOST_SKIPPED = 3
 
 
-class FiniteGuard:
+class FiniteGuard(Stateful):
     """Looks at losses and gradients before each optimiser step."""
+
+    saved = ("_in_a_row",)
 
     def __init__(self) -> None:
         """Begin with nothing skipped."""

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from ..conversation.episode import Episode, Segment
+from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
 from .guard import FiniteGuard
+from .state import restore, state_of
 from .undo import undone_on_error
 
 
@@ -85,6 +88,20 @@ class Replay:
     def undone_on_error(self) -> AbstractContextManager[None]:
         """While open, an exception puts buffer and optimiser back to where they were; weights are the learner's."""
         return undone_on_error(self, {"_recent": copy, "_rng": deepcopy, "_guard": deepcopy}, ())
+
+    def state_dict(self, table: IdTable) -> dict[str, Any]:
+        """What to save; token ids go to `table`."""
+        return {
+            "recent": [[episode_record(episode, table) for episode in best] for best in self._recent],
+            "learning": state_of(self, ("optimizer", "_rng", "_guard")),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], table: IdTable) -> None:
+        """Take what was saved, once the policy has its weights."""
+        self.watch_weights()
+        recent = [[episode_from(record, table) for record in best] for best in state["recent"]]
+        self._recent = deque(recent, maxlen=self.config.recent_updates)
+        restore(self, state["learning"])
 
     @property
     def episodes(self) -> list[Episode]:

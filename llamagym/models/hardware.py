@@ -39,3 +39,8 @@ def container_limit(processes: Path = Path("/proc/self/cgroup"), mounted: Path =
                 with suppress(OSError, ValueError):  # no such file, or "max"
                     limits.append(int((folder / name).read_text()))
     return min(limits)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out; PyTorch has no class of its own for that on a CPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

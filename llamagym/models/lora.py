@@ -107,6 +107,11 @@ def set_aside_(model: nn.Module) -> None:
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
 
 
+def is_set_aside(model: nn.Module) -> bool:
+    """Whether a half of LoRA is kept as it is."""
+    return any(hasattr(down, "learns") for down, _ in projections(model))
+
+
 def hold_back_(model: nn.Module) -> None:
     """Let what was set aside stay as it is, in a model that is a deep copy as well, which has no hooks."""
     for down, up in projections(model):

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers  # its Auto classes and PreTrainedModel take a second to import, which it does on first use
-from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import ModelLoadError
-from .hub import ADAPTER_CONFIG, drop_local_base, find_file, first_line, read_tensors, tensor_files
+from .hub import ADAPTER_CONFIG, find_file, first_line, read_tensors, tensor_files, upload
 from .peft_internals import names_of_embeddings
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
@@ -269,13 +268,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         Returns:
             The commit's address.
         """
-        api = HfApi(token=token)
-        full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            drop_local_base(Path(folder, "README.md"))
-            commit = api.upload_folder(repo_id=full_id, folder_path=folder, commit_message=commit_message)
-        return str(commit.commit_url)
+            return upload(Path(folder), repo_id, commit_message, private, token)
 
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:

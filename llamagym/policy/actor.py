@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,9 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from ..conversation.chat_template import ChatTemplate, Message
 from ..conversation.episode import Context, Conversation, Reply, environment_ids
 from ..conversation.interface import TextInterface
+from ..conversation.records import IdTable, conversation_record, key_from, restore_conversation
 from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
 from .policy import Policy
+from .sampling import redrawn_on_error
+from .saved import check_policy, policy_state, restore_policy
 
 
 class Actor(TextInterface):
@@ -122,10 +125,8 @@ class Actor(TextInterface):
         """
         ids = environment_ids(observations, env_ids, "observations")
         started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
-        with ExitStack() as undone:
-            # Either all turns are taken, or an error leaves no trace and a caller that mends its cause can act again.
-            undone.enter_context(self._no_new_conversations_on_error())
-            undone.enter_context(self.policy.redrawn_on_error())
+        # Either all turns are taken, or an error leaves no trace and a caller that mends its cause can act again.
+        with self.undone_on_error(ids):
             conversations = [self.conversation(env_id) for env_id in ids]
             for env_id, conversation in zip(ids, conversations, strict=True):
                 if self._learning and conversation.awaits_reward:
@@ -133,7 +134,6 @@ class Actor(TextInterface):
                         f"Environment {env_id!r} acts again, but its last action has no reward. Call assign_reward() "
                         "after every step, with 0 if there is none, or act in eval()."
                     )
-                undone.enter_context(conversation.undone_on_error())
             actions = self._act(observations, conversations)
         self._acting_s += time.perf_counter() - started
         self._acted_tokens += self.policy.tokens_forwarded - forwarded
@@ -162,6 +162,16 @@ class Actor(TextInterface):
         return actions
 
     @contextmanager
+    def undone_on_error(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
+        """While open, an exception takes back the turns of these environments, and the random numbers they drew."""
+        with ExitStack() as undone:
+            undone.enter_context(self._no_new_conversations_on_error())
+            undone.enter_context(redrawn_on_error(self.policy.rng))
+            for env_id in env_ids:
+                undone.enter_context(self.conversation(env_id).undone_on_error())
+            yield
+
+    @contextmanager
     def _no_new_conversations_on_error(self) -> Iterator[None]:
         """While open, an exception ends the conversations that have begun."""
         before = set(self._conversations)
@@ -175,6 +185,37 @@ class Actor(TextInterface):
         """Drop unfinished episodes without learning from them."""
         for env_id in env_ids:
             self._conversations.pop(env_id, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save: the policy, and the episodes under way."""
+        table = IdTable()
+        under_way = [
+            [env_id, conversation_record(conversation, table)] for env_id, conversation in self._conversations.items()
+        ]
+        return {
+            "policy": policy_state(self.policy),
+            "under_way": under_way,
+            "ids": table.state_dict(),
+            "acting_s": self._acting_s,
+            "acted_tokens": self._acted_tokens,
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit.
+
+        Raises:
+            CheckpointError: It is another model's.
+        """
+        check_policy(self.policy, state["policy"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that `check_state` has seen, the episodes under way too."""
+        restore_policy(self.policy, state["policy"])
+        table = IdTable.from_state(state["ids"])
+        self._conversations.clear()
+        for env_id, record in state["under_way"]:
+            restore_conversation(self.conversation(key_from(env_id)), record, table)
+        self._acting_s, self._acted_tokens = state["acting_s"], state["acted_tokens"]
 
     @alone
     def action_probabilities(self, observations: Sequence[Any]) -> list[dict[str, float]]:

@@ -5,14 +5,15 @@ Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..conversation.episode import Segment
 from ..engine.token_tree import TokenTree
+from ..models.lora import latest_inputs
 from .choices import entropy_from_logits
 from .score import Reading
 
@@ -78,3 +79,31 @@ def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTr
     lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)
     return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn])
+
+
+def read_inputs(
+    chunks: Iterable[Sequence[TokenTree]],
+    layers: Sequence[nn.Linear],
+    features_of: Callable[[Sequence[TokenTree]], Tensor],
+) -> tuple[Tensor, dict[nn.Linear, Tensor], Tensor]:
+    """What the critic and some layers receive where replies are decided.
+
+    Args:
+        chunks: Trees, as many as one forward pass takes.
+        layers: Whose inputs are wanted.
+        features_of: Reads trees; returns the critic's features.
+
+    Returns:
+        Features (N, H), each layer's inputs (M, H), and which nodes read the same words of a reply, int64 (M,).
+    """
+    features: list[Tensor] = []
+    inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
+    words: dict[tuple[int, ...], int] = {}
+    groups: list[int] = []
+    with latest_inputs(list(layers)) as latest:
+        for trees in chunks:
+            features.append(features_of(trees))
+            groups += [words.setdefault(path, len(words)) for tree in trees for path in tree.paths()]
+            for layer in layers:
+                inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], trees, strict=True)]
+    return torch.cat(features), {layer: torch.cat(of_layer) for layer, of_layer in inputs.items()}, torch.tensor(groups)

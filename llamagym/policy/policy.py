@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
@@ -30,12 +30,12 @@ from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..models.generation import GenerationConfig
 from ..models.lock import alone, lock_of
-from ..models.lora import aim_, fresh_rows, latest_inputs
+from ..models.lora import aim_, fresh_rows
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .choices import ChoiceLength
 from .chunks import check_room, chunks
-from .evaluation import Evaluation, evaluate_turns
-from .sampling import draw, redrawn_on_error, require_finite, write_text
+from .evaluation import Evaluation, evaluate_turns, read_inputs
+from .sampling import draw, require_finite, write_text
 from .score import Reading, mean_scores, read
 
 # Contexts whose features are taken as a sample of all.
@@ -56,6 +56,8 @@ class Policy:
         choice_prior: Mean score of each choice under the reference, frozen once measured.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         num_updates: How often a learner has changed the weights.
+        rng: Draws replies.
+        reference: The frozen copy that serves as reference; None if the base under the adapter does, or nothing.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class Policy:
         self.aims_lora = aim_lora
         self._choice_length = choice_length
         self._backbone = Backbone(model)
+        self.reference: AutoModelForCausalLMWithValueHead | None = None
         self._frozen: Backbone | None = None
         self._forget_weighed()
         self._state = WeightsState(model)
-        self._rng = torch.Generator()
+        self.rng = torch.Generator()
         self.seed(seed)
 
     @property
@@ -115,6 +118,16 @@ class Policy:
         """Drop all that was computed with the weights: they were edited where it cannot be noticed."""
         self._start_anew(Change.FROZEN)
 
+    def drop_caches(self, version: int | None = None) -> None:
+        """Drop all that was computed, and take the weights for the state of this number, by default the one they have.
+
+        What is computed anew has another rounding, since batches fall otherwise.
+        """
+        self._notice_changes()
+        self._forget_weighed()
+        self._backbone.forget_all()
+        self._state.number = self._state.number if version is None else version
+
     @property
     def max_length(self) -> int:
         """Tokens that the model can hold, reply included."""
@@ -135,18 +148,15 @@ class Policy:
     def seed(self, seed: int | None) -> None:
         """Restart the sampling's random numbers."""
         if seed is None:
-            self._rng.seed()
+            self.rng.seed()
         else:
-            self._rng.manual_seed(seed)
-
-    def redrawn_on_error(self) -> AbstractContextManager[None]:
-        """While open, an exception takes back the random numbers that were drawn."""
-        return redrawn_on_error(self._rng)
+            self.rng.manual_seed(seed)
 
     def enable_reference(self) -> None:
         """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
         if not self.model.is_peft_model and self._frozen is None:
-            self._frozen = Backbone(deepcopy(self.model).requires_grad_(False))
+            self.reference = deepcopy(self.model).requires_grad_(False)
+            self._frozen = Backbone(self.reference)
 
     @alone
     @torch.no_grad()
@@ -174,14 +184,14 @@ class Policy:
         for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
             chunk = [trees[texts[row]] for row in rows]
             with self._backbone.ready():
-                features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self._rng)
+                features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts_written, strict=True):
                 replies[texts[row]] = Reply(
                     text.ids, text.logprobs, value, text.finish_reason, None, self._state.number
                 )
         for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
-            index = int(offer.argmax() if greedy else draw(offer.exp(), self._rng))
+            index = int(offer.argmax() if greedy else draw(offer.exp(), self.rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             replies[row] = Reply(ids, (offer[index].item(),), value, "choice", index, self._state.number)
         return [replies[row] for row in range(len(contexts))]
@@ -234,25 +244,15 @@ class Policy:
             # In a single context nothing differs; a later batch may hold more.
             return
         fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
-        layers = list(fresh)
-        features: list[Tensor] = []
-        inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
-        words: dict[tuple[int, ...], int] = {}
-        groups: list[int] = []
-        with latest_inputs(layers) as latest:
-            for rows in self._chunks(trees):
-                chunk = [trees[row] for row in rows]
-                features.append(self._read(chunk).features)
-                groups += [words.setdefault(path, len(words)) for tree in chunk for path in tree.paths()]
-                for layer in layers:
-                    inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], chunk, strict=True)]
+        chunks_of_trees = ([trees[row] for row in rows] for rows in self._chunks(trees))
+        features, inputs, groups = read_inputs(chunks_of_trees, list(fresh), lambda chunk: self._read(chunk).features)
         # While they are watched, layers are not fused and multiply by other copies than otherwise.
         self._backbone.forget_copies()
         self._notice_changes()
-        for layer in layers:
-            aim_(layer, fresh[layer], torch.cat(inputs[layer]), torch.tensor(groups))
+        for layer, rows in fresh.items():
+            aim_(layer, rows, inputs[layer], groups)
         if critic:
-            self.model.v_head.standardize_(torch.cat(features))
+            self.model.v_head.standardize_(features)
         self._state.keep()
 
     def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:

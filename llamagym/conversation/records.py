@@ -1,0 +1,110 @@
+"""Episodes and conversations as plain lists, to be saved: what JSON holds, and tensors of token ids.
+
+Prompts, replies and choices recur, so each distinct sequence of ids is stored once and known by its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .episode import Conversation, Episode, Prompt, Reply, Turn
+
+Ids = tuple[int, ...]
+
+
+class IdTable:
+    """Distinct sequences of token ids, numbered in the order of their first use."""
+
+    def __init__(self, sequences: Sequence[Ids] = ()) -> None:
+        """Begin with some sequences, all different."""
+        self._sequences = list(sequences)
+        self._numbers = {ids: number for number, ids in enumerate(self._sequences)}
+
+    def number(self, ids: Ids) -> int:
+        """The number of a sequence."""
+        if ids not in self._numbers:
+            self._numbers[ids] = len(self._sequences)
+            self._sequences.append(ids)
+        return self._numbers[ids]
+
+    def __getitem__(self, number: int) -> Ids:
+        """The sequence with a number."""
+        return self._sequences[number]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ids in a row, int64, and how many belong to each sequence."""
+        flat = [token for ids in self._sequences for token in ids]
+        lengths = [len(ids) for ids in self._sequences]
+        return {"ids": torch.tensor(flat, dtype=torch.int64), "lengths": torch.tensor(lengths, dtype=torch.int64)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> IdTable:
+        """The table that `state_dict` gave."""
+        parts = state["ids"].split(state["lengths"].tolist())
+        return cls([tuple(part.tolist()) for part in parts])
+
+
+def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
+    """An episode as JSON holds it."""
+    return {
+        "turns": [_turn_record(turn, table) for turn in episode.turns],
+        "terminated": episode.terminated,
+        "truncated": episode.truncated,
+        "final_value": episode.final_value,
+        "group": episode.group,
+    }
+
+
+def episode_from(record: Mapping[str, Any], table: IdTable) -> Episode:
+    """The episode that `episode_record` gave."""
+    turns = tuple(_turn_from(turn, table) for turn in record["turns"])
+    return Episode(turns, record["terminated"], record["truncated"], record["final_value"], key_from(record["group"]))
+
+
+def conversation_record(conversation: Conversation, table: IdTable) -> dict[str, Any]:
+    """What has been said and earned in a conversation that awaits no reply, as JSON holds it."""
+    return {
+        "system_prompt": conversation.system_prompt,
+        "turns": [_turn_record(turn, table) for turn in conversation.turns],
+        "messages": conversation.messages,
+        "learns": conversation.learns,
+        "awaits_reward": conversation.awaits_reward,
+    }
+
+
+def restore_conversation(conversation: Conversation, record: Mapping[str, Any], table: IdTable) -> None:
+    """Let a new conversation go on where the one that was recorded stood."""
+    conversation.system_prompt = record["system_prompt"]
+    conversation.turns = [_turn_from(turn, table) for turn in record["turns"]]
+    conversation.messages = record["messages"]
+    conversation.learns, conversation.awaits_reward = record["learns"], record["awaits_reward"]
+
+
+def key_from(part: Any) -> Hashable:
+    """An environment's id or a group as it was before JSON made its tuples lists."""
+    return tuple(map(key_from, part)) if isinstance(part, list) else part
+
+
+def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
+    prompt, reply = turn.prompt, turn.reply
+    choices = None if prompt.choices is None else [table.number(choice) for choice in prompt.choices]
+    of_prompt = [table.number(prompt.ids), prompt.starts_context, choices, prompt.shared_length, prompt.opening_length]
+    of_reply = [
+        table.number(reply.ids),
+        reply.logprobs,
+        reply.value,
+        reply.finish_reason,
+        reply.choice_index,
+        reply.weights_version,
+    ]
+    return [of_prompt, of_reply, turn.reward, turn.penalty, turn.valid]
+
+
+def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
+    (ids, starts_context, choices, *lengths), (said, logprobs, *rest), *earned = record
+    offered = None if choices is None else tuple(table[number] for number in choices)
+    prompt = Prompt(table[ids], starts_context, offered, *lengths)
+    return Turn(prompt, Reply(table[said], tuple(logprobs), *rest), *earned)

@@ -1,0 +1,265 @@
+"""Acting that is learnt from: rewards, the ends of episodes, and an update whenever a batch of turns is full."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..conversation.chat_template import ChatTemplate
+from ..conversation.episode import Context, Episode, check_keys, commonest_reply, environment_ids, one_each
+from ..conversation.records import IdTable, episode_from, episode_record
+from ..errors import CheckpointError, EpisodeError
+from ..models import checkpoints
+from ..models.atomic import written_whole
+from ..models.lock import alone
+from ..models.state_files import read_state, write_state
+from ..policy.actor import Actor
+from ..policy.policy import Policy
+from .alarms import Alarms
+from .base import Learner, Stats
+from .replay import Replay, ReplayConfig
+
+logger = logging.getLogger(__name__)
+
+# Name of a checkpoint's files.
+_STATE = "state"
+_LARGEST_REWARD = torch.finfo(torch.float32).max ** 0.5
+
+
+class LearningActor(Actor):
+    """Buffers finished episodes and learns from them.
+
+    Attributes:
+        learner: What turns episodes into updates.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        context: Context,
+        response_prefix: str,
+        invalid_action_penalty: float,
+        learner: Learner[Any],
+        replay: ReplayConfig | None,
+    ) -> None:
+        """Prepare to act and to learn; arguments as for `Agent`."""
+        super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
+        self.learner = learner
+        self._replay = None if replay is None else Replay(policy, replay)
+        self._alarms = Alarms(policy.model.pretrained_model.dtype)
+        self._buffer: list[Episode] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save: policy, learner, replay, alarms, and the episodes that await an update."""
+        table = IdTable()
+        return {
+            **super().state_dict(),
+            "learner": self.learner.state_dict(),
+            "replay": None if self._replay is None else self._replay.state_dict(table),
+            "alarms": self._alarms.state_dict(),
+            "buffer": [episode_record(episode, table) for episode in self._buffer],
+            "buffer_ids": table.state_dict(),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit.
+
+        Raises:
+            CheckpointError: It is another model's or learner's.
+        """
+        super().check_state(state)
+        self.learner.check_state(state["learner"])
+        if (state["replay"] is None) != (self._replay is None):
+            raise CheckpointError(
+                "Only one of the saved run and this one learns from replay. Pass the replay_config_dict that the run "
+                "was begun with."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that `check_state` has seen."""
+        super().load_state_dict(state)
+        table = IdTable.from_state(state["buffer_ids"])
+        self.learner.load_state_dict(state["learner"])
+        if self._replay is not None:
+            self._replay.load_state_dict(state["replay"], table)
+        self._alarms.load_state_dict(state["alarms"])
+        self._buffer[:] = [episode_from(record, table) for record in state["buffer"]]
+
+    @alone
+    def save_checkpoint(
+        self, folder: str | Path, loop: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save all that learning goes on from: `load_checkpoint` in another process computes what this agent will.
+
+        The folder appears whole or not at all. All caches are dropped, here as there: what they hold is rounded
+        otherwise than what is computed anew.
+
+        Args:
+            folder: What to write; a checkpoint that lies there is replaced.
+            loop: What the caller's own loop goes on from, as JSON holds it; `load_checkpoint` returns it.
+            facts: What the manifest says, to be read without loading.
+        """
+        self.policy.drop_caches()
+        with written_whole(Path(folder), checkpoints.KIND, facts) as whole:
+            write_state(whole, _STATE, {"agent": self.state_dict(), "loop": loop or {}})
+
+    @alone
+    def load_checkpoint(self, folder: str | Path, *, keep_episodes: bool = False) -> dict[str, Any]:
+        """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
+
+        Args:
+            folder: What it wrote, or a folder of checkpoints, of which the newest whole one is taken.
+            keep_episodes: Whether episodes that were under way go on: their environments stand where they stood.
+                Otherwise they are dropped, and environments are to be reset.
+
+        Returns:
+            The `loop` that was saved.
+
+        Raises:
+            CheckpointError: It is damaged, of a later version, or another model's or learner's; nothing has changed.
+        """
+        state = read_state(checkpoints.find(Path(folder)), _STATE)
+        self.check_state(state["agent"])
+        self.load_state_dict(state["agent"])
+        if not keep_episodes:
+            self.discard_episodes(list(self._conversations))
+        loop: dict[str, Any] = state["loop"]
+        return loop
+
+    @property
+    def buffered_turns(self) -> int:
+        """Turns of finished episodes that await the next update."""
+        return sum(len(episode.turns) for episode in self._buffer)
+
+    def why_no_update(self) -> str:
+        """Why no update has run yet."""
+        return self.learner.why_no_update(self._buffer)
+
+    def assign_reward(self, reward: float) -> None:
+        """Add a reward to the last action of one environment."""
+        self.assign_rewards([reward], [0])
+
+    def terminate_episode(
+        self,
+        train: bool = True,
+        truncated: bool = False,
+        final_observation: Any = None,
+        group: Hashable | None = None,
+    ) -> Stats:
+        """End the episode of one environment; see `terminate_episodes`."""
+        return self.terminate_episodes([0], [truncated], [final_observation], train, [group])
+
+    def assign_rewards(self, rewards: Sequence[float], env_ids: Sequence[Hashable] | None = None) -> None:
+        """Add each environment's reward to its last action; several rewards for one action add up."""
+        ids = environment_ids(rewards, env_ids, "rewards")
+        for reward, env_id in zip(rewards, ids, strict=True):
+            if not self._has_turns(env_id):
+                raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
+            if not isinstance(reward, SupportsFloat) or not abs(float(reward)) < _LARGEST_REWARD:
+                raise EpisodeError(
+                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite or so large that its "
+                    "square is not finite in float32. Check the environment, or scale its rewards."
+                )
+        for reward, env_id in zip(rewards, ids, strict=True):
+            self.conversation(env_id).reward(float(reward))
+
+    @alone
+    def terminate_episodes(
+        self,
+        env_ids: Sequence[Hashable],
+        truncated: Sequence[bool] | None = None,
+        final_observations: Sequence[Any] | None = None,
+        train: bool = True,
+        groups: Sequence[Hashable | None] | None = None,
+    ) -> Stats:
+        """End episodes, and learn if that fills a batch.
+
+        A batch is all finished episodes (GRPO: complete groups), once they hold `batch_size` turns.
+
+        Args:
+            env_ids: Environments whose episodes ended.
+            truncated: Which of them were cut off rather than finished; by default none.
+            final_observations: The observation after the last step; a learner with a critic (PPO) needs it of those
+                that were cut off.
+            train: Whether these episodes are learnt from; if not, they are dropped, as those are of which a turn was
+                taken in `eval()`.
+            groups: For GRPO, what tells which episodes began alike, such as the seed of their reset; by default all
+                did. A start that is played again needs a group of its own.
+
+        Returns:
+            Statistics of the update, or an empty dictionary if none ran.
+        """
+        environment_ids(env_ids, env_ids, "episodes")
+        cut = one_each(truncated, False, env_ids, "truncated")
+        finals = one_each(final_observations, None, env_ids, "final_observations")
+        group_of = one_each(groups, None, env_ids, "groups")
+        check_keys(group_of, "group")
+        bootstraps = self._learning and train and self.learner.has_critic
+        for env_id, was_cut, final in zip(env_ids, cut, finals, strict=True):
+            if not self._has_turns(env_id):
+                raise EpisodeError(f"Environment {env_id!r} has no episode to end. Call act() at least once first.")
+            if was_cut and final is None and bootstraps:
+                raise EpisodeError(
+                    f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so "
+                    "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
+                )
+        before, stats = list(self._buffer), Stats()
+        try:
+            if self._learning and train:
+                self._buffer += self._ended(env_ids, cut, finals, group_of)
+                stats = self._learn()
+        except BaseException:
+            self._buffer[:] = before
+            raise
+        self.discard_episodes(env_ids)
+        return stats
+
+    def _ended(
+        self, env_ids: Sequence[Hashable], cut: list[bool], finals: list[Any], groups: list[Hashable | None]
+    ) -> list[Episode]:
+        """The conversations of environments as episodes, but for those with turns that were not taken to learn from."""
+        learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
+        to_value = [index for index in learnt if cut[index] and self.learner.has_critic]
+        values = self._final_values(to_value, env_ids, finals)
+        ended = []
+        for index in learnt:
+            turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
+            ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), groups[index]))
+        return ended
+
+    def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
+        """The critic's estimate of each final observation, by index into `env_ids`."""
+        contexts = []
+        with ExitStack() as undone:
+            for index in cut:
+                conversation = self._conversations[env_ids[index]]
+                undone.enter_context(conversation.undone_on_error())
+                contexts.append(conversation.observe(self.format_observation(finals[index]), self._prefix))
+            values = self.policy.values(contexts)
+        return dict(zip(cut, values, strict=True))
+
+    def _learn(self) -> Stats:
+        """Update once if the buffer holds a batch."""
+        batch = self.learner.take(self._buffer)
+        if not batch:
+            return {}
+        with ExitStack() as undone:
+            if self._replay is not None:
+                for part in (self.learner, self._replay):
+                    undone.enter_context(part.undone_on_error())
+            stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
+            if self._replay is not None:
+                stats |= self._replay.update(batch)
+        stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
+        self._acting_s, self._acted_tokens = 0.0, 0
+        for alarm in self._alarms.check(stats):
+            logger.warning(alarm)
+        return stats

@@ -1,0 +1,51 @@
+"""What of a learner is saved, beside weights: plain numbers, random number generators, an optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from torch.optim import Optimizer
+
+
+class Stateful:
+    """Has a state of plain numbers.
+
+    Attributes:
+        saved: The attributes that change, and are saved.
+    """
+
+    saved: ClassVar[tuple[str, ...]] = ()
+
+
+def state_of(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The state of an object's attributes, by their names."""
+    return {name: _saved(getattr(owner, name)) for name in names}
+
+
+def restore(owner: Any, state: Mapping[str, Any]) -> None:
+    """Put attributes in the state that `state_of` gave."""
+    for name, saved in state.items():
+        part = getattr(owner, name)
+        if isinstance(part, Stateful):
+            restore(part, saved)
+        elif isinstance(part, np.random.Generator):
+            part.bit_generator.state = saved
+        elif isinstance(part, Optimizer):
+            of_weights = {int(number): of_weight for number, of_weight in saved["state"].items()}
+            part.load_state_dict({**saved, "state": of_weights})
+        else:
+            setattr(owner, name, saved)
+
+
+def _saved(part: Any) -> Any:
+    if isinstance(part, Stateful):
+        return state_of(part, part.saved)
+    if isinstance(part, np.random.Generator):
+        return part.bit_generator.state
+    if isinstance(part, Optimizer):
+        state = part.state_dict()
+        # JSON's keys are strings.
+        return {**state, "state": {str(number): of_weight for number, of_weight in state["state"].items()}}
+    return part

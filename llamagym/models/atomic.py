@@ -1,0 +1,140 @@
+"""Folders that appear whole or not at all, whatever stops the process that writes them.
+
+Files are written aside, flushed to the disk, listed in a manifest with their sizes and checksums, and put in place by
+one rename. So a folder under its own name is complete; and should a disk lose or alter some of it later, the manifest
+tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+"""Version of what is written; raised when older versions could not read it."""
+
+_SCRATCH = ".writing-"
+# What is an hour old was left by a process that was killed.
+_STALE_S = 3600.0
+
+
+@contextmanager
+def written_whole(
+    folder: Path, kind: str, facts: Mapping[str, Any] | None = None, *, replace: bool = True
+) -> Iterator[Path]:
+    """While open, files are written into the folder that it yields; closed without an error, that becomes `folder`.
+
+    Args:
+        folder: What to write; what lies there is replaced in the end, and left alone by an error.
+        kind: What it is, such as "checkpoint", for `verify`.
+        facts: What the manifest says beside that, as JSON holds it.
+        replace: Whether what lies there may be replaced; if not, that is an `OSError`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder.parent)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
+    try:
+        # Not the scratch folder itself, which only its owner may open.
+        whole = scratch / "whole"
+        whole.mkdir()
+        yield whole
+        _seal(whole, {"kind": kind, "schema": SCHEMA, "llamagym": _own_version(), **(facts or {})})
+        if replace and folder.exists():
+            folder.rename(scratch / "replaced")
+        whole.rename(folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]:
+    """Read a folder's manifest, and make sure that its files are what was written.
+
+    Args:
+        folder: What `written_whole` wrote.
+        kind: What it must be.
+        checksums: Whether to read all files through; their sizes are compared in any case.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: It is damaged, something else, or of a later version.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        found, schema, files = manifest["kind"], manifest["schema"], dict(manifest["files"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{str(folder)!r} is no {kind} of llamagym, or a damaged one: its {MANIFEST} cannot be read ({error!r})."
+        ) from error
+    if found != kind:
+        raise CheckpointError(f"{str(folder)!r} holds: {found}; expected: {kind}.")
+    if schema > SCHEMA:
+        raise CheckpointError(
+            f"{str(folder)!r} was written by llamagym {manifest.get('llamagym')} in format {schema}, and this version "
+            f"reads formats up to {SCHEMA}. Upgrade llamagym."
+        )
+    for name, (size, checksum) in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size or (checksums and _checksum(path) != checksum):
+            raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is missing or not what was written.")
+    return manifest
+
+
+def remove_stale(parent: Path) -> None:
+    """Delete what killed processes left in a folder, but not what running ones write there."""
+    for scratch in parent.glob(f"{_SCRATCH}*"):
+        with suppress(FileNotFoundError):  # another process deletes it too
+            if time.time() - scratch.stat().st_mtime > _STALE_S:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _seal(folder: Path, manifest: dict[str, Any]) -> None:
+    """Flush a folder's files to the disk, then write its manifest."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        _flush(path)
+    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in paths}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1) + "\n", encoding="utf-8")
+    _flush(folder / MANIFEST)
+    for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        _flush(inner)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open folders, and writes their lists through
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _own_version() -> str:
+    try:
+        return version("llamagym")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,95 @@
+"""A folder of checkpoints: which is the newest that is whole, which the best, and which may go."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .atomic import MANIFEST, verify
+
+logger = logging.getLogger(__name__)
+
+KIND = "checkpoint"
+_NAME = "checkpoint-"
+
+
+def path_of(root: Path, turns: int) -> Path:
+    """Where the checkpoint after so many turns lies; names sort as turns do."""
+    return root / f"{_NAME}{turns:012d}"
+
+
+def find(folder: Path) -> Path:
+    """A folder that is a checkpoint, or the newest whole one in it.
+
+    Raises:
+        CheckpointError: It is none and holds none, or all that it holds are damaged or of a later version.
+    """
+    if (folder / MANIFEST).exists():
+        verify(folder, KIND)
+        return folder
+    found = newest(folder)
+    if found is None:
+        raise CheckpointError(f"{str(folder)!r} is no checkpoint and holds none. Pass what save_checkpoint() wrote.")
+    return found
+
+
+def newest(root: Path) -> Path | None:
+    """The newest checkpoint that is whole; None if there are none at all.
+
+    Raises:
+        CheckpointError: There are some, all of them damaged or of a later version.
+    """
+    wrong: list[CheckpointError] = []
+    for path in reversed(_all(root)):
+        try:
+            verify(path, KIND)
+        except CheckpointError as error:
+            logger.warning("%s Taking an older one.", error)
+            wrong.append(error)
+        else:
+            return path
+    if wrong:
+        raise CheckpointError(
+            f"None of the {len(wrong)} checkpoints in {str(root)!r} can be read; the newest: {wrong[0]} To begin anew, "
+            "pass another folder."
+        )
+    return None
+
+
+def best(root: Path) -> Path | None:
+    """The checkpoint of the update whose episodes returned the most; None if there is none."""
+    scored = [(path, _fact(manifest, "return_mean")) for path, manifest in _manifests(root)]
+    scored = [(path, score) for path, score in scored if not math.isnan(score)]
+    return max(scored, key=lambda pair: pair[1])[0] if scored else None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` and the best."""
+    kept = {*_all(root)[-keep:], best(root)}
+    for path in _all(root):
+        if path not in kept:
+            # Without its manifest it is none, should the rest stay.
+            with suppress(OSError):
+                (path / MANIFEST).unlink()
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _all(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob(f"{_NAME}*") if path.is_dir())
+
+
+def _manifests(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in _all(root):
+        with suppress(CheckpointError):
+            yield path, verify(path, KIND, checksums=False)
+
+
+def _fact(manifest: dict[str, Any], name: str) -> float:
+    value = manifest.get(name)
+    return math.nan if value is None else float(value)

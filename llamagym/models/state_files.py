@@ -1,0 +1,79 @@
+"""Nested state as two files: what JSON holds in one, tensors in another (safetensors). Nothing goes through pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+# How JSON says what it has no word for; no state has a dictionary with one of these as its only key.
+_TENSOR, _NUMBER = "__tensor__", "__number__"
+
+
+def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
+    """Write `name`.json and `name`.safetensors.
+
+    Args:
+        folder: Where to.
+        name: Of the files.
+        state: Dictionaries with strings as keys, lists, tuples (read again as lists), numbers, strings, None, tensors.
+
+    Raises:
+        OSError: The disk is full, or cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _split(state, "", tensors)
+    try:
+        save_file(tensors, folder / f"{name}.safetensors")
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    (folder / f"{name}.json").write_text(json.dumps(plain, allow_nan=False), encoding="utf-8")
+
+
+def read_state(folder: Path, name: str) -> dict[str, Any]:
+    """Read what `write_state` wrote; tensors lie on the CPU.
+
+    Raises:
+        CheckpointError: A file is missing or cannot be read.
+    """
+    try:
+        plain = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / f"{name}.safetensors")
+        state: dict[str, Any] = _join(plain, tensors)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"the state {name!r} in {str(folder)!r} cannot be read: {error!r}.") from error
+    return state
+
+
+def _split(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """What JSON holds; tensors are added to `tensors` by their path."""
+    if isinstance(part, Tensor):
+        tensors[path] = part.detach().cpu().contiguous()
+        return {_TENSOR: path}
+    if isinstance(part, Mapping):
+        return {key: _split(value, f"{path}/{key}" if path else key, tensors) for key, value in part.items()}
+    if isinstance(part, (list, tuple)):
+        return [_split(value, f"{path}/{index}", tensors) for index, value in enumerate(part)]
+    if isinstance(part, float) and not math.isfinite(part):
+        return {_NUMBER: str(part)}
+    return part
+
+
+def _join(part: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(part, list):
+        return [_join(value, tensors) for value in part]
+    if not isinstance(part, dict):
+        return part
+    if part.keys() == {_TENSOR}:
+        return tensors[part[_TENSOR]]
+    if part.keys() == {_NUMBER}:
+        return float(part[_NUMBER])
+    return {key: _join(value, tensors) for key, value in part.items()}

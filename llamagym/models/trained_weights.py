@@ -1,0 +1,82 @@
+"""The part of a model that learns, to be saved and restored, and a mark of the part that does not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .lora import is_set_aside, set_aside_
+from .value_head import AutoModelForCausalLMWithValueHead
+
+# Of each frozen tensor so many numbers at each end are looked at.
+_LOOKED_AT = 32
+
+
+def trained_state(model: AutoModelForCausalLMWithValueHead) -> dict[str, Any]:
+    """Everything that learns, the value head's constants, and what the rest is like."""
+    return {
+        "weights": dict(_trained(model)),
+        "set_aside": is_set_aside(model.pretrained_model),
+        "frozen": _mark_of_frozen(model),
+    }
+
+
+def check_fits(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any]) -> None:
+    """Refuse weights that were trained on another model.
+
+    Raises:
+        CheckpointError: They were, or another adapter holds them.
+    """
+    if state["frozen"] != _mark_of_frozen(model):
+        raise CheckpointError(
+            "It was saved with other frozen weights: another base model, or the same in another dtype. Load the model "
+            "that it was saved with."
+        )
+    growth = 2 if state["set_aside"] and not is_set_aside(model.pretrained_model) else 1
+    saved = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
+    have = {name: _grown(name, tuple(weight.shape), growth) for name, weight in _trained(model).items()}
+    if saved != have:
+        different = sorted(name for name in saved.keys() | have.keys() if saved.get(name) != have.get(name))
+        name = different[0]
+        raise CheckpointError(
+            f"{len(different)} trained weights do not fit, among them {name!r}: saved {saved.get(name)}, expected "
+            f"{have.get(name)}. Build the model with the adapter that it was saved with."
+        )
+
+
+@torch.no_grad()
+def restore_trained_(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any]) -> None:
+    """Take weights that `check_fits` has seen."""
+    if state["set_aside"] and not is_set_aside(model.pretrained_model):
+        set_aside_(model.pretrained_model)
+    for name, weight in _trained(model).items():
+        weight.copy_(state["weights"][name])
+
+
+def _trained(model: AutoModelForCausalLMWithValueHead) -> dict[str, Tensor]:
+    head = {f"v_head.{name}": tensor for name, tensor in model.v_head.state_dict(keep_vars=True).items()}
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad} | head
+
+
+def _grown(name: str, shape: tuple[int, ...], growth: int) -> tuple[int, ...]:
+    """The shape of a weight once the rank of its LoRA has grown."""
+    if ".lora_A." in name:
+        return (growth * shape[0], *shape[1:])
+    return (shape[0], growth * shape[1]) if ".lora_B." in name else shape
+
+
+def _mark_of_frozen(model: AutoModelForCausalLMWithValueHead) -> str:
+    """Tells one model's frozen weights from another's, by names, shapes, dtypes and the first and last few numbers."""
+    digest = hashlib.sha256()
+    for name, weight in model.pretrained_model.named_parameters():
+        if not weight.requires_grad:
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            ends = weight.detach().flatten()
+            for end in (ends[:_LOOKED_AT], ends[-_LOOKED_AT:]):
+                digest.update(end.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

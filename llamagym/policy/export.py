@@ -1,0 +1,79 @@
+"""A trained agent as a folder that plain transformers and PEFT load: weights, tokenizer, model card, options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..models.card import Card
+from ..models.lora import is_activated
+from ..models.state_files import write_state
+from ..models.value_head import AutoModelForCausalLMWithValueHead
+from .actor import Actor
+from .saved import prior_record
+
+KIND = "agent"
+STATE = "agent"
+
+
+def write_export(
+    actor: Actor,
+    folder: Path,
+    options: Mapping[str, Any],
+    environment: str = "",
+    results: Mapping[str, Any] | None = None,
+    merged: bool = False,
+) -> None:
+    """Write an agent's files into a folder.
+
+    Args:
+        actor: The agent.
+        folder: Where to.
+        options: What its constructor was given, as JSON holds it.
+        environment: What it acts in, for the card.
+        results: Measurements by name, for the card.
+        merged: Whether a LoRA is added to the weights, which are then written whole.
+
+    Raises:
+        ConfigError: `merged` is asked for where there is no adapter, or one that cannot be merged.
+    """
+    policy, tokenizer = actor.policy, actor.tokenizer
+    model = _merged(policy.model) if merged else policy.model
+    pretrained: Any = model.pretrained_model
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    state = {"options": options, "choice_prior": prior_record(policy), "rng": policy.rng.get_state()}
+    write_state(folder, STATE, {**state, "class": type(actor).__name__})
+    card = Card(
+        type(actor).__name__,
+        str(pretrained.active_peft_config.base_model_name_or_path) if model.is_peft_model else "",
+        str(pretrained.dtype),
+        actor.get_system_prompt(),
+        options["response_prefix"],
+        policy.generation.temperature,
+        policy.generation.max_new_tokens,
+        {str(tokenizer.decode(list(ids))): score for ids, score in policy.choice_prior.items()},
+        options["choice_normalization"],
+        environment,
+        {name: value for name, value in options.items() if value not in (None, "", {})},
+        results or {},
+    )
+    (folder / "README.md").write_text(card.text(), encoding="utf-8")
+
+
+def _merged(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWithValueHead:
+    """A copy whose LoRA is part of its weights."""
+    if not model.is_peft_model:
+        raise ConfigError("merged=True, but there is no adapter to merge: all weights are the model's own. Drop it.")
+    if is_activated(model.pretrained_model) or getattr(model.pretrained_model, "is_quantized", False):
+        raise ConfigError(
+            "merged=True, but this adapter cannot be merged: an activated LoRA changes replies and leaves what comes "
+            "before them alone, and a quantised base would be rounded anew. Drop it, and load the adapter with PEFT."
+        )
+    copied: Any = deepcopy(model)
+    copied.pretrained_model = copied.pretrained_model.merge_and_unload()
+    result: AutoModelForCausalLMWithValueHead = copied
+    return result

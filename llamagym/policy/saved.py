@@ -1,0 +1,68 @@
+"""A policy's state: weights that learn, priors of choices, the reference, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..models.trained_weights import check_fits, restore_trained_, trained_state
+from .policy import Policy
+
+
+def policy_state(policy: Policy) -> dict[str, Any]:
+    """What to save of a policy."""
+    version = policy.weights_version  # first: a change that is noticed here may clear the priors
+    return {
+        "model": trained_state(policy.model),
+        "reference": None if policy.reference is None else _weights(policy.reference.pretrained_model),
+        "choice_prior": prior_record(policy),
+        "num_updates": policy.num_updates,
+        "weights_version": version,
+        "rng": policy.rng.get_state(),
+    }
+
+
+def check_policy(policy: Policy, state: Mapping[str, Any]) -> None:
+    """Refuse a state that does not fit.
+
+    Raises:
+        CheckpointError: It is another model's, or only one of the two has a reference.
+    """
+    check_fits(policy.model, state["model"])
+    if (state["reference"] is None) != (policy.reference is None):
+        raise CheckpointError(
+            "Only one of the saved run and this one has a frozen copy of the model as its reference. Pass the "
+            "init_kl_coef that the run was begun with."
+        )
+
+
+@torch.no_grad()
+def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
+    """Take a state that `check_policy` has seen."""
+    restore_trained_(policy.model, state["model"])
+    if policy.reference is not None:
+        for name, weight in _weights(policy.reference.pretrained_model).items():
+            weight.copy_(state["reference"][name])
+    policy.drop_caches(state["weights_version"])
+    restore_prior(policy, state["choice_prior"])
+    policy.num_updates = state["num_updates"]
+    policy.rng.set_state(state["rng"])
+
+
+def prior_record(policy: Policy) -> list[tuple[tuple[int, ...], float]]:
+    """The mean score of each choice under the reference, with its token ids."""
+    return list(policy.choice_prior.items())
+
+
+def restore_prior(policy: Policy, record: list[tuple[list[int], float]]) -> None:
+    """Take what `prior_record` gave, which is not measured again."""
+    policy.choice_prior.clear()
+    policy.choice_prior.update({tuple(ids): score for ids, score in record})
+
+
+def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())

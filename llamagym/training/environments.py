@@ -1,0 +1,220 @@
+"""Copies of an environment, stepped at once in this process or, with a time limit, in processes of their own.
+
+The state of an episode under way is its reset seed and its actions: played again, they lead to the same state wherever
+an environment depends on its seed and on nothing else. So every such environment can be resumed, whether it offers to
+be saved or not.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+
+from ..errors import ConfigError, EnvironmentTimeoutError
+
+EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
+
+# The option of a reset that says which actions to play again.
+_REPLAY = "llamagym_replay"
+# What an exception of an environment is marked with: the number of its copy.
+_MARK = "llamagym_copy"
+
+
+class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], number: int) -> None:
+        """Wrap the copy with this number."""
+        super().__init__(env)
+        self._number = number
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset, then play again what the options say for this copy."""
+        rest = dict(options or {})
+        actions = rest.pop(_REPLAY, {}).get(self._number, [])
+        with self._marked():
+            observation, info = self.env.reset(seed=seed, options=rest or None)
+            for action in actions:
+                observation, _, _, _, info = self.env.step(action)
+        return observation, info
+
+    def step(self, action: Any) -> Any:
+        """Step; an error is marked with the copy's number."""
+        with self._marked():
+            return self.env.step(action)
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            setattr(error, _MARK, self._number)
+            raise
+
+
+class Copies:
+    """Copies of an environment, told apart by their numbers.
+
+    Attributes:
+        count: How many there are.
+    """
+
+    def __init__(self, envs: SyncVectorEnv | AsyncVectorEnv, timeout: float | None = None) -> None:
+        """Step `envs`, each step and reset within `timeout` seconds if they run in processes of their own."""
+        self._envs, self._timeout = envs, timeout
+        self.count = envs.num_envs
+
+    def reset(
+        self,
+        seeds: Sequence[int],
+        which: np.ndarray[Any, Any] | None = None,
+        replay: dict[int, list[Any]] | None = None,
+    ) -> list[Any]:
+        """Reset some copies, by default all; returns the observation of each copy.
+
+        Args:
+            seeds: One per copy.
+            which: The copies to reset, bool (count,).
+            replay: Actions to play again after the reset, by copy.
+        """
+        options: dict[str, Any] = {} if which is None else {"reset_mask": which}
+        if replay:
+            options[_REPLAY] = replay
+        if isinstance(self._envs, AsyncVectorEnv):
+            self._envs.reset_async(seed=list(seeds), options=options or None)
+            # Played again, an episode takes as long as it took.
+            limit = None if replay or self._timeout is None else self._timeout
+            observations, _ = self._within(self._envs.reset_wait, limit)
+        else:
+            observations, _ = self._envs.reset(seed=list(seeds), options=options or None)
+        return list(iterate(self._envs.observation_space, observations))
+
+    def step(self, actions: Sequence[Any]) -> tuple[list[Any], Any, Any, Any]:
+        """Take an action in each copy: observations, rewards float (count,), terminated and truncated, bool (count,).
+
+        Raises:
+            EnvironmentTimeoutError: A copy did not answer in time; all of them have been stopped.
+        """
+        space = self._envs.single_action_space
+        batch = concatenate(space, actions, create_empty_array(space, self.count))  # type: ignore[arg-type]
+        if isinstance(self._envs, AsyncVectorEnv):
+            self._envs.step_async(batch)
+            observations, rewards, terminated, truncated, _ = self._within(self._envs.step_wait, self._timeout)
+        else:
+            observations, rewards, terminated, truncated, _ = self._envs.step(batch)
+        return list(iterate(self._envs.observation_space, observations)), rewards, terminated, truncated
+
+    def saved_actions(self, actions: Sequence[Any]) -> Any:
+        """Actions as JSON holds them."""
+        return _plain(self._envs.single_action_space.to_jsonable(list(actions)))
+
+    def actions_from(self, saved: Any) -> list[Any]:
+        """The actions that `saved_actions` gave."""
+        return list(self._envs.single_action_space.from_jsonable(saved))
+
+    def close(self, at_once: bool = False) -> None:
+        """Close all copies, unless they are; `at_once` those as well that are in the middle of a step."""
+        if self._envs.closed:
+            return
+        if isinstance(self._envs, SyncVectorEnv):
+            self._envs.close()
+            return
+        with warnings.catch_warnings():
+            # That a step is pending is known.
+            warnings.simplefilter("ignore")
+            self._envs.close(terminate=at_once, timeout=self._timeout)
+
+    def _within(self, wait: Callable[..., Any], limit: float | None) -> Any:
+        assert isinstance(self._envs, AsyncVectorEnv)
+        try:
+            return wait(timeout=limit)
+        except multiprocessing.TimeoutError as error:
+            late = [number for number, pipe in enumerate(self._envs.parent_pipes) if not pipe.poll(0)]
+            self.close(at_once=True)
+            raise EnvironmentTimeoutError(
+                f"Copies {late} of the environment did not answer within env_timeout={limit} seconds, and all copies "
+                "have been stopped. Look for what they wait for, or pass a longer env_timeout."
+            ) from error
+
+
+def failed_copy(error: BaseException) -> int | None:
+    """The number of the copy that raised an exception; None if none of them did."""
+    # From a process of its own it comes wrapped in another one of its class.
+    for each in (error, *error.args):
+        if isinstance(each, BaseException) and hasattr(each, _MARK):
+            return int(getattr(each, _MARK))
+    return None
+
+
+@contextmanager
+def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator[Copies]:
+    """Copies of an environment, closed afterwards; one that the caller made is left open.
+
+    Args:
+        env: An environment's id, an environment, or a function that makes one.
+        count: How many.
+        timeout: Seconds that a step may take; None runs the copies in this process, without a limit.
+
+    Raises:
+        ConfigError: `env` cannot be copied.
+    """
+    makers = [_numbered(make, number, in_child=timeout is not None) for number, make in enumerate(_makers(env, count))]
+    envs: SyncVectorEnv | AsyncVectorEnv
+    if timeout is None:
+        envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    else:
+        # Observations of any space travel through pipes, not all can be shared.
+        envs = AsyncVectorEnv(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
+    copies, failed = Copies(envs, timeout), True
+    try:
+        yield copies
+        failed = False
+    finally:
+        is_callers = timeout is None and isinstance(env, gymnasium.Env) and count == 1
+        if not is_callers:
+            copies.close(at_once=failed)
+
+
+def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child: bool) -> Callable[[], Copy]:
+    def made() -> Copy:
+        if in_child:
+            # A terminal sends Ctrl-C to all processes; what it means is for the parent to say.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return Copy(make(), number)
+
+    return made
+
+
+def _makers(env: EnvSource, count: int) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+    if isinstance(env, str):
+        return [lambda: gymnasium.make(env)] * count
+    if not isinstance(env, gymnasium.Env):
+        return [env] * count
+    spec = env.spec
+    if count == 1:
+        return [lambda: env]
+    if spec is None:
+        raise ConfigError(
+            f"{count} copies of {env} are wanted, but it was not made by gymnasium.make() and has no spec to copy. "
+            "Pass a function that makes one."
+        )
+    return [lambda: gymnasium.make(copy.deepcopy(spec))] * count
+
+
+def _plain(part: Any) -> Any:
+    """Without numpy's numbers and arrays."""
+    if isinstance(part, np.generic | np.ndarray):
+        return part.tolist()
+    if isinstance(part, dict):
+        return {key: _plain(value) for key, value in part.items()}
+    return [_plain(value) for value in part] if isinstance(part, (list, tuple)) else part

@@ -1,0 +1,62 @@
+"""A run's checkpoints: the agent's state and the loop's, in one folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..agent import Agent
+from ..errors import CheckpointError
+from ..learners.base import Stats
+from ..models.checkpoints import newest, path_of, prune
+from .play import Play
+
+logger = logging.getLogger(__name__)
+
+
+class SavedRun:
+    """Writes and reads the checkpoints of a run."""
+
+    def __init__(self, root: Path, keep: int, agent: Agent, play: Play) -> None:
+        """Keep the newest `keep` checkpoints, and the best, in a folder."""
+        self._root, self._keep, self._agent, self._play = root, keep, agent, play
+        self._latest = -1
+
+    def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
+        """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
+
+        Raises:
+            CheckpointError: The disk is full or cannot be written; older checkpoints are as they were.
+        """
+        facts = {
+            "turns": turns,
+            "updates": len(updates),
+            "return_mean": updates[-1]["return_mean"] if updates else None,
+        }
+        path = path_of(self._root, turns)
+        try:
+            self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write the checkpoint {str(path)!r}: {error}. Older checkpoints are as they were; make room, "
+                "or pass another checkpoint_dir."
+            ) from error
+        self._latest = turns
+        prune(self._root, self._keep)
+
+    def read(self) -> dict[str, Any] | None:
+        """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
+
+        Raises:
+            CheckpointError: None of those that there are can be read, or they do not fit.
+        """
+        path = newest(self._root)
+        if path is None:
+            logger.info("no checkpoint in %s: training begins", self._root)
+            return None
+        loop = self._agent.load_checkpoint(path, keep_episodes=True)
+        self._play.resume(loop["play"])
+        logger.info("going on from %s, after %d turns", path, loop["turns"])
+        return loop

@@ -1,0 +1,146 @@
+"""Kills a run, over and over, and shows that it goes on as if nothing had happened.
+
+python -m scripts.reliability.kill_and_resume [--kills 50] [--seed 0]
+
+A tiny model of random weights learns with a checkpoint after every update (`tests/endless_run.py`).
+
+1. `kill -9` at random moments. After each, the newest checkpoint must be whole and hold all updates but the last one
+   that was reported; at the end the statistics of all updates must be those of a run that was never killed.
+2. `kill -9` at every file that a save opens, flushes, renames or deletes. After each, a checkpoint must be whole.
+
+Writes results/kill_and_resume.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from llamagym.models.atomic import MANIFEST
+from llamagym.models.checkpoints import newest, path_of
+from llamagym.models.state_files import read_state
+from tests.agents import ChoiceAgent, make_agent
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync")
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Begin the run, or go on with it."""
+    command = [sys.executable, "-m", "tests.endless_run", str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def saved(folder: Path) -> int:
+    """Updates in the newest whole checkpoint; 0 where there is none yet. Raises if all are damaged."""
+    path = newest(folder)
+    return 0 if path is None else int(json.loads((path / MANIFEST).read_text())["updates"])
+
+
+def killed_at_random(folder: Path, kills: int, seed: int) -> Counter[int]:
+    """How often so many updates were lost."""
+    draw, lost = random.Random(seed), Counter[int]()
+    for number in range(kills):
+        with start(folder) as process:
+            assert process.stdout is not None
+            reported = int(process.stdout.readline())
+            time.sleep(draw.uniform(0.0, 1.5))
+            process.kill()
+            lines = process.stdout.read().split()
+        reported = max([reported, *map(int, lines)])
+        lost[reported - saved(folder)] += 1
+        print(f"kill {number + 1}: {reported} updates reported, {saved(folder)} saved")
+    return lost
+
+
+def updates_of(folder: Path, count: int) -> list[dict[str, float]]:
+    """Statistics of the first updates, without times."""
+    path = newest(folder)
+    assert path is not None
+    updates = read_state(path, "state")["loop"]["updates"][:count]
+    return [{name: value for name, value in update.items() if not name.endswith("_s")} for update in updates]
+
+
+def uninterrupted(folder: Path, count: int) -> list[dict[str, float]]:
+    """The same of a run that is stopped only once it has come as far."""
+    with start(folder) as process:
+        assert process.stdout is not None
+        for _ in range(count + 1):
+            process.stdout.readline()
+        process.kill()
+    return updates_of(folder, count)
+
+
+def killed_at(point: int, agent: Any, folder: Path, turns: int) -> bool:
+    """Save in a child that is killed at its nth event; whether it came to its end."""
+    child = os.fork()
+    if not child:
+        left = [point]
+
+        def count(event: str, _: Any = ()) -> None:
+            if event in _EVENTS:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        flush = os.fsync
+        os.fsync = lambda descriptor: (count("os.fsync"), flush(descriptor))[1]
+        sys.addaudithook(count)
+        agent.save_checkpoint(path_of(folder, turns))
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def killed_at_every_event(folder: Path) -> int:
+    """How many events there were; after each kill, the old checkpoint or the new one was whole."""
+    agent = make_agent(ChoiceAgent)
+    agent.save_checkpoint(path_of(folder, 1))
+    point = 0
+    while not killed_at(point, agent, folder, 2):
+        assert newest(folder) is not None
+        point += 1
+    # The same where a checkpoint is replaced, which then is the old one, the new one, or, between two renames, gone:
+    # an older one is left.
+    replaced = 0
+    while not killed_at(replaced, agent, folder, 2):
+        assert newest(folder) is not None
+        replaced += 1
+    return point + replaced
+
+
+def main() -> None:
+    """Run both, write down what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        killed, whole, events = (Path(scratch) / name for name in ("killed", "whole", "events"))
+        lost = killed_at_random(killed, args.kills, args.seed)
+        count = saved(killed)
+        result = {
+            "kills": args.kills,
+            "updates": count,
+            "updates_lost": {str(number): times for number, times in sorted(lost.items())},
+            "same_as_uninterrupted": updates_of(killed, count) == uninterrupted(whole, count),
+            "kills_during_a_save": killed_at_every_event(events),
+            "damaged": 0,
+        }
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / "kill_and_resume.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

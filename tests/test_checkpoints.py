@@ -1,0 +1,519 @@
+"""A run that was stopped, however it was stopped, goes on as if it had never been."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from llamagym import CheckpointError, ConfigError, EnvironmentTimeoutError, EpisodeError, train
+from llamagym.models import atomic
+from llamagym.models.atomic import MANIFEST, verify, written_whole
+from llamagym.models.checkpoints import best, find, newest, path_of, prune
+from llamagym.models.state_files import read_state, write_state
+from llamagym.tracking import JsonlTracker, MultiTracker
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.resumed_run import CASES, SIZES, DiceEnv
+
+ROOT = Path(__file__).parent.parent
+
+
+# A process that goes on
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Four updates in one go; two; two more in another process."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    done = []
+    for folder, updates, *resume in ((one, 4), (two, 2), (two, 2, "resume")):
+        command = [sys.executable, "-m", "tests.resumed_run", str(folder), str(updates), *resume]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        done.append(json.loads(result.stdout))
+    return done
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_computes_what_it_would_have_computed(runs, name):
+    whole, first, resumed = (run[name] for run in runs)
+    assert first["stats"] == whole["stats"][:2]
+    assert first["weights"] != whole["weights"]
+    assert json.dumps(resumed) == json.dumps(whole)
+    assert len(whole["stats"]) == 4
+    assert len(whole["actions"]) > 0
+
+
+def learning(folder: Path, agent: Any = None, env: Any = DiceEnv, episodes: int = 12, **options: Any) -> Any:
+    agent = agent or make_agent(ChoiceAgent, ppo=SIZES, context="turn")
+    options = {"num_envs": 2, "seed": 0, "checkpoint_dir": folder, "checkpoint_every": 1, **options}
+    return agent, train(agent, env, episodes, **options)
+
+
+def test_a_run_that_is_over_is_over_when_it_is_resumed(tmp_path):
+    _, done = learning(tmp_path)
+    _, again = learning(tmp_path, resume=True)
+    assert again == done
+    _, more = learning(tmp_path, episodes=20, resume=True)
+    assert more.returns[:12] == done.returns
+    assert len(more.returns) == 20
+
+
+def test_without_a_checkpoint_a_run_begins(tmp_path):
+    _, done = learning(tmp_path / "new", resume=True)
+    assert len(done.returns) == 12
+    with pytest.raises(ConfigError, match="needs the checkpoint_dir"):
+        train(make_agent(ChoiceAgent), DiceEnv, 2, resume=True)
+
+
+class Fickle(DiceEnv):
+    """Does not depend on its seed."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.int64, dict]:
+        return super().reset(seed=int(np.random.default_rng().integers(2**31)))
+
+
+def test_episodes_that_cannot_be_played_again_begin_anew_and_that_is_said(tmp_path, caplog):
+    with pytest.raises(SystemExit):
+        stop_after_steps(tmp_path, 1, env=Fickle)
+    learning(tmp_path, env=Fickle, resume=True)
+    assert "begin anew" in caplog.text
+
+
+def test_an_agent_in_one_s_own_loop_goes_on(tmp_path):
+    def play(agent: Any, turns: int) -> list[Any]:
+        said = []
+        for turn in range(turns):
+            said.append(agent.act(turn))
+            agent.assign_reward(float(turn % 3))
+            if turn % 2:
+                said.append({k: v for k, v in agent.terminate_episode().items() if not k.endswith("_s")})
+        return said
+
+    one = make_agent(WordAgent)
+    play(one, 6)
+    one.save_checkpoint(tmp_path / "checkpoint", loop={"turns": 6})
+    other = make_agent(WordAgent, seed=3)
+    assert other.load_checkpoint(tmp_path / "checkpoint") == {"turns": 6}
+    assert json.dumps(play(one, 8)) == json.dumps(play(other, 8))
+    one.act("x")
+    one.save_checkpoint(tmp_path / "checkpoint")
+    other.load_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(EpisodeError, match="no episode to end"):
+        other.terminate_episode()
+    other.load_checkpoint(tmp_path / "checkpoint", keep_episodes=True)
+    assert other.current_episode_messages == one.current_episode_messages
+
+
+# Stopping
+
+
+class Interrupting(DiceEnv):
+    """Sends its own process a signal after some steps."""
+
+    steps, number = 0, signal.SIGINT
+
+    def step(self, action: int) -> Any:
+        type(self).steps -= 1
+        if type(self).steps == 0:
+            os.kill(os.getpid(), self.number)
+        return super().step(action)
+
+
+def stop_after_steps(folder: Path, steps: int, number: signal.Signals = signal.SIGINT, env: Any = DiceEnv) -> None:
+    class Stopped(Interrupting, env):
+        pass
+
+    Stopped.steps, Stopped.number = steps, number
+    learning(folder, env=Stopped)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_end_saves_and_exits(tmp_path, number, caplog):
+    with pytest.raises(SystemExit) as exit_:
+        stop_after_steps(tmp_path, 7, number)
+    assert exit_.value.code == 130
+    assert "finishing the step and saving" in caplog.text
+    assert "resume=True goes on" in caplog.text
+    _, whole = learning(tmp_path / "whole")
+    _, resumed = learning(tmp_path, resume=True)
+    assert resumed.returns == whole.returns
+    assert resumed.turns == whole.turns
+    # Afterwards signals mean what they meant.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    class Twice(DiceEnv):
+        def step(self, action: int) -> Any:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().step(action)
+
+    with pytest.raises(KeyboardInterrupt):
+        learning(tmp_path, env=Twice)
+    assert newest(tmp_path) is None
+
+
+def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
+    class Stopped(Interrupting):
+        steps = 3
+
+    with pytest.raises(KeyboardInterrupt):
+        learning(tmp_path, env=Stopped, handle_signals=False)
+    Stopped.steps = 3
+    with pytest.raises(KeyboardInterrupt):
+        learning(tmp_path, env=Stopped, checkpoint_dir=None)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+    """The short version of scripts/reliability/kill_and_resume.py."""
+    command = [sys.executable, "-m", "tests.endless_run", str(tmp_path / "run")]
+    updates = []
+    for _ in range(3):
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(3):
+                updates.append(int(process.stdout.readline()))
+            process.kill()
+        kept = newest(tmp_path / "run")
+        assert kept is not None
+        # The checkpoint of an update is written before the next step.
+        assert json.loads((kept / MANIFEST).read_text())["updates"] >= updates[-2]
+    assert updates == sorted(updates)
+    assert len(set(updates)) >= 7
+
+
+# Failures
+
+
+class Broken(DiceEnv):
+    """Fails, or hangs, at a step."""
+
+    fails_at, error, hangs = -1, ValueError("out of cards"), False
+
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.steps = number, 0
+
+    def step(self, action: int) -> Any:
+        self.steps += 1
+        if self.number == 1 and self.steps == self.fails_at:
+            if self.hangs:
+                time.sleep(60)
+            raise self.error
+        return super().step(action)
+
+
+def broken(**attributes: Any) -> Any:
+    numbers = iter(range(100))
+    kind = type("Broken", (Broken,), attributes)
+    return lambda: kind(next(numbers))
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_path, steps, caplog):
+    with pytest.raises(ValueError, match="out of cards"):
+        learning(tmp_path, env=broken(fails_at=steps))
+    assert "failed in copy 1 of the environment; its last whole state is saved" in caplog.text
+    _, resumed = learning(tmp_path, resume=True)
+    _, whole = learning(tmp_path / "whole")
+    assert resumed.returns == whole.returns
+    assert resumed.turns == whole.turns
+
+
+def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
+    agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
+    with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
+        learning(tmp_path, agent, lambda: type("Broken", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0)
+    assert "its last whole state is saved" in caplog.text
+    _, resumed = learning(tmp_path, resume=True)
+    assert len(resumed.returns) == 12
+
+
+# How Gymnasium says which worker failed; the tests make errors of warnings.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
+    agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
+    here = train(agents[0], DiceEnv, 8, 2, seed=0)
+    there = train(agents[1], DiceEnv, 8, 2, seed=0, env_timeout=60.0)
+    assert here.returns == there.returns
+    with pytest.raises(ValueError, match="out of cards"):
+        learning(tmp_path, env=lambda: type("Broken", (Broken,), {"fails_at": 2})(1), env_timeout=60.0)
+    _, resumed = learning(tmp_path, resume=True, env_timeout=60.0)
+    assert len(resumed.returns) == 12
+
+
+def test_memory_that_runs_out_makes_microbatches_smaller_once(monkeypatch, caplog):
+    agent = make_agent(ChoiceAgent, ppo=SIZES)
+    evaluate = agent.policy.evaluate
+
+    def limited(segments: Any, reference: bool = False) -> Any:
+        if agent.learner._nodes > agent.learner.config.microbatch_nodes // 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return evaluate(segments, reference)
+
+    monkeypatch.setattr(agent.policy, "evaluate", limited)
+    result = train(agent, DiceEnv, 12, 2, seed=0)
+    assert len(result.updates) > 1
+    assert caplog.text.count("memory has run out: from now on a pass takes 512 tokens") == 1
+    monkeypatch.setattr(agent.policy, "evaluate", lambda *_: exec("raise MemoryError"))
+    with pytest.raises(MemoryError):
+        train(agent, DiceEnv, 12, 2, seed=0)
+
+
+class Failing:
+    """A tracker whose disk is full."""
+
+    def log(self, metrics: Any, step: int) -> None:
+        raise OSError("disk full")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tracker_that_fails_ends_nothing(tmp_path, caplog):
+    with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as jsonl:
+        agent = make_agent(ChoiceAgent, ppo=SIZES)
+        result = train(agent, DiceEnv, 12, 2, seed=0, tracker=MultiTracker(Failing(), jsonl))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(result.updates) > 1
+    assert caplog.text.count("Failing cannot log") == 1
+    assert len(train(make_agent(ChoiceAgent, ppo=SIZES), DiceEnv, 12, 2, seed=0, tracker=Failing()).updates) > 1
+
+
+def test_a_tracker_s_lines_come_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with closing(JsonlTracker(path)) as tracker:
+        learning(tmp_path / "run", tracker=tracker)
+    lines = path.read_text()
+    with closing(JsonlTracker(path)) as tracker:
+        tracker.log({"lost": 1.0}, 99)
+        learning(tmp_path / "run", tracker=tracker, resume=True)
+    assert path.read_text() == lines
+
+
+# Files
+
+
+def write(folder: Path, content: str = "all") -> None:
+    with written_whole(folder, "checkpoint") as whole:
+        (whole / "a.txt").write_text(content)
+        (whole / "inner").mkdir()
+        (whole / "inner" / "b.txt").write_text(content)
+
+
+def test_state_comes_back(tmp_path):
+    state = {
+        "plain": {"a": [1, 2.5, None, "x", True], "empty": {}, "nan": [float("nan"), float("-inf")]},
+        "tensors": [torch.arange(3), {"b": torch.randn(2, 2)}, torch.tensor(1.5, dtype=torch.bfloat16)],
+    }
+    write_state(tmp_path, "state", state)
+    again = read_state(tmp_path, "state")
+    assert str(again) == str(state)
+    (tmp_path / "state.safetensors").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_state(tmp_path, "state")
+
+
+def break_manifest(folder: Path, **changes: Any) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+
+
+DAMAGE = {
+    "a byte": (lambda folder: (folder / "inner" / "b.txt").write_text("alt"), "damaged: 'inner/b.txt'"),
+    "a file": (lambda folder: (folder / "a.txt").unlink(), "damaged: 'a.txt' is missing"),
+    "the manifest": (lambda folder: (folder / MANIFEST).write_text("{"), "cannot be read"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is no checkpoint of llamagym"),
+    "another kind": (lambda folder: break_manifest(folder, kind="model"), "holds: model; expected: checkpoint"),
+    "a later version": (lambda folder: break_manifest(folder, schema=99), "format 99.*Upgrade llamagym"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_is_damaged_or_foreign_is_refused_and_an_older_one_taken(tmp_path, what, caplog):
+    damage, message = DAMAGE[what]
+    for turns in (1, 2):
+        write(path_of(tmp_path, turns))
+    damage(path_of(tmp_path, 2))
+    with pytest.raises(CheckpointError, match=message):
+        verify(path_of(tmp_path, 2), "checkpoint")
+    assert newest(tmp_path) == find(tmp_path) == path_of(tmp_path, 1)
+    assert "Taking an older one" in caplog.text
+    damage(path_of(tmp_path, 1))
+    with pytest.raises(CheckpointError, match=r"None of the 2 checkpoints.*pass another folder"):
+        newest(tmp_path)
+
+
+def test_a_folder_without_checkpoints_is_named(tmp_path):
+    assert newest(tmp_path) is None
+    with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
+        make_agent(WordAgent).load_checkpoint(tmp_path)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for turns, score in ((1, 0.5), (2, 3.0), (3, 1.0), (4, 2.0), (5, None)):
+        with written_whole(path_of(tmp_path, turns), "checkpoint", {"return_mean": score}):
+            pass
+    prune(tmp_path, 2)
+    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (2, 4, 5)]
+    assert best(tmp_path) == path_of(tmp_path, 2)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
+    agent, _ = learning(tmp_path / "run")
+    before = newest(tmp_path / "run")
+    assert before is not None
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*Older checkpoints are as they were"):
+        learning(tmp_path / "run", episodes=20, resume=True)
+    with pytest.raises(OSError, match="No space left"):
+        agent.save_checkpoint(before)
+    monkeypatch.undo()
+    assert newest(tmp_path / "run") == before
+    assert not list((tmp_path / "run").glob(f"{atomic._SCRATCH}*"))
+    assert len(learning(tmp_path / "run", episodes=20, resume=True)[1].returns) == 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+@pytest.mark.parametrize("limit", [0, 1000, 30_000])
+def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_path, limit):
+    import resource
+
+    agent, _ = learning(tmp_path / "run")
+    before = newest(tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"(?i)too large.*Older checkpoints are as they were"):
+            learning(tmp_path / "run", agent, episodes=30, resume=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    assert newest(tmp_path / "run") == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path):
+    write(path_of(tmp_path, 1), "old")
+    points = 0
+    while not (done := killed_at(points, tmp_path)):
+        kept = newest(tmp_path)
+        assert kept is not None
+        verify(kept, "checkpoint")
+        points += 1
+    assert done
+    assert points > 10
+    assert newest(tmp_path) == path_of(tmp_path, 2)
+
+
+def killed_at(point: int, folder: Path) -> bool:
+    """Save in a child that is killed where it opens, flushes, renames or deletes for the nth time; whether it ends."""
+    child = os.fork()
+    if not child:
+        left = [point]
+
+        def count(event: str, _: Any = ()) -> None:
+            if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync"):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        flush = os.fsync
+        os.fsync = lambda descriptor: (count("os.fsync"), flush(descriptor))[1]
+        sys.addaudithook(count)
+        write(path_of(folder, 2), "new")
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "qwen2"}, "other frozen weights"),
+        ({"activated": False, "ppo": {"critic": "lstd"}}, "PPO with 1 learning rates"),
+        ({"algorithm": "grpo"}, "GRPO with 1"),
+        ({"replay_config_dict": {}}, "learns from replay"),
+    ],
+)
+def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, options, message):
+    make_agent(WordAgent).save_checkpoint(tmp_path / "checkpoint")
+    other = make_agent(WordAgent, **options)
+    before = str(other.state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        other.load_checkpoint(tmp_path / "checkpoint")
+    assert str(other.state_dict()) == before
+
+
+@pytest.mark.parametrize("env_id", [object(), [1], ("a", {}), b"x"])
+def test_ids_and_groups_are_what_can_be_saved(env_id):
+    agent = make_agent(WordAgent)
+    with pytest.raises(EpisodeError, match=r"Pass a number, a string, or a tuple of such"):
+        agent.act_batch(["x"], [env_id])
+    agent.act("x")
+    agent.assign_reward(0.0)
+    with pytest.raises(EpisodeError, match="The group"):
+        agent.terminate_episode(group=env_id)
+    agent.terminate_episode(group=("a", 1))
+
+
+def test_options_of_checkpoints_are_checked(tmp_path):
+    for options in ({"checkpoint_every": 0}, {"keep_checkpoints": 0}, {"checkpoint_every": "2"}):
+        with pytest.raises(ConfigError, match="whole number of at least 1"):
+            learning(tmp_path, **options)
+
+
+def test_actions_of_any_space_are_saved(tmp_path):
+    class Anything(gym.Env):
+        observation_space = gym.spaces.Discrete(10)
+        action_space = gym.spaces.Dict(
+            {"turn": gym.spaces.Box(-1.0, 1.0, (2,)), "say": gym.spaces.Text(5), "n": gym.spaces.MultiDiscrete([3, 3])}
+        )
+
+        def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.int64, dict]:
+            super().reset(seed=seed)
+            self.total = 0.0
+            return np.int64(0), {}
+
+        def step(self, action: Any) -> Any:
+            self.total += float(action["turn"].sum()) + len(action["say"]) + int(action["n"][0])
+            return np.int64(self.total), self.total, self.total > 9, False, {}
+
+    class Actor(WordAgent):
+        def extract_action(self, response: str) -> Any:
+            size = len(response)
+            return {"turn": np.full(2, size / 9, np.float32), "say": "x" * (size % 4 + 1), "n": np.array([size % 3, 1])}
+
+    def go_on(folder: Path, episodes: int, **options: Any) -> list[float]:
+        agent = make_agent(Actor, ppo=SIZES, context="turn", generate={"max_new_tokens": 3})
+        return learning(folder, agent, Anything, episodes, **options)[1].returns
+
+    go_on(tmp_path, 4)
+    assert go_on(tmp_path, 8, resume=True) == go_on(tmp_path / "whole", 8)
+
+
+def test_a_countdown_in_one_go_says_nothing_of_checkpoints(caplog):
+    with caplog.at_level(logging.INFO):
+        train(make_agent(ChoiceAgent), CountdownEnv, 3)
+    assert "checkpoint" not in caplog.text
