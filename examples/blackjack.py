@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 
 from llamagym import Agent, load_model_and_tokenizer, parse_choice
 from llamagym.models import checkpoints
-from llamagym.tracking import Progress, default_tracker
+from llamagym.training.tracking import Progress, default_tracker
 
 SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
 

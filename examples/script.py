@@ -16,8 +16,8 @@ from typing import Any
 import gymnasium
 
 from llamagym import Agent, LlamaGymError, evaluate, load_model_and_tokenizer, train
-from llamagym.tracking import Metrics, MultiTracker, default_tracker
 from llamagym.training import EnvSource
+from llamagym.training.tracking import Metrics, MultiTracker, default_tracker
 
 Score = tuple[float, float]
 """Expected return and its standard error; the latter is 0 where the return is computed, not sampled."""

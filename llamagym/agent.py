@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from .learners.base import Stats
 from .learners.grpo import GRPOConfig, ReinforceConfig
 from .learners.learning_actor import LearningActor
 from .learners.ppo import PPOConfig
+from .learners.preflight import Report, preflight
 from .learners.replay import ReplayConfig
 from .models.atomic import verify, written_whole
 from .models.generation import GenerationConfig
@@ -160,8 +161,8 @@ class Agent(LearningActor):
         from .learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
 
         config = WarmStartConfig.from_dict(options)
-        end = self._template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
-        episodes = read_demonstrations(path or self.demonstrations, self._new_conversation, self._prefix, end)
+        end = self.chat_template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
+        episodes = read_demonstrations(path or self.demonstrations, self.new_conversation, self.response_prefix, end)
         with self.learner.undone_on_error():
             stats = fine_tune(self.policy, self.tokenizer, episodes, config)
         self.learner.watch_weights()
@@ -175,6 +176,17 @@ class Agent(LearningActor):
         All other changes are noticed: `load_state_dict`, optimisers, adapters that are loaded, merged or switched off.
         """
         self.policy.weights_changed()
+
+    def preflight(self, observations: Sequence[Any] = ()) -> Report:
+        """Look over tokenizer, template, caches, ratios, memory and speed; see `learners.preflight`.
+
+        Args:
+            observations: Some of the environment's, up to four, so that your own methods are looked at too.
+
+        Returns:
+            The checks; print it, or ask whether all have `passed`.
+        """
+        return preflight(self, observations)
 
     def draw_seed(self) -> int:
         """A seed for episodes to come, another one each time."""

@@ -132,7 +132,7 @@ class ProbeAgent(Agent):
 
     def value(self, observation: Any) -> float:
         """The critic's estimate of an observation that begins an episode."""
-        context = self._new_conversation().observe(self.format_observation(observation))
+        context = self.new_conversation().observe(self.format_observation(observation))
         return self.policy.values([context])[0]
 
 

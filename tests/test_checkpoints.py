@@ -24,7 +24,7 @@ from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, verify, written_whole
 from llamagym.models.checkpoints import best, find, newest, path_of, prune
 from llamagym.models.state_files import read_state, write_state
-from llamagym.tracking import JsonlTracker, MultiTracker
+from llamagym.training.tracking import JsonlTracker, MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 from tests.resumed_run import CASES, SIZES, DiceEnv
 

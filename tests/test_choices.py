@@ -40,7 +40,7 @@ class OfferAgent(WordAgent):
 
 def slow_scores(agent, observation, normalization):
     """Log-likelihood of each choice by its length: a pass of the bare model over prompt and choice for each."""
-    template, tokenizer = agent._template, agent.tokenizer
+    template, tokenizer = agent.chat_template, agent.tokenizer
     prompt = template.first_prompt("Say something.", f"Observation {observation}")
     scores = []
     for choice in agent.get_action_choices(observation):
@@ -54,7 +54,7 @@ def slow_scores(agent, observation, normalization):
 def log_probabilities(agent, observations):
     """What the policy makes of the choices of each observation, all in one batch."""
     contexts = [
-        agent._new_conversation().observe(f"Observation {observation}", choices=agent.get_action_choices(observation))
+        agent.new_conversation().observe(f"Observation {observation}", choices=agent.get_action_choices(observation))
         for observation in observations
     ]
     return agent.policy.choice_logprobs(contexts)

@@ -21,12 +21,12 @@ WINGS = {
     "engine": {"conversation", "models"},
     "policy": {"conversation", "models", "engine"},
     "learners": {"conversation", "models", "policy"},
-    "training": {"conversation", "models", "policy", "learners", "tracking", "agent"},
+    "training": {"conversation", "models", "policy", "learners", "agent"},
     "envs": set(),
 }
 # Importable from anywhere.
 BASICS = {"errors", "options"}
-OUTSIDE = ["errors", "options", "tracking", "agent", "__init__"]
+OUTSIDE = ["errors", "options", "agent", "__init__", "__main__"]
 # The one file of the engine that opens the door to what a processor computes faster.
 DOOR = "engine/acceleration.py"
 # Heavy or optional: imported where they are used first.

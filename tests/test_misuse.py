@@ -204,7 +204,7 @@ def test_choices_that_begin_with_others_have_the_probability_that_is_said(normal
     agent.choices = ("go", "go left", "go left now", "stay")
     (shown,) = agent.action_probabilities(["x"])
     tokenizer, model = agent.tokenizer, agent.policy.model
-    opening = agent._new_conversation().observe(agent.format_observation("x"), "").prompts[0].ids
+    opening = agent.new_conversation().observe(agent.format_observation("x"), "").prompts[0].ids
     scores = []
     for choice in agent.choices:
         ids = tokenizer(choice, add_special_tokens=False)["input_ids"]

@@ -131,7 +131,7 @@ def test_text_world_s_commands_reach_the_environment(folder, logged):
     variables = port(TEXT_WORLD, folder, logged, env=env)
     agent = variables["agent"]
     assert agent.extract_action("First I look. command: go east") == "go east"
-    agent._prefix = "command: go east "
+    agent.response_prefix = "command: go east "
     assert agent.act("You are in room 0.").startswith("go east")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamagym.tracking import Progress
+from llamagym.training.tracking import Progress
 
 ROOT = Path(__file__).parent.parent
 

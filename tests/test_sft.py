@@ -45,8 +45,8 @@ def demos(tmp_path):
 
 
 def episodes_of(agent, path):
-    end = agent._template.closing_id(agent.policy._eos_ids)
-    return read_demonstrations(path, agent._new_conversation, agent._prefix, end)
+    end = agent.chat_template.closing_id(agent.policy._eos_ids)
+    return read_demonstrations(path, agent.new_conversation, agent.response_prefix, end)
 
 
 def segments_of(agent, path):
@@ -96,7 +96,7 @@ def test_trained_ids_are_the_template_s_and_only_replies_have_a_loss(family, tmp
         assert reply[-1] in agent.policy._eos_ids
     assert context[: len(before + first)] == before + first
     opening = [SYSTEM]
-    if not agent._template.has_system_role:
+    if not agent.chat_template.has_system_role:
         opening, said[0]["content"] = [], f"{SYSTEM['content']}\n\n{said[0]['content']}"
     # One more observation, so that no template treats the last reply as special.
     rendered = tokenizer.apply_chat_template([*opening, *said, *turns("probe")], tokenize=False)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llamagym import ConfigError, evaluate, train
-from llamagym.tracking import JsonlTracker, default_tracker
+from llamagym.training.tracking import JsonlTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 ROOT = Path(__file__).parent.parent

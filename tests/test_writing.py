@@ -103,7 +103,7 @@ def test_acting_goes_on_outside_of_inference_mode():
 
 def test_a_prompt_is_rendered_once(monkeypatch):
     agent = speaker()
-    template, render, rendered = agent._template, agent.tokenizer.apply_chat_template, []
+    template, render, rendered = agent.chat_template, agent.tokenizer.apply_chat_template, []
     monkeypatch.setattr(
         agent.tokenizer,
         "apply_chat_template",

@@ -80,10 +80,15 @@ class ChatTemplate:
         Args:
             end_ids: Every id that ends a reply.
         """
+        closing = self.closing_token()
+        return closing if closing in end_ids and closing is not None else int(self._tokenizer.eos_token_id)
+
+    def closing_token(self) -> int | None:
+        """The id that the template puts after a reply; None if it puts none."""
         reply = {"role": "assistant", "content": _REPLY}
         _, found, after = self._render([*self._opening(_SYSTEM, _USER), reply]).rpartition(_REPLY)
         closing = self._encode_template(after.lstrip())[:1] if found else ()
-        return closing[0] if closing and closing[0] in end_ids else int(self._tokenizer.eos_token_id)
+        return closing[0] if closing else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens."""

@@ -58,7 +58,7 @@ class Alarms:
         Args:
             dtype: Of the model's weights: how far rounding alone makes ratios differ from 1.
         """
-        tolerance = _RATIO_ERROR if dtype == torch.float32 else _RATIO_ERROR_HALF
+        tolerance = ratio_tolerance(dtype)
         self._history: deque[Stats] = deque(maxlen=_UPDATES)
         self._ringing: set[str] = set()
         self._rules: dict[str, Callable[[History], str | None]] = {
@@ -97,6 +97,11 @@ class Alarms:
         """Take what was saved."""
         self._history = deque(state["history"], maxlen=_UPDATES)
         self._ringing = set(state["ringing"])
+
+
+def ratio_tolerance(dtype: torch.dtype) -> float:
+    """How far from 1 rounding alone makes the ratio of what samples and what is trained."""
+    return _RATIO_ERROR if dtype == torch.float32 else _RATIO_ERROR_HALF
 
 
 def _same_reply(history: History) -> str | None:

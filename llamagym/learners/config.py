@@ -9,7 +9,7 @@ from typing import ClassVar
 from ..errors import ConfigError
 from ..options import Options
 
-_OWN_TRACKER = "Drop it: trackers are passed to train(), see llamagym.tracking."
+_OWN_TRACKER = "Drop it: trackers are passed to train(), see llamagym.training.tracking."
 _OWN_BATCHES = "Drop it: microbatch_nodes bounds the tokens of a forward and backward pass."
 # Options of TRL 0.11's PPOConfig that have no equal here.
 _FROM_TRL = {

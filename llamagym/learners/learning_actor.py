@@ -242,7 +242,7 @@ class LearningActor(Actor):
             for index in cut:
                 conversation = self._conversations[env_ids[index]]
                 undone.enter_context(conversation.undone_on_error())
-                contexts.append(conversation.observe(self.format_observation(finals[index]), self._prefix))
+                contexts.append(conversation.observe(self.format_observation(finals[index]), self.response_prefix))
             values = self.policy.values(contexts)
         return dict(zip(cut, values, strict=True))
 

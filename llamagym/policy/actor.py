@@ -31,6 +31,8 @@ class Actor(TextInterface):
     Attributes:
         policy: The model as a stochastic policy.
         tokenizer: Its tokenizer.
+        chat_template: Renders prompts.
+        response_prefix: Fixed text that every reply begins with.
     """
 
     def __init__(
@@ -54,9 +56,9 @@ class Actor(TextInterface):
             )
         self.policy = policy
         self.tokenizer = tokenizer
-        self._template = template
+        self.chat_template = template
         self._context: Context = context
-        self._prefix = response_prefix
+        self.response_prefix = response_prefix
         self._penalty = invalid_action_penalty
         self._conversations: dict[Hashable, Conversation] = {}
         self._learning, self._greedy = True, False
@@ -85,6 +87,11 @@ class Actor(TextInterface):
         return self._greedy
 
     @property
+    def sees_one_turn(self) -> bool:
+        """Whether the model sees the current observation only."""
+        return self._context == "turn"
+
+    @property
     def current_episode_messages(self) -> list[Message]:
         """The current conversation of environment 0, as chat messages."""
         return self.conversation(0).messages
@@ -97,7 +104,7 @@ class Actor(TextInterface):
     def conversation(self, env_id: Hashable) -> Conversation:
         """The current conversation of an environment; a new one if there is none."""
         if env_id not in self._conversations:
-            self._conversations[env_id] = self._new_conversation()
+            self._conversations[env_id] = self.new_conversation()
         return self._conversations[env_id]
 
     def _has_turns(self, env_id: Hashable) -> bool:
@@ -143,7 +150,7 @@ class Actor(TextInterface):
         """One turn of each conversation; returns the actions."""
         choices = [self.get_action_choices(observation) for observation in observations]
         contexts = [
-            conversation.observe(self.format_observation(observation), self._prefix, offered)
+            conversation.observe(self.format_observation(observation), self.response_prefix, offered)
             for conversation, observation, offered in zip(conversations, observations, choices, strict=True)
         ]
         replies = self.policy.sample(contexts, self._learning, self._greedy)
@@ -234,8 +241,8 @@ class Actor(TextInterface):
                     "get_action_choices()."
                 )
             offers.append(offered)
-            conversation = self._new_conversation()
-            contexts.append(conversation.observe(self.format_observation(observation), self._prefix, offered))
+            conversation = self.new_conversation()
+            contexts.append(conversation.observe(self.format_observation(observation), self.response_prefix, offered))
         logprobs = self.policy.choice_logprobs(contexts)
         return [
             dict(zip(offered, row.exp().tolist(), strict=True)) for offered, row in zip(offers, logprobs, strict=True)
@@ -243,12 +250,13 @@ class Actor(TextInterface):
 
     def _in_words(self, reply: Reply, offered: list[str] | None) -> str:
         if offered is not None and reply.choice_index is not None:
-            return self._prefix + offered[reply.choice_index]
-        return self._prefix + str(self.tokenizer.decode(list(reply.ids), skip_special_tokens=True))
+            return self.response_prefix + offered[reply.choice_index]
+        return self.response_prefix + str(self.tokenizer.decode(list(reply.ids), skip_special_tokens=True))
 
-    def _new_conversation(self) -> Conversation:
+    def new_conversation(self) -> Conversation:
+        """A conversation that has yet to begin."""
         return Conversation(
-            self._template,
+            self.chat_template,
             self.get_system_prompt(),
             self._context,
             self.policy.max_length,

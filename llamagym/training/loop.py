@@ -12,12 +12,12 @@ from typing import Any
 from ..agent import Agent
 from ..errors import ConfigError
 from ..learners.base import Stats
-from ..tracking import MultiTracker, Progress, Tracker
 from .environments import EnvSource, failed_copy, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play
 from .saved_run import SavedRun
+from .tracking import MultiTracker, Progress, Tracker
 
 logger = logging.getLogger(__name__)
 

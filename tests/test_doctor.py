@@ -1,0 +1,165 @@
+"""The doctor passes what is well, and names what is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from llamagym import Agent
+from llamagym.__main__ import examine
+from llamagym.learners import preflight as checks
+from llamagym.models import torch_internals
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
+
+
+@pytest.mark.slow
+def test_the_embedded_model_is_well():
+    result = subprocess.run([sys.executable, "-m", "llamagym", "doctor"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith("All is well.\n")
+    assert "FAIL" not in result.stdout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("context", ["turn", "episode"])
+def test_tiny_models_of_every_family_are_well(family, context):
+    agent = make_agent(ChoiceAgent, family, context=context)
+    for observations in ((), [1, 2, 3]):
+        report = agent.preflight(observations)
+        assert report.passed, str(report)
+
+
+def test_a_preflight_leaves_no_trace():
+    agent, other = make_agent(ChoiceAgent), make_agent(ChoiceAgent)
+    agent.act(1)
+    other.act(1)
+    before = str(agent.state_dict())
+    agent.preflight([1, 2])
+    assert str(agent.state_dict()) == before
+    agent.assign_reward(1.0)
+    other.assign_reward(1.0)
+    assert agent.act(2) == other.act(2)
+
+
+class Forgetful(ChoiceAgent):
+    """Does not know one of its choices."""
+
+    def extract_action(self, response: str) -> int:
+        return ("go left", "stay").index(response)
+
+
+class Confused(ChoiceAgent):
+    """Formats no observation."""
+
+    def format_observation(self, observation: Any) -> str:
+        raise KeyError("hands")
+
+
+class NoisyEmbedding(torch.nn.Embedding):
+    """Draws random numbers whenever it is called."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out = super().forward(ids)
+        return out + out.std() * torch.randn_like(out)
+
+
+def edited_unseen(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = make_agent(ChoiceAgent)
+    agent.act(1)
+    agent.policy.model.pretrained_model.get_base_model().model.layers[0].mlp.down_proj.weight.data.mul_(3.0)
+    return agent
+
+
+def drawing(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = make_agent(WordAgent)
+    agent.policy.model.pretrained_model.get_input_embeddings().__class__ = NoisyEmbedding
+    return agent
+
+
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """A trained model's English costs more than chance by another tokenizer."""
+    agent = make_agent(WordAgent)
+    with torch.no_grad():
+        agent.policy.model.pretrained_model.get_base_model().lm_head.weight.mul_(300.0)
+    return agent
+
+
+def endless(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = make_agent(WordAgent, "smollm")
+    agent.policy.model.pretrained_model.generation_config.eos_token_id = None
+    agent.tokenizer.eos_token = "<|im_start|>"
+    return agent
+
+
+def lossy(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    from tokenizers import normalizers
+
+    agent = make_agent(WordAgent)
+    agent.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return agent
+
+
+def infinite(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = make_agent(WordAgent)
+    with torch.no_grad():
+        agent.policy.model.pretrained_model.get_base_model().lm_head.weight[0] = torch.nan
+    return agent
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    monkeypatch.setattr(checks, "container_limit", lambda: 1000.0)
+    return make_agent(WordAgent)
+
+
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    monkeypatch.setattr(torch_internals, "VERSIONS", "<1.0")
+    return make_agent(WordAgent)
+
+
+BROKEN = {
+    "weights edited unseen": (edited_unseen, "caches", "agent.weights_changed"),
+    "a layer that draws": (drawing, "ratio", "random numbers"),
+    "another tokenizer": (foreign, "language", "another model's"),
+    "no end": (endless, "reply's end", "would run on"),
+    "a tokenizer that changes texts": (lossy, "tokenizer", "normalizer"),
+    "weights that are not finite": (infinite, "language", "not finite"),
+    "no memory": (crowded, "memory", "load a smaller model"),
+    "an unknown version": (unknown, "versions", "have not been tested"),
+    "a choice that names no action": (lambda _: make_agent(Forgetful), "actions", "'go right'"),
+    "a method that fails": (lambda _: make_agent(Confused), "replies", "KeyError"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_broken_is_named(what, monkeypatch):
+    broken, name, advice = BROKEN[what]
+    report = broken(monkeypatch).preflight([1, 2])
+    found = {check.name: check for check in report.checks}[name]
+    assert not found.passed
+    assert advice in found.finding
+    assert name in report.failing
+    assert not report.passed
+    assert f"FAIL {name}" in str(report)
+
+
+def test_a_template_that_cannot_be_appended_to_is_named(tmp_path):
+    tokenizer = tiny_tokenizer("smollm")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ loop.index0 }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    tiny_base_model("smollm").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    report = examine(str(tmp_path), "cpu", "float32")
+    assert report.failing == ["template"]
+    assert "append" in str(report)
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
+    report = examine(str(tmp_path / "nothing" / "here"))
+    assert report.failing == ["model"]
