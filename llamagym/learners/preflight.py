@@ -18,6 +18,7 @@ from ..conversation.chat_template import check_vocabulary, end_ids
 from ..conversation.episode import Conversation, Segment
 from ..models import peft_internals, torch_internals, transformers_internals
 from ..models.hardware import container_limit
+from ..models.loading import BESIDE_WEIGHTS_GIB
 from ..policy.actor import Actor
 from .alarms import ratio_tolerance
 
@@ -267,13 +268,13 @@ class _Probes:
         """Learning fits into what is free."""
         model = self._actor.policy.model
         learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-        needed = _COPIES * 4 * learns
+        needed = _COPIES * 4 * learns + BESIDE_WEIGHTS_GIB * _GIB
         if model.device.type == "cuda":
             free = int(torch.cuda.mem_get_info(model.device)[0])
         else:
             free = int(min(psutil.virtual_memory().available, container_limit() - psutil.Process().memory_info().rss))
         found = (
-            f"{learns / 1e6:.1f} million weights learn, which takes {needed / _GIB:.2f} GiB of {free / _GIB:.1f} free"
+            f"training {learns / 1e6:.1f} million weights takes up to {needed / _GIB:.1f} GiB, {free / _GIB:.1f} are free"
         )
         if needed > free:
             raise FaultError(f"{found}. Train an adapter instead of all weights, or load a smaller model.")

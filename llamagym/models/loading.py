@@ -42,8 +42,8 @@ _CONVERSION = 3
 _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
 _COPIES_TO_TRAIN = 4
-# Libraries, packed weights and activations; what a run on Blackjack took at its peak, less the weights, is 1.0 to 1.3.
-_BESIDE_WEIGHTS_GIB = 1.0
+BESIDE_WEIGHTS_GIB = 1.0
+"""Libraries, packed weights and activations; what a run on Blackjack took at its peak, less the weights, is 1.0 to 1.3."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -136,7 +136,7 @@ def _require_memory(weights_gib: float, trains_all: bool, device: torch.device) 
     """Say before a model is loaded that there is no room for it."""
     needed = weights_gib * (_COPIES_TO_TRAIN if trains_all else 1)
     if device.type == "cpu":
-        needed += _BESIDE_WEIGHTS_GIB
+        needed += BESIDE_WEIGHTS_GIB
     room = memory_bytes(device) / 2**30
     if 0 < room < needed:
         raise ModelLoadError(
