@@ -67,10 +67,10 @@ class _Attention(torch.autograd.Function):
         keys, values = (torch.empty(groups * rows, own, size) for _ in range(2))
         at = [part.data_ptr() for part in (query, key, value, cosines, sines, *kept, asked, keys, values)]
         strides = query.stride(1), key.stride(1), value.stride(1), *kept[0].stride()[:2]
-        _run(_lay_out, kind_of(query, key, value, cosines, sines, *kept), at, sizes, strides, scaling)
+        _run(_rotate_and_lay_out, kind_of(query, key, value, cosines, sines, *kept), at, sizes, strides, scaling)
         shared_keys, shared_values = torch.zeros(2, groups, 0, size) if shared is None else shared.float()
-        of_shared, of_own = _together(asked, groups) @ shared_keys.mT, asked @ keys.mT
-        _run(_weigh, kind_of(mask), [part.data_ptr() for part in (of_shared, of_own, mask)], sizes)
+        of_shared, of_own = _merge_rows(asked, groups) @ shared_keys.mT, asked @ keys.mT
+        _run(_softmax, kind_of(mask), [part.data_ptr() for part in (of_shared, of_own, mask)], sizes)
         seen = torch.baddbmm((of_shared @ shared_values).view_as(asked), of_own, values)
         ctx.save_for_backward(asked, keys, values, shared_keys, shared_values, of_shared, of_own, cosines, sines)
         ctx.sizes, ctx.scaling = sizes, scaling
@@ -83,17 +83,17 @@ class _Attention(torch.autograd.Function):
         rows, tokens, heads, groups, size, _, _ = sizes = ctx.sizes
         apart = of_result.reshape(rows, tokens, groups, -1, size).permute(2, 0, 3, 1, 4)
         of_seen = asked.new_empty(apart.shape).copy_(apart).view_as(asked)
-        slopes = _together(of_seen, groups) @ shared_values.mT, of_seen @ values.mT
-        _run(_slope, None, [part.data_ptr() for part in (of_shared, of_own, *slopes)], sizes)
-        of_asked = torch.baddbmm((slopes[0] @ shared_keys).view_as(asked), slopes[1], keys)
-        of_keys, of_values = slopes[1][..., -tokens:].mT @ asked, of_own[..., -tokens:].mT @ of_seen
+        gradients = _merge_rows(of_seen, groups) @ shared_values.mT, of_seen @ values.mT
+        _run(_softmax_backward, None, [part.data_ptr() for part in (of_shared, of_own, *gradients)], sizes)
+        of_asked = torch.baddbmm((gradients[0] @ shared_keys).view_as(asked), gradients[1], keys)
+        of_keys, of_values = gradients[1][..., -tokens:].mT @ asked, of_own[..., -tokens:].mT @ of_seen
         of_heads = [of_result.new_empty(rows, tokens, count * size) for count in (heads, groups, groups)]
         at = [part.data_ptr() for part in (*of_heads, cosines, sines, of_asked, of_keys, of_values)]
-        _run(_lay_back, kind_of(of_result, cosines, sines), at, sizes, scaling=ctx.scaling)
+        _run(_rotate_back_and_lay_out, kind_of(of_result, cosines, sines), at, sizes, scaling=ctx.scaling)
         return *of_heads, None, None, None, None, None
 
 
-def _together(rows: Tensor, groups: int) -> Tensor:
+def _merge_rows(rows: Tensor, groups: int) -> Tensor:
     """(K B, M, X) as (K, B M, X)."""
     return rows.view(groups, -1, rows.shape[2])
 
@@ -108,8 +108,8 @@ def _run(
 
 
 @compiled
-def _lay_out(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    """Rotate queries, scaled, and keys, keep keys and values, and write all in float32 as products want them."""
+def _rotate_and_lay_out(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
+    """Apply RoPE to scaled queries and to keys, cache keys and values, and lay all out in float32 for the products."""
     for part in prange(parts):
         rows, tokens, heads, groups, size, _, own = sizes
         cosines = carray(pointer(at[3]), (rows, tokens, size), kind.dtype)
@@ -146,7 +146,7 @@ def _lay_out(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyp
 
 
 @compiled
-def _weigh(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
+def _softmax(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
     """Replace scores, of shared and of own columns, by one softmax over both."""
     for part in prange(parts):
         rows, tokens, heads, _, _, before, own = sizes
@@ -154,17 +154,18 @@ def _weigh(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped
         of_own = carray(pointer(at[1]), (rows * heads * tokens, own), np.float32)
         mask = carray(pointer(at[2]), (rows, tokens, before + own), kind.dtype)
         for line in range(part * len(of_own) // parts, (part + 1) * len(of_own) // parts):
-            masked, shared, others = mask[line // _of_row(sizes) % rows, line % tokens], of_shared[line], of_own[line]
+            masked = mask[line // _scores_per_row(sizes) % rows, line % tokens]
+            shared, others = of_shared[line], of_own[line]
             for i in range(before):
                 shared[i] += wide(masked[i])
             for i in range(own):
                 others[i] += wide(masked[before + i])
             rank = np.int32(-(2**31))
             for i in range(before):
-                rank = max(rank, _ranked(shared[i]))
+                rank = max(rank, _float_to_ordered_int(shared[i]))
             for i in range(own):
-                rank = max(rank, _ranked(others[i]))
-            largest, total = _number_of(rank), np.float32(0)
+                rank = max(rank, _float_to_ordered_int(others[i]))
+            largest, total = _ordered_int_to_float(rank), np.float32(0)
             for i in range(before):
                 shared[i] = exponential(shared[i] - largest)
                 total += shared[i]
@@ -178,27 +179,27 @@ def _weigh(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped
 
 
 @inlined
-def _ranked(number):  # type: ignore[no-untyped-def]
-    """An integer that is larger where a float32 is: many at once can be compared, as floating point cannot."""
-    return _turned(np.float32(number).view(np.int32))
+def _float_to_ordered_int(number):  # type: ignore[no-untyped-def]
+    """A float32's bits as an integer of the same order: maxima of integers are vectorised, of floats they are not."""
+    return _flip_if_negative(np.float32(number).view(np.int32))
 
 
 @inlined
-def _number_of(rank):  # type: ignore[no-untyped-def]
-    """The float32 of that rank."""
-    bits = _turned(np.int32(rank))
+def _ordered_int_to_float(rank):  # type: ignore[no-untyped-def]
+    """The float32 that `_float_to_ordered_int` made this integer of."""
+    bits = _flip_if_negative(np.int32(rank))
     return np.int32(bits).view(np.float32)
 
 
 @inlined
-def _turned(bits):  # type: ignore[no-untyped-def]
-    """A negative float32's bits as an integer that rises with it, and back; others' do."""
+def _flip_if_negative(bits):  # type: ignore[no-untyped-def]
+    """Flip all but the sign of a negative float32's bits, so that they order as integers do; its own inverse."""
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @compiled
-def _slope(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    """Replace the slopes of probabilities, of shared and of own columns, by those of scores."""
+def _softmax_backward(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
+    """Replace gradients of probabilities, of shared and of own columns, by those of scores."""
     for part in prange(parts):
         rows, tokens, heads, _, _, before, own = sizes
         shared = carray(pointer(at[0]), (rows * heads * tokens, before), np.float32)
@@ -218,8 +219,8 @@ def _slope(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped
 
 
 @compiled
-def _lay_back(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    """Turn slopes of rotated queries, scaled, and keys back, and write all as heads side by side."""
+def _rotate_back_and_lay_out(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
+    """Gradients of queries and keys before RoPE from those after it; all are written in the projections' layout."""
     for part in prange(parts):
         rows, tokens, heads, groups, size, _, _ = sizes
         query = carray(pointer(at[0]), (rows, tokens, groups, heads // groups, size), kind.dtype)
@@ -244,17 +245,17 @@ def _lay_back(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-unty
 
 
 @inlined
-def _of_row(sizes):  # type: ignore[no-untyped-def]
-    """How many lines of scores lie beside each other of one row."""
+def _scores_per_row(sizes):  # type: ignore[no-untyped-def]
+    """Lines of scores that belong to one row and group."""
     _, tokens, heads, groups, _, _, _ = sizes
     return heads // groups * tokens
 
 
 @inlined
-def _rotate_back(kind, slopes, cosines, sines, factor, result):  # type: ignore[no-untyped-def]
-    """The gradient of a head (D,), given that of what rotating made of it."""
-    half = len(slopes) // 2
+def _rotate_back(kind, gradients, cosines, sines, factor, result):  # type: ignore[no-untyped-def]
+    """The gradient of a head (D,) before RoPE, given the one after it."""
+    half = len(gradients) // 2
     for i in range(half):
         j = half + i
-        result[i] = as_element(kind, factor * (slopes[i] * wide(cosines[i]) + slopes[j] * wide(sines[j])))
-        result[j] = as_element(kind, factor * (slopes[j] * wide(cosines[j]) - slopes[i] * wide(sines[i])))
+        result[i] = as_element(kind, factor * (gradients[i] * wide(cosines[i]) + gradients[j] * wide(sines[j])))
+        result[j] = as_element(kind, factor * (gradients[j] * wide(cosines[j]) - gradients[i] * wide(sines[i])))

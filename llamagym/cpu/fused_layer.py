@@ -43,7 +43,9 @@ class Fused:
             packed: The packed copies of frozen weights.
             may_hold_scores: Whether all attention scores for a mask and a number of heads may be held in memory.
         """
-        self._layers = {layer: _Layer(layer, packed, may_hold_scores) for layer in body.modules() if _is_usual(layer)}
+        self._layers = {
+            layer: _Layer(layer, packed, may_hold_scores) for layer in body.modules() if _is_llama_layer(layer)
+        }
 
     def __enter__(self) -> None:
         """Let the layers run fused, except those with a replaced `forward` or with hooks on an inner module."""
@@ -107,13 +109,13 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             query = _normalize_heads(query, attention.q_norm, attention.head_dim)
             key = _normalize_heads(key, attention.k_norm, attention.head_dim)
-        seen = self._look(query, key, value, position_embeddings, cache, attention_mask, **others)
-        (added,) = self._project(self._out, seen)
+        attended = self._attend(query, key, value, position_embeddings, cache, attention_mask, **others)
+        (added,) = self._project(self._out, attended)
         hidden, inputs = normalize(hidden, after.weight, after.variance_epsilon, added)
         (added,) = self._project(self._down, gated(*self._project(self._gate_up, inputs)))
         return hidden + added
 
-    def _look(
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -124,20 +126,20 @@ class _Layer:
         **others: Any,
     ) -> Tensor:
         """The heads' outputs, (B, T, N D)."""
-        attention, look = self._layer.self_attn, attend
+        attention, kernel = self._layer.self_attn, attend
         if torch.is_grad_enabled():
-            look = attend_with_gradients
+            kernel = attend_with_gradients
             is_simple = hasattr(cache, "grow") and not cache.keeps_gradients
             if not is_simple or not self._may_hold_scores(mask, query.shape[2] // attention.head_dim):
-                return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
+                return self._attend_by_pytorch(query, key, value, angles, cache, mask, **others)
         elif query.shape[1] >= _MANY_TOKENS and mask.shape[-1] >= _MANY_COLUMNS:
-            return self._look_by_pytorch(query, key, value, angles, cache, mask, **others)
+            return self._attend_by_pytorch(query, key, value, angles, cache, mask, **others)
         shared = others.get("shared_prefix")
         of_layer = None if shared is None else shared[attention.layer_idx]
         kept = cache.grow(attention.layer_idx, query.shape[1])
-        return look(query, key, value, angles, kept, of_layer, mask, attention.scaling)
+        return kernel(query, key, value, angles, kept, of_layer, mask, attention.scaling)
 
-    def _look_by_pytorch(
+    def _attend_by_pytorch(
         self,
         query: Tensor,
         key: Tensor,
@@ -152,9 +154,9 @@ class _Layer:
         heads = [part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in (query, key, value)]
         query, key = rotate(heads[0], heads[1], angles)
         key, value = cache.update(key, heads[2], attention.layer_idx)
-        look = attention_function(attention_of(attention.config))
-        seen: Tensor = look(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
-        return seen.flatten(2)
+        kernel = attention_function(attention_of(attention.config))
+        attended: Tensor = kernel(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
+        return attended.flatten(2)
 
     def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (B, T, O) of projections of the same inputs."""
@@ -181,7 +183,7 @@ def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
     return normalize(heads.unflatten(-1, (-1, size)), norm.weight, norm.variance_epsilon)[1].flatten(2)
 
 
-def _is_usual(layer: Any) -> bool:
+def _is_llama_layer(layer: Any) -> bool:
     """Whether a module is a decoder layer of Llama's kind, and no module in it has a replaced `forward`."""
     return (
         type(layer).__name__ in _KINDS

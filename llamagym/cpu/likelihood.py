@@ -63,7 +63,7 @@ def replace_by_gradient_(
     given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr(), total.data_ptr()
     gradients = of_picked.data_ptr(), of_entropy.data_ptr(), shift.data_ptr()
     sizes = (*logits.shape, targets.shape[1])
-    _slope(logits.numel(), kind_of(logits), given, gradients, sizes)
+    _gradient(logits.numel(), kind_of(logits), given, gradients, sizes)
 
 
 @inlined
@@ -130,7 +130,7 @@ def _measure(kind, given_at, results_at, sizes, parts):  # type: ignore[no-untyp
 
 
 @compiled
-def _slope(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyped-def]
+def _gradient(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyped-def]
     """Replace the logits of one part of the rows by their gradient."""
     for part in prange(parts):
         rows, vocabulary, count = sizes
@@ -150,7 +150,7 @@ def _slope(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyp
                 logprob = _at_least(scale * wide(logits[row, i]) - total[row])
                 of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)
                 logits[row, i] = as_element(kind, scale * of_logit)
-            # The targets' gradients anew: after rounding they would be off by as much as 1 - p of a likely token.
+            # Targets' gradients are computed apart: rounding in between would cost up to 1 - p of a likely token.
             for k in range(count):
                 logprob = _at_least(scale * kept[k] - total[row])
                 of_logit = exponential(logprob) * (-shift[row] - of_entropy[row] * logprob)

@@ -26,7 +26,7 @@ from .token_tree import Batch, TokenTree
 
 
 class Backbone(PrefixCache):
-    """A causal language model that decides: it gives the hidden states that replies are read from."""
+    """A causal language model that gives the hidden states at decision positions, where replies are scored."""
 
     def size(self, tree: TokenTree) -> int:
         """Cost of a tree in a pass with gradients, in nodes; a cached token counts as an eighth of one."""
@@ -44,23 +44,23 @@ class Backbone(PrefixCache):
         """
         size, width = batch.history.shape[1], batch.ids.shape[1]
         if not self.history_is_frozen and (torch.is_grad_enabled() or not adapted):
-            return self._decide(batch, batch.ids, self._read_anew(batch), adapted)
+            return self._run_decisions(batch, batch.ids, self._prefill_with_gradients(batch), adapted)
         known = self.prefill(trees, with_decisions=self.history_is_frozen)
         below = [of_tree.decisions.hidden for of_tree in known if of_tree.decisions is not None]
         prefix = self.prefix(trees[0].prefix)[1]
         rows = [[piece.entries for piece in of_tree.history] for of_tree in known]
         buffer = KVBuffer.filled(prefix, rows, size, width, self.shares(prefix, batch.ids.numel()))
         cache = buffer.cache(slice(None), batch.prefix_length + size, self._first_top_layer)
-        return self._decide(batch, pad_sequence(below, batch_first=True) if below else batch.ids, cache, adapted)
+        return self._run_decisions(batch, pad_sequence(below, batch_first=True) if below else batch.ids, cache, adapted)
 
-    def _decide(self, batch: Batch, inputs: Tensor, cache: BufferCache, adapted: bool) -> Tensor:
+    def _run_decisions(self, batch: Batch, inputs: Tensor, cache: BufferCache, adapted: bool) -> Tensor:
         """Run the top over decision nodes, given as ids (B, D) or states of the trunk (B, D, H); returns (N, H)."""
         self.tokens_forwarded += batch.ids.numel()
         with acting_on_every_token(self._top) if adapted else nullcontext():
             hidden = self._run(self._top, inputs, batch.positions, batch.visible, batch.key_positions, cache)
         return hidden.flatten(0, 1).index_select(0, batch.places.to(hidden.device))
 
-    def _read_anew(self, batch: Batch) -> BufferCache:
+    def _prefill_with_gradients(self, batch: Batch) -> BufferCache:
         """Keys and values of prefix and history, P + S a row, padding included, with gradients."""
         prefix, length = self._nothing, batch.prefix_length
         count, size = batch.history.shape
