@@ -295,6 +295,27 @@ def test_peft_config_false_trains_every_weight_and_a_config_of_one_s_own_is_used
     assert len(trainable(adapted)) == 8
 
 
+@pytest.mark.parametrize(("share", "layers"), [(None, {3}), (0.7, {1, 2, 3}), (1.0, {0, 1, 2, 3})])
+def test_the_share_of_the_layers_that_lora_adapts(share: float | None, layers: set[int], tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    model, _, _ = load_model_and_tokenizer(folder, "cpu", lora_layer_fraction=share)
+    assert {int(name.split(".layers.")[1].split(".")[0]) for name in trainable(model) if ".layers." in name} == layers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_layer_fraction": 0.0}, "expected a share"),
+        ({"lora_layer_fraction": "all"}, "expected a share"),
+        ({"lora_layer_fraction": 1.0, "peft_config": False}, "peft_config says otherwise"),
+    ],
+)
+def test_a_share_that_is_none_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_model_and_tokenizer(folder, "cpu", **options)
+
+
 def test_adapter_folder_goes_on_with_its_own_adapter(tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
     model, _, _ = load_model_and_tokenizer(base, device="cpu", dtype="float32")
@@ -476,9 +497,9 @@ def test_device_and_dtype_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert load_model_and_tokenizer(folder, dtype="float32")[2] == torch.device("cpu")
     # Availability decides before the CPU does; CUDA comes first.
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert loading._resolve_device("auto").type == "mps"
+    assert loading.resolve_device("auto").type == "mps"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert loading._resolve_device("auto").type == "cuda"
+    assert loading.resolve_device("auto").type == "cuda"
 
 
 def test_a_repository_s_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +44,7 @@ _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
 _COPIES_TO_TRAIN = 4
 BESIDE_WEIGHTS_GIB = 1.0
-"""Libraries, packed weights and activations; what a run on Blackjack took at its peak, less the weights, is 1.0 to 1.3."""
+"""Libraries, packed weights, activations: what a run on Blackjack took at its peak, less the weights, is 1.0 to 1.3."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,6 +57,7 @@ def load_model_and_tokenizer(
     peft_config: PeftConfig | Literal[False] | None = None,
     token: str | None = None,
     attn_implementation: str | None = None,
+    lora_layer_fraction: float | None = None,
 ) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase, torch.device]:
     """Load a language model with a value head, ready to be trained.
 
@@ -72,6 +74,9 @@ def load_model_and_tokenizer(
             that holds an adapter goes on with its own.
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
         attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
+        lora_layer_fraction: The share of the layers, counted from the last, that the registry's LoRA adapts, in (0, 1];
+            None is the entry's own. Agents that remember a conversation learn from fewer turns with 1, each of which
+            takes longer to learn from.
 
     Returns:
         Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
@@ -89,7 +94,12 @@ def load_model_and_tokenizer(
             f"peft_config={peft_config!r}. Pass None for the registry's LoRA, False for none, or a configuration of "
             "PEFT's, such as LoraConfig(...)."
         )
-    target = _resolve_device(device)
+    if lora_layer_fraction is not None and peft_config is not None:
+        raise ConfigError(
+            f"lora_layer_fraction={lora_layer_fraction} belongs to the registry's LoRA; peft_config says otherwise. "
+            "Set layers_to_transform in the latter instead."
+        )
+    target = resolve_device(device)
     if attn_implementation not in (None, *_ATTENTION):
         raise ConfigError(
             f"attn_implementation={attn_implementation!r}: replies branch off their context, which needs a mask that "
@@ -110,6 +120,8 @@ def load_model_and_tokenizer(
         base, base_hub = _locate(base_name, token)
     config = _read(transformers.AutoConfig, base, base_hub)
     entry = lookup(base_name) or lookup_by_architecture(config)
+    if lora_layer_fraction is not None:
+        entry = replace(entry, lora_layer_fraction=lora_layer_fraction)
     weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
     if entry.parameter_count is not None:
         bits = ("8bit" if load_in_8bit else "4bit") if quantization else None
@@ -252,7 +264,13 @@ def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def _resolve_device(device: str | torch.device) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device, "auto" being the best there is.
+
+    Raises:
+        ConfigError: It is unknown.
+        ModelLoadError: This machine has none.
+    """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
         return torch.device(next(kind for kind, there in available.items() if there))

@@ -87,9 +87,10 @@ class ModelEntry:
 
     def __post_init__(self) -> None:
         """Refuse a share of layers outside (0, 1]."""
-        if not 0.0 < self.lora_layer_fraction <= 1.0:
+        share = self.lora_layer_fraction
+        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(
-                f"lora_layer_fraction of {self.name!r} is {self.lora_layer_fraction}; expected a share in (0, 1]. "
+                f"lora_layer_fraction of {self.name!r} is {share!r}; expected a share in (0, 1]. "
                 "Use 1.0 to adapt every layer."
             )
 
