@@ -13,6 +13,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
+from .conversation.arguments import listed
 from .conversation.chat_template import ChatTemplate, check_vocabulary, end_ids
 from .conversation.demonstrations import read_demonstrations
 from .conversation.episode import Context
@@ -27,11 +28,12 @@ from .learners.replay import ReplayConfig
 from .models.atomic import verify, written_whole
 from .models.generation import GenerationConfig
 from .models.hub import upload
-from .models.loading import load_model_and_tokenizer
+from .models.loading import load_model_and_tokenizer, resolve_device
 from .models.lock import alone
 from .models.lora import redraw_
 from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
+from .options import check_arguments, check_seed
 from .policy.choices import ChoiceNormalization, choice_length
 from .policy.export import KIND, write_export
 from .policy.policy import Policy
@@ -65,12 +67,12 @@ class Agent(LearningActor):
         model: AutoModelForCausalLMWithValueHead,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device | str | None = None,
-        generate_config_dict: dict[str, Any] | GenerationConfig | None = None,
-        ppo_config_dict: dict[str, Any] | PPOConfig | None = None,
+        generate_config_dict: Mapping[str, Any] | GenerationConfig | None = None,
+        ppo_config_dict: Mapping[str, Any] | PPOConfig | None = None,
         *,
         algorithm: Algorithm = "ppo",
-        grpo_config_dict: dict[str, Any] | GRPOConfig | None = None,
-        reinforce_config_dict: dict[str, Any] | ReinforceConfig | None = None,
+        grpo_config_dict: Mapping[str, Any] | GRPOConfig | None = None,
+        reinforce_config_dict: Mapping[str, Any] | ReinforceConfig | None = None,
         use_target_kl: bool = False,
         context: Context = "episode",
         response_prefix: str = "",
@@ -79,7 +81,7 @@ class Agent(LearningActor):
         choice_normalization: ChoiceNormalization = "none",
         aim_lora: bool = True,
         sft_warm_start: bool = False,
-        replay_config_dict: dict[str, Any] | ReplayConfig | None = None,
+        replay_config_dict: Mapping[str, Any] | ReplayConfig | None = None,
         seed: int | None = None,
     ) -> None:
         """Prepare to act and to learn.
@@ -116,11 +118,13 @@ class Agent(LearningActor):
                 f"The model is a {type(model).__name__}; PPO needs a value head. Wrap it: "
                 "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
             )
+        check_arguments(Agent.__init__, locals())
+        check_seed(seed)
         generation = GenerationConfig.from_dict(generate_config_dict or {})
         check_vocabulary(model.pretrained_model, tokenizer)
         template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
-            model.to(device)
+            model.to(resolve_device(device))
         end = end_ids(model.pretrained_model, tokenizer)
         length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
         policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
@@ -186,7 +190,7 @@ class Agent(LearningActor):
         Returns:
             The checks; print it, or ask whether all have `passed`.
         """
-        return preflight(self, observations)
+        return preflight(self, listed(observations, "observations"))
 
     def draw_seed(self) -> int:
         """A seed for episodes to come, another one each time."""
@@ -251,7 +255,7 @@ class Agent(LearningActor):
         if model is None:
             model, tokenizer, _ = load_model_and_tokenizer(folder, device, dtype)
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         agent = cls(model, tokenizer, **{**state["options"], **options})
         restore_prior(agent.policy, state["choice_prior"])
         agent.policy.rng.set_state(state["rng"])

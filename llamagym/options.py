@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError, did_you_mean
 
@@ -26,12 +26,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check the types."""
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            if not any(_fits(value, kind) for kind in allowed):
-                raise ConfigError(f"{field.name}={value!r} is no {_named(allowed)}. Pass one.")
+        _check_types(get_type_hints(type(self)), {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def from_dict(cls: type[OptionsT], options: Mapping[str, Any] | Options) -> OptionsT:
@@ -84,17 +79,76 @@ class Options:
             raise ConfigError(f"{name}={getattr(self, name)!r}. {did_you_mean(str(getattr(self, name)), allowed)}")
 
 
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse arguments of other types than the function's annotations say.
+
+    Args:
+        function: Whose annotations count.
+        given: Its arguments by name, as `locals()` has them at its beginning.
+
+    Raises:
+        ConfigError: One is of another type.
+    """
+    _check_types(get_type_hints(function), given)
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse seeds that not every generator of random numbers takes.
+
+    Raises:
+        ConfigError: It is negative or has more than 63 bits.
+    """
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed} is out of range. Pass a whole number from 0 to 2**63 - 1.")
+
+
+def as_number(value: object) -> float:
+    """A single number of any library as a float; NaN where there is none, and for what no float can hold.
+
+    >>> as_number(True), as_number("1"), as_number(10**400)
+    (1.0, nan, nan)
+    """
+    if not isinstance(value, SupportsFloat) or isinstance(value, (str, complex)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # Arrays and tensors of several numbers say so in many ways.
+        return math.nan
+
+
+def _check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name in hints.keys() & given.keys():
+        hint = hints[name]
+        allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not any(_fits(given[name], kind) for kind in allowed):
+            raise ConfigError(f"{name}={given[name]!r} is no {_named(allowed)}. Pass one.")
+
+
 def _fits(value: object, kind: Any) -> bool:
     """Whether a value is of an annotated type; NaN is no number, and whole numbers count as numbers."""
-    if kind in (int, float):
-        is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-        return is_number and not math.isnan(value)  # type: ignore[arg-type]
-    if choices := get_args(kind):
-        return isinstance(value, str) and all(isinstance(choice, str) for choice in choices)
-    return isinstance(value, kind)
+    origin = get_origin(kind) or kind
+    if origin is Any:
+        return True
+    if origin is Literal:
+        return isinstance(value, str)
+    if origin in (int, float):
+        is_number = isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
+        return is_number and not math.isnan(as_number(value))
+    return isinstance(value, origin)
 
 
 def _named(kinds: Sequence[Any]) -> str:
     """The types as an error says them."""
-    names = {int: "whole number", float: "number", bool: "True or False", str: "string", type(None): "None"}
-    return " or ".join(names.get(kind, "string") for kind in kinds)
+    names: dict[Any, str] = {
+        int: "whole number",
+        float: "number",
+        bool: "True or False",
+        str: "string",
+        type(None): "None",
+        Literal: "string",
+        Mapping: "dictionary",
+        Callable: "function",
+    }
+    origins = [get_origin(kind) or kind for kind in kinds]
+    return " or ".join(names.get(origin) or str(getattr(origin, "__name__", origin)) for origin in origins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import numpy as np
@@ -90,15 +91,212 @@ def test_hooks_that_return_no_text(hook: str, returned: Any):
     assert agent._conversations == {}
 
 
-@pytest.mark.parametrize("reward", ["x", None, float("nan"), float("inf"), -1e300, 1e30, [1.0]])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        *("x", None, float("nan"), float("inf"), -1e300, 1e30, [1.0], 10**400, 1j),
+        *(np.array([1, 2]), np.array(["a"]), np.str_("x"), np.str_("1"), torch.tensor([1, 2]), torch.tensor([])),
+    ],
+    ids=repr,
+)
 def test_rewards_that_are_none(reward: Any):
     agent = make_agent(WordAgent)
     agent.act_batch(["a", "b"])
     with pytest.raises(EpisodeError, match="Reward"):
         agent.assign_rewards([1.0, reward])
     assert agent.current_episode_rewards == [0.0]
+    assert agent.conversation(0).awaits_reward
     agent.assign_rewards([np.float64(1.0), True])
-    assert agent.current_episode_rewards == [1.0]
+    agent.assign_rewards(torch.tensor([1.0, 2.0]))
+    assert agent.current_episode_rewards == [2.0]
+
+
+def test_rewards_that_add_up_to_too_much():
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 2, "mini_batch_size": 2})
+    agent.act("a")
+    agent.assign_reward(4e14)
+    agent.assign_reward(4e14)
+    with pytest.raises(EpisodeError, match="sum of the episode's"):
+        agent.assign_reward(4e14)
+    assert agent.current_episode_rewards == [8e14]
+    agent.assign_reward(-4e14)
+    agent.act("b")
+    with pytest.raises(EpisodeError, match="sum of the episode's"):
+        agent.assign_reward(-9e14)
+    agent.assign_reward(-5e14)
+    stats = agent.terminate_episode()
+    assert stats["skipped_steps"] == 0.0
+    assert stats["optimizer_steps"] > 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda agent: agent.terminate_episodes([0, 1], truncated=True),
+        lambda agent: agent.terminate_episodes([0, 1], truncated=["no", False], final_observations=["x", "y"]),
+        lambda agent: agent.terminate_episodes([0, 1], [None, False]),
+        lambda agent: agent.terminate_episodes([0, 1], train="no"),
+        lambda agent: agent.terminate_episodes([0, 1], final_observations=5),
+        lambda agent: agent.terminate_episodes([0, 1], groups=5),
+        lambda agent: agent.terminate_episodes([0, 1], groups=[[1], [2]]),
+        lambda agent: agent.terminate_episodes(0),
+        lambda agent: agent.terminate_episodes([[0]]),
+        lambda agent: agent.assign_rewards(1.0),
+        lambda agent: agent.assign_rewards("12"),
+        lambda agent: agent.assign_rewards({0: 1.0, 1: 2.0}),
+        lambda agent: agent.assign_rewards(np.array(1.0), [0]),
+        lambda agent: agent.assign_rewards([1.0], 0),
+        lambda agent: agent.act_batch(5),
+        lambda agent: agent.act_batch("cd"),
+        lambda agent: agent.act_batch({"c": 0, "d": 1}),
+        lambda agent: agent.act_batch(["c"], 2),
+        lambda agent: agent.act_batch(["c"], [[2]]),
+        lambda agent: agent.action_probabilities(5),
+        lambda agent: agent.action_probabilities("ab"),
+        lambda agent: agent.discard_episodes([[1]]),
+        lambda agent: agent.discard_episodes(1),
+        lambda agent: agent.conversation([1]),
+        lambda agent: agent.preflight(5),
+    ],
+)
+def test_arguments_of_the_loop_that_are_none(call):
+    agent = make_agent(ChoiceAgent)
+    agent.act_batch(["a", "b"])
+    agent.assign_rewards([0.0, 0.0])
+    before = str(agent.state_dict())
+    with pytest.raises(EpisodeError):
+        call(agent)
+    assert str(agent.state_dict()) == before
+
+
+def test_arguments_of_the_loop_may_be_arrays():
+    agent = make_agent(ChoiceAgent)
+    agent.act_batch(np.array(["a", "b"]), np.array([0, 1]))
+    agent.assign_rewards(np.array([0.0, 1.0]), range(2))
+    agent.terminate_episodes(np.array([0, 1]), np.array([True, False]), ("x", None))
+    assert agent.buffered_turns == 2
+
+
+HALF = "left \ud83d"
+
+
+def test_text_with_half_a_surrogate_pair(tmp_path):
+    agent = make_agent(ChoiceAgent)
+    for observation in (HALF, "a"):
+        agent.format_observation = lambda seen: seen
+        agent.get_action_choices = lambda seen: ["go", HALF] if seen == "a" else None
+        source = "format_observation" if observation == HALF else "get_action_choices"
+        with pytest.raises(ConfigError, match=rf"{source}.*surrogate"):
+            agent.act(observation)
+    agent.get_system_prompt = lambda: HALF
+    with pytest.raises(ConfigError, match=r"get_system_prompt.*surrogate"):
+        agent.act("a")
+    assert agent._conversations == {}
+    with pytest.raises(ConfigError, match=r"response_prefix.*surrogate"):
+        make_agent(WordAgent, response_prefix=HALF)
+    path = tmp_path / "demos.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": HALF}]
+    path.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(ConfigError, match=r"line 1 .*surrogate"):
+        make_agent(WordAgent).sft_from_jsonl(path)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"invalid_action_penalty": "x"},
+        {"invalid_action_penalty": float("nan")},
+        {"invalid_action_penalty": -(10**400)},
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"calibrate_choices": 3},
+        {"aim_lora": "no"},
+        {"use_target_kl": 0},
+        {"sft_warm_start": None},
+        {"choice_normalization": 5},
+        {"choice_normalization": "letter"},
+        {"context": ["turn"]},
+        {"response_prefix": None},
+        {"replay_config_dict": 5},
+        {"grpo_config_dict": "x"},
+    ],
+    ids=repr,
+)
+def test_options_of_an_agent_that_are_none(option: dict[str, Any]):
+    (name,) = option
+    with pytest.raises(ConfigError, match=name):
+        make_agent(ChoiceAgent, **option)
+
+
+def test_what_an_agent_is_made_of():
+    model = tiny_model("llama")
+    for tokenizer in (None, "llama", 5):
+        with pytest.raises(ConfigError, match="tokenizer"):
+            WordAgent(model, tokenizer)
+    for device in (5, "gpu", torch.float32):
+        with pytest.raises(ConfigError, match="device"):
+            WordAgent(model, tiny_tokenizer("llama"), device)
+    for algorithm in (5, [], "dqn"):
+        with pytest.raises(ConfigError, match="algorithm"):
+            WordAgent(model, tiny_tokenizer("llama"), algorithm=algorithm)
+    with pytest.raises(ConfigError, match="ppo_config_dict"):
+        WordAgent(model, tiny_tokenizer("llama"), ppo_config_dict=5)
+
+
+@pytest.mark.parametrize("run", [train, evaluate])
+@pytest.mark.parametrize(
+    "option", [{"seed": "x"}, {"seed": -1}, {"seed": 0.5}, {"env": 5}, {"env": lambda: 5}, {"agent": 5}], ids=repr
+)
+def test_arguments_of_a_run_that_are_none(run, option: dict[str, Any]):
+    (name,) = option
+    with pytest.raises(ConfigError, match=name):
+        run(**{"agent": make_agent(ChoiceAgent), "env": CountdownEnv, "episodes": 1, **option})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"group_size": "2"},
+        {"group_size": 0},
+        {"env_timeout": float("nan")},
+        {"env_timeout": float("inf")},
+        {"env_timeout": "x"},
+        {"env_timeout": -1},
+        {"on_update": 5},
+        {"tracker": 5},
+        {"checkpoint_dir": 5},
+        {"resume": "no"},
+        {"checkpoint_every": 0.5},
+    ],
+    ids=repr,
+)
+def test_options_of_a_training_that_are_none(option: dict[str, Any]):
+    (name,) = option
+    with pytest.raises(ConfigError, match=name):
+        train(make_agent(ChoiceAgent), CountdownEnv, episodes=1, **option)
+
+
+@pytest.mark.parametrize("run", [train, evaluate])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("CartPole-v99", "`v1`"),
+        ("Cartpole-v1", "Did you mean: `CartPole`"),
+        ("", "Malformed"),
+        ("nowhere:Env-v0", "nowhere"),
+    ],
+)
+def test_environments_that_no_one_knows(run, name: str, said: str):
+    with pytest.raises(ConfigError, match=rf"env='{name}'.*{said}"):
+        run(make_agent(ChoiceAgent), name, episodes=1)
+
+
+def test_a_time_limit_leaves_ctrl_c_to_the_caller():
+    before = signal.getsignal(signal.SIGINT)
+    train(make_agent(ChoiceAgent), CountdownEnv, episodes=1, env_timeout=60)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("run", [train, evaluate])

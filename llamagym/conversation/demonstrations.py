@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError, ContextLengthError
+from .arguments import check_text
 from .chat_template import Message
 from .episode import Conversation, Episode, Reply
 
@@ -74,6 +75,8 @@ def _messages(line: str, where: str) -> list[Message]:
         )
     if not all(isinstance(content, str) and content for _, content in said):
         raise ConfigError(f"{where} holds a message without text. Make every content a string that is not empty.")
+    for _, content in said:
+        check_text(content, where)
     return messages
 
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal
 
 from ..errors import ConfigError, EpisodeError
+from .arguments import check_text
 from .chat_template import ChatTemplate, Message
 
 Context = Literal["episode", "turn"]
@@ -174,8 +174,7 @@ class Conversation:
 
     def __post_init__(self) -> None:
         """Begin with the system prompt."""
-        if not isinstance(self.system_prompt, str):
-            raise ConfigError(f"get_system_prompt() returned {self.system_prompt!r}. Return a string, '' for none.")
+        check_text(self.system_prompt, "get_system_prompt()")
         if self.system_prompt:
             self.messages.append({"role": "system", "content": self.system_prompt})
 
@@ -192,8 +191,7 @@ class Conversation:
                 f"Observation {text!r} arrived while an earlier one still awaits its reply. Call act() once per "
                 "environment step."
             )
-        if not isinstance(text, str):
-            raise ConfigError(f"format_observation() returned {text!r}, a {type(text).__name__}. Return a string.")
+        check_text(text, "format_observation()")
         if choices is not None:
             _check_choices(choices, choices)
         opening = self.template.encode(prefix)
@@ -273,37 +271,5 @@ def _check_choices(choices: Sequence[Sequence[Any]], offered: Any) -> None:
             f"get_action_choices() returned {offered!r}. Return a list of distinct, non-empty strings, which the "
             "tokenizer tells apart, or None for free text."
         )
-
-
-def environment_ids(items: Sequence[Any], env_ids: Sequence[Hashable] | None, what: str) -> list[Hashable]:
-    """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
-    ids: list[Hashable] = list(range(len(items))) if env_ids is None else list(env_ids)
-    check_keys(ids, "environment id")
-    if len(ids) != len(items) or len(set(ids)) != len(ids):
-        raise EpisodeError(
-            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
-        )
-    return ids
-
-
-def check_keys(keys: Sequence[Any], what: str) -> None:
-    """Refuse ids and groups that could not be saved; `what` names them in an error.
-
-    Raises:
-        EpisodeError: One is no number, string or None, and no tuple of such.
-    """
-    for key in keys:
-        if isinstance(key, tuple):
-            check_keys(key, what)
-        elif not (key is None or isinstance(key, (str, Real))):
-            raise EpisodeError(
-                f"The {what} {key!r} is a {type(key).__name__}. Pass a number, a string, or a tuple of such."
-            )
-
-
-def one_each(given: Sequence[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:
-    """One item for each environment, `otherwise` if none are given; `what` names them in an error."""
-    items = [otherwise] * len(env_ids) if given is None else list(given)
-    if len(items) != len(env_ids):
-        raise EpisodeError(f"{what} has {len(items)} items for {len(env_ids)} environments. Pass one for each.")
-    return items
+    for choice in offered:
+        check_text(choice, "get_action_choices()")

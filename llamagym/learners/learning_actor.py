@@ -6,19 +6,20 @@ import logging
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..conversation.arguments import check_flags, check_keys, environment_ids, listed, one_each
 from ..conversation.chat_template import ChatTemplate
-from ..conversation.episode import Context, Episode, check_keys, commonest_reply, environment_ids, one_each
+from ..conversation.episode import Context, Episode, commonest_reply
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..errors import CheckpointError, EpisodeError
 from ..models import checkpoints
 from ..models.atomic import written_whole
 from ..models.lock import alone
 from ..models.state_files import read_state, write_state
+from ..options import as_number
 from ..policy.actor import Actor
 from ..policy.policy import Policy
 from .alarms import Alarms
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Name of a checkpoint's files.
 _STATE = "state"
-_LARGEST_REWARD = torch.finfo(torch.float32).max ** 0.5
+# Of an episode: in float32 the squares of a large batch's returns still add up to a finite number.
+_LARGEST_REWARD = 1e15
 
 
 class LearningActor(Actor):
@@ -159,17 +161,20 @@ class LearningActor(Actor):
 
     def assign_rewards(self, rewards: Sequence[float], env_ids: Sequence[Hashable] | None = None) -> None:
         """Add each environment's reward to its last action; several rewards for one action add up."""
-        ids = environment_ids(rewards, env_ids, "rewards")
-        for reward, env_id in zip(rewards, ids, strict=True):
+        given = listed(rewards, "rewards")
+        ids = environment_ids(given, env_ids, "rewards")
+        for reward, env_id in zip(given, ids, strict=True):
             if not self._has_turns(env_id):
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
-            if not isinstance(reward, SupportsFloat) or not abs(float(reward)) < _LARGEST_REWARD:
+            *earlier, now = (turn.reward for turn in self._conversations[env_id].turns)
+            if not sum(map(abs, earlier)) + abs(now + as_number(reward)) < _LARGEST_REWARD:
                 raise EpisodeError(
-                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite or so large that its "
-                    "square is not finite in float32. Check the environment, or scale its rewards."
+                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite, or brings the sum of "
+                    f"the episode's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the "
+                    "environment, or scale its rewards."
                 )
-        for reward, env_id in zip(rewards, ids, strict=True):
-            self.conversation(env_id).reward(float(reward))
+        for reward, env_id in zip(given, ids, strict=True):
+            self.conversation(env_id).reward(as_number(reward))
 
     @alone
     def terminate_episodes(
@@ -197,13 +202,15 @@ class LearningActor(Actor):
         Returns:
             Statistics of the update, or an empty dictionary if none ran.
         """
-        environment_ids(env_ids, env_ids, "episodes")
-        cut = one_each(truncated, False, env_ids, "truncated")
-        finals = one_each(final_observations, None, env_ids, "final_observations")
-        group_of = one_each(groups, None, env_ids, "groups")
+        ids = listed(env_ids, "env_ids")
+        environment_ids(ids, ids, "episodes")
+        cut = one_each(truncated, False, ids, "truncated")
+        finals = one_each(final_observations, None, ids, "final_observations")
+        group_of = one_each(groups, None, ids, "groups")
         check_keys(group_of, "group")
+        check_flags([*cut, train], "truncated or train")
         bootstraps = self._learning and train and self.learner.has_critic
-        for env_id, was_cut, final in zip(env_ids, cut, finals, strict=True):
+        for env_id, was_cut, final in zip(ids, cut, finals, strict=True):
             if not self._has_turns(env_id):
                 raise EpisodeError(f"Environment {env_id!r} has no episode to end. Call act() at least once first.")
             if was_cut and final is None and bootstraps:
@@ -214,12 +221,12 @@ class LearningActor(Actor):
         before, stats = list(self._buffer), Stats()
         try:
             if self._learning and train:
-                self._buffer += self._ended(env_ids, cut, finals, group_of)
+                self._buffer += self._ended(ids, cut, finals, group_of)
                 stats = self._learn()
         except BaseException:
             self._buffer[:] = before
             raise
-        self.discard_episodes(env_ids)
+        self.discard_episodes(ids)
         return stats
 
     def _ended(

@@ -14,8 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..conversation.arguments import check_keys, check_text, environment_ids, listed
 from ..conversation.chat_template import ChatTemplate, Message
-from ..conversation.episode import Context, Conversation, Reply, environment_ids
+from ..conversation.episode import Context, Conversation, Reply
 from ..conversation.interface import TextInterface
 from ..conversation.records import IdTable, conversation_record, key_from, restore_conversation
 from ..errors import ConfigError, EpisodeError, did_you_mean
@@ -47,8 +48,7 @@ class Actor(TextInterface):
         """Prepare to act; arguments as for `Agent`."""
         if context not in ("episode", "turn"):
             raise ConfigError(f"context={context!r}. {did_you_mean(str(context), ['episode', 'turn'])}")
-        if not isinstance(response_prefix, str):
-            raise ConfigError(f"response_prefix={response_prefix!r} is no string. Pass '' for none.")
+        check_text(response_prefix, "response_prefix")
         if not -math.inf < invalid_action_penalty <= 0:
             raise ConfigError(
                 f"invalid_action_penalty={invalid_action_penalty} would reward replies that name no action, or is not "
@@ -103,6 +103,7 @@ class Actor(TextInterface):
 
     def conversation(self, env_id: Hashable) -> Conversation:
         """The current conversation of an environment; a new one if there is none."""
+        check_keys([env_id], "environment id")
         if env_id not in self._conversations:
             self._conversations[env_id] = self.new_conversation()
         return self._conversations[env_id]
@@ -130,6 +131,7 @@ class Actor(TextInterface):
         Returns:
             One action per observation; None where a reply named none and `fallback_action` is not defined.
         """
+        observations = listed(observations, "observations")
         ids = environment_ids(observations, env_ids, "observations")
         started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
         # Either all turns are taken, or an error leaves no trace and a caller that mends its cause can act again.
@@ -190,7 +192,9 @@ class Actor(TextInterface):
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
         """Drop unfinished episodes without learning from them."""
-        for env_id in env_ids:
+        ids = listed(env_ids, "env_ids")
+        check_keys(ids, "environment id")
+        for env_id in ids:
             self._conversations.pop(env_id, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,7 +237,7 @@ class Actor(TextInterface):
         """
         contexts = []
         offers: list[list[str]] = []
-        for observation in observations:
+        for observation in listed(observations, "observations"):
             offered = self.get_action_choices(observation)
             if offered is None:
                 raise ConfigError(

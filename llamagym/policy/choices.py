@@ -9,7 +9,7 @@ Shapes: D turns that offer choices, C choices (padded), S steps of the batch's r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -41,7 +41,7 @@ def choice_length(normalization: ChoiceNormalization, decode: Callable[[list[int
         raise ConfigError(f"choice_normalization={normalization!r}. {hint}")
     if normalization == "word":
         # A choice may be white space alone.
-        return cache(lambda ids: max(1, len(decode(list(ids)).split())))
+        return lru_cache(maxsize=2**14)(lambda ids: max(1, len(decode(list(ids)).split())))
     return len if normalization == "token" else None
 
 

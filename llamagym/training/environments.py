@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -186,18 +187,24 @@ def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator
 
 
 def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child: bool) -> Callable[[], Copy]:
+    parent = os.getpid()
+
     def made() -> Copy:
-        if in_child:
+        # A copy is made in the parent as well, to look at its spaces.
+        if in_child and os.getpid() != parent:
             # A terminal sends Ctrl-C to all processes; what it means is for the parent to say.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return Copy(make(), number)
+        env = make()
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(f"env() made {env!r}, which is no environment. Pass a function that makes one.")
+        return Copy(env, number)
 
     return made
 
 
 def _makers(env: EnvSource, count: int) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     if isinstance(env, str):
-        return [lambda: gymnasium.make(env)] * count
+        return [lambda: _registered(env)] * count
     if not isinstance(env, gymnasium.Env):
         return [env] * count
     spec = env.spec
@@ -209,6 +216,16 @@ def _makers(env: EnvSource, count: int) -> list[Callable[[], gymnasium.Env[Any, 
             "Pass a function that makes one."
         )
     return [lambda: gymnasium.make(copy.deepcopy(spec))] * count
+
+
+def _registered(name: str) -> gymnasium.Env[Any, Any]:
+    try:
+        return gymnasium.make(name)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise ConfigError(
+            f"env={name!r} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that makes "
+            "the environment."
+        ) from error
 
 
 def _plain(part: Any) -> Any:

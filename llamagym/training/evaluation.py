@@ -11,6 +11,7 @@ import numpy as np
 
 from ..agent import Agent
 from ..errors import ConfigError
+from ..options import check_arguments, check_seed
 from .environments import EnvSource, opened
 from .play import Play
 
@@ -52,8 +53,13 @@ def evaluate(
         seed: Of the episodes' reset seeds, apart from those of `train` with any other seed; None draws one.
         num_envs: Copies that are acted in at once.
         greedy: Take the most likely choice or token instead of sampling.
+
+    Raises:
+        ConfigError: An argument is of the wrong type or out of range, or `env` cannot be made or copied.
     """
     require_positive(episodes=episodes, num_envs=num_envs)
+    check_arguments(evaluate, locals())
+    check_seed(seed)
     num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
@@ -76,7 +82,7 @@ def evaluate(
     return EvaluationResult([value for done in returns for value in done])
 
 
-def require_positive(**counts: int | None) -> None:
+def require_positive(**counts: int) -> None:
     """Refuse counts that are no whole numbers of at least 1.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from ..agent import Agent
 from ..errors import ConfigError
 from ..learners.base import Stats
+from ..options import check_arguments, check_seed
 from .environments import EnvSource, failed_copy, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
@@ -87,7 +89,8 @@ def train(
         Returns and statistics.
 
     Raises:
-        ConfigError: An option is out of range, `num_envs` is no multiple of `group_size`, or `env` cannot be copied.
+        ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of `group_size`, or
+            `env` cannot be made or copied.
         CheckpointError: There are checkpoints, and none of them can be read or fits this agent.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
         SystemExit: A signal ended the training, with status 130.
@@ -95,12 +98,16 @@ def train(
     require_positive(
         episodes=episodes, num_envs=num_envs, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints
     )
+    check_arguments(train, locals())
+    check_seed(seed)
     size = agent.learner.group_size if group_size is None else group_size
     if size < 1 or num_envs % size:
         raise ConfigError(
             f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
             f"{max(size, 1)}, or another group_size."
         )
+    if env_timeout is not None and not 0 < env_timeout < math.inf:
+        raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the checkpoint_dir of the run to go on with.")
     agent.train()

@@ -20,8 +20,10 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | str]
+_SKIPPED = ("skipped_steps", "replay_skipped_steps")
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Takes metrics as they arise."""
 
@@ -184,6 +186,8 @@ class Progress:
         self._bar.set_postfix_str(f"mean return {mean:+.3f}, updates {self._updates}", refresh=False)
         if stats and not self._has_bar:
             named = [f"{name} {stats[name]:.3g}" for name in ("entropy", "approx_kl") if name in stats]
+            # Steps that were not finite, which should not happen.
+            named += [f"{name} {stats[name]:.0f}" for name in _SKIPPED if stats.get(name)]
             parts = [f"{self._done} {self._unit}s", f"mean return of the last {len(self._recent)} {mean:+.3f}", *named]
             self.note(f"update {self._updates}: {', '.join(parts)}, {time.perf_counter() - self._started:.0f} s")
 

@@ -1,0 +1,87 @@
+"""Refuses what a loop or a user's methods pass that is of another kind than was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from ..errors import ConfigError, EpisodeError
+from ..options import as_number
+
+
+def listed(items: Iterable[Any], what: str) -> list[Any]:
+    """Items of a list, an array or another collection; `what` names them in an error.
+
+    Raises:
+        EpisodeError: They are a single item, a text, or named by keys.
+    """
+    try:
+        if not isinstance(items, (str, bytes, Mapping)):
+            return list(iter(items))
+    except TypeError:
+        # No collection, or an array of no dimension.
+        pass
+    raise EpisodeError(f"{what} came as {items!r}. Pass a list, with one item for each environment.")
+
+
+def environment_ids(items: Sequence[Any], env_ids: Iterable[Hashable] | None, what: str) -> list[Hashable]:
+    """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
+    ids: list[Hashable] = list(range(len(items))) if env_ids is None else listed(env_ids, "env_ids")
+    check_keys(ids, "environment id")
+    if len(ids) != len(items) or len(set(ids)) != len(ids):
+        raise EpisodeError(
+            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
+        )
+    return ids
+
+
+def check_keys(keys: Sequence[Any], what: str) -> None:
+    """Refuse ids and groups that could not be saved; `what` names them in an error.
+
+    Raises:
+        EpisodeError: One is no number, string or None, and no tuple of such.
+    """
+    for key in keys:
+        if isinstance(key, tuple):
+            check_keys(key, what)
+        elif not (key is None or isinstance(key, (str, Real))):
+            raise EpisodeError(
+                f"The {what} {key!r} is a {type(key).__name__}. Pass a number, a string, or a tuple of such."
+            )
+
+
+def one_each(given: Iterable[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:
+    """One item for each environment, `otherwise` if none are given; `what` names them in an error."""
+    items = [otherwise] * len(env_ids) if given is None else listed(given, what)
+    if len(items) != len(env_ids):
+        raise EpisodeError(f"{what} has {len(items)} items for {len(env_ids)} environments. Pass one for each.")
+    return items
+
+
+def check_flags(flags: Sequence[Any], what: str) -> None:
+    """Refuse what is neither true nor false, and would count as true.
+
+    Raises:
+        EpisodeError: One is no truth value of Python, NumPy or PyTorch.
+    """
+    for flag in flags:
+        if as_number(flag) not in (0.0, 1.0):
+            raise EpisodeError(f"{what} holds {flag!r}. Pass True or False, as env.step() returns them.")
+
+
+def check_text(text: object, source: str) -> None:
+    """Refuse what no tokenizer reads; `source` says in an error where it came from.
+
+    Raises:
+        ConfigError: It is no string, or holds half of a surrogate pair.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"{source} gave {text!r}, a {type(text).__name__}. Expected a string, '' for no text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{source} gave {text!r}, which is no valid Unicode text ({error.reason}). Repair it: "
+            'text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").'
+        ) from error
