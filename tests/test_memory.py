@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from llamagym import ModelLoadError, load_model_and_tokenizer
+from llamagym.conversation.episode import Prompt, Segment
+from llamagym.engine.token_tree import TokenTree
 from llamagym.models import hardware
-from llamagym.policy import policy as policy_module
+from llamagym.policy.choices import choice_length
+from llamagym.policy.weighed import Weighed, WeighedChoices
 from tests.agents import ChoiceAgent, make_agent
 
 
@@ -46,16 +53,78 @@ def test_a_container_s_limit_is_the_machine_s_memory(monkeypatch):
     assert hardware.memory_bytes(torch.device("cpu")) == 2**30 <= physical
 
 
-def test_weighed_choices_do_not_pile_up(monkeypatch):
-    agent = make_agent(ChoiceAgent)
+def held(*objects: Any) -> int:
+    """Bytes of objects and of all that they hold, each counted once."""
+    seen: dict[int, Any] = {}
+    waiting = list(objects)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, (tuple, list)):
+            waiting += each
+        elif isinstance(each, dict):
+            waiting += [*each.keys(), *each.values()]
+        elif is_dataclass(each):
+            waiting += [getattr(each, field.name) for field in fields(each)]
+        elif isinstance(each, torch.Tensor):
+            waiting.append(each.untyped_storage())
+    return sum(map(sys.getsizeof, seen.values()))
+
+
+def weighed_context(number: int, length: int, count: int, tokens: int) -> dict[TokenTree, Weighed]:
+    """A context of some length that offers choices of some tokens; its ids are as large as a real vocabulary's."""
+    draw = random.Random(number)
+    choices = tuple(tuple(draw.randrange(1000, 50_000) for _ in range(tokens)) for _ in range(count))
+    ids = tuple(draw.randrange(1000, 50_000) for _ in range(length))
+    return {TokenTree.from_segment(Segment((), Prompt(ids, True, choices, length // 2))): (torch.zeros(count), 0.5)}
+
+
+@pytest.mark.parametrize("count", [2, 300])
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+@pytest.mark.parametrize("length", [20, 2000])
+def test_the_bytes_of_weighed_choices_are_counted(length: int, count: int, tokens: int):
+    weighed = WeighedChoices()
+    for number in range(4):
+        weighed.update(weighed_context(number, length, count, tokens))
+    assert 0.8 < weighed.size / held(weighed._known) < 1.5
+
+
+@pytest.mark.parametrize(("length", "count", "tokens"), [(40, 300, 3), (2000, 2, 1)])
+def test_weighed_choices_have_a_hundred_megabytes(length: int, count: int, tokens: int):
+    weighed, before = WeighedChoices(), -1
+    for number in range(2000):
+        weighed.update(weighed_context(number, length, count, tokens))
+        if len(weighed) == before:
+            break
+        before = len(weighed)
+    assert 60e6 < held(weighed._known) < 130e6
+
+
+def test_weighed_choices_do_not_pile_up():
+    agent, most = make_agent(ChoiceAgent), 200_000
     agent.eval()
     usual = agent.action_probabilities(["0"])
-    tokens = agent.policy._weighed_tokens
-    monkeypatch.setattr(policy_module, "_WEIGHED_TOKENS", 5 * tokens)
-    for observation in range(30):
-        agent.action_probabilities([str(observation)])
-    assert len(agent.policy._weighed) <= 7
+    weighed = agent.policy._weighed = WeighedChoices(most)
+    for observation in range(0, 300, 3):
+        agent.action_probabilities([str(observation), str(observation + 1), str(observation + 2)])
+        assert held(weighed._known) < 2 * most
+    assert 10 < len(weighed) < 200
     assert agent.action_probabilities(["0"])[0] == pytest.approx(usual[0], abs=1e-5)
+    # More at once than there is room for.
+    shown = agent.action_probabilities([str(observation) for observation in range(300)])
+    assert shown[0] == pytest.approx(usual[0], abs=1e-5)
+    assert held(weighed._known) < 2 * most
+    agent.weights_changed()
+    assert len(weighed) == weighed.size == 0
+
+
+def test_lengths_of_choices_do_not_pile_up():
+    length = choice_length("word", str)
+    for token in range(2**15):
+        assert length((token,)) == 1
+    assert length.cache_info().currsize <= 2**14
 
 
 def test_too_little_memory_is_said_before_a_model_is_loaded(monkeypatch):

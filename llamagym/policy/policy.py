@@ -37,6 +37,7 @@ from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
 from .sampling import draw, require_finite, write_text
 from .score import Reading, mean_scores, read
+from .weighed import Weighed, WeighedChoices
 
 # Contexts whose features are taken as a sample of all.
 _FIT_CONTEXTS = 512
@@ -44,8 +45,6 @@ _FIT_CONTEXTS = 512
 _FORWARD_NODES = 1024
 # Keys and values of replies that are decoded together, each with room for its longest.
 _DECODE_BYTES = 2**30
-# Contexts whose choices are weighed; beyond them, 100 MB or so, all are forgotten.
-_WEIGHED_TOKENS = 2**21
 
 
 class Policy:
@@ -93,7 +92,7 @@ class Policy:
         self._backbone = Backbone(model)
         self.reference: AutoModelForCausalLMWithValueHead | None = None
         self._frozen: Backbone | None = None
-        self._forget_weighed()
+        self._weighed = WeighedChoices()
         self._state = WeightsState(model)
         self.rng = torch.Generator()
         self.seed(seed)
@@ -124,7 +123,7 @@ class Policy:
         What is computed anew has another rounding, since batches fall otherwise.
         """
         self._notice_changes()
-        self._forget_weighed()
+        self._weighed.clear()
         self._backbone.forget_all()
         self._state.number = self._state.number if version is None else version
 
@@ -265,28 +264,24 @@ class Policy:
         """Rows in chunks for one forward pass each, of at most `most` nodes or a single row."""
         return chunks(trees, [self._backbone.size(tree) for tree in trees], most, equal_once=True)
 
-    def _weigh(self, trees: Sequence[TokenTree]) -> list[tuple[Tensor, float]]:
+    def _weigh(self, trees: Sequence[TokenTree]) -> list[Weighed]:
         """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.
 
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
         self._notice_changes()
-        if self._weighed_tokens > _WEIGHED_TOKENS:
-            self._forget_weighed()
-        fresh = [tree for tree in dict.fromkeys(trees) if tree not in self._weighed]
-        self._weighed_tokens += sum(tree.context_length for tree in fresh)
+        weighed = {tree: self._weighed[tree] for tree in trees if tree in self._weighed}
+        fresh = [tree for tree in dict.fromkeys(trees) if tree not in weighed]
         self._measure_priors(fresh)
         for rows in self._chunks(fresh):
             reading = self._read([fresh[row] for row in rows])
             for row, logprobs, value in zip(rows, reading.choice_logprobs.cpu(), reading.values.tolist(), strict=True):
-                offer = logprobs[: len(fresh[row].decisions[0].outcomes)]
+                # A copy: a view would keep the rows of all other contexts.
+                offer = logprobs[: len(fresh[row].decisions[0].outcomes)].clone()
                 require_finite(offer)
-                self._weighed[fresh[row]] = offer, value
-        return [self._weighed[tree] for tree in trees]
-
-    def _forget_weighed(self) -> None:
-        self._weighed: dict[TokenTree, tuple[Tensor, float]] = {}
-        self._weighed_tokens = 0
+                weighed[fresh[row]] = offer, value
+        self._weighed.update({tree: weighed[tree] for tree in fresh})
+        return [weighed[tree] for tree in trees]
 
     def _notice_changes(self) -> None:
         """Drop what was computed with weights that have changed since."""
@@ -295,7 +290,7 @@ class Policy:
 
     def _start_anew(self, change: Change) -> None:
         """Drop what depends on the weights that have changed."""
-        self._forget_weighed()
+        self._weighed.clear()
         if change is Change.TRAINED:
             self._backbone.forget()
         elif change is Change.FROZEN:

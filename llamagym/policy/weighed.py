@@ -1,0 +1,68 @@
+"""What weighed choices are remembered, up to a number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..engine.token_tree import TokenTree
+
+# Log-probabilities (C,) of the choices, and the value.
+Weighed = tuple[Tensor, float]
+
+# An id of a context: its place in a tuple, and the number itself.
+_ID_BYTES = 40
+# A token of a choice: the id, the step that predicts it, a node of its own at worst.
+_STEP_BYTES = 144
+# A choice: its tuples of ids and steps, its log-probability.
+_CHOICE_BYTES = 132
+# A context: tree, decision, tuples, tensor.
+_TREE_BYTES = 1000
+
+
+class WeighedChoices:
+    """Contexts with the distribution over their choices; the oldest are forgotten to stay within a number of bytes.
+
+    Attributes:
+        size: About how many bytes are held.
+    """
+
+    def __init__(self, most: int = 100 * 2**20) -> None:
+        """Hold at most `most` bytes."""
+        self._most, self.size = most, 0
+        self._known: dict[TokenTree, Weighed] = {}
+
+    def __len__(self) -> int:
+        """How many contexts are held."""
+        return len(self._known)
+
+    def __contains__(self, tree: TokenTree) -> bool:
+        """Whether a context is held."""
+        return tree in self._known
+
+    def __getitem__(self, tree: TokenTree) -> Weighed:
+        """What a context was weighed at."""
+        return self._known[tree]
+
+    def update(self, weighed: Mapping[TokenTree, Weighed]) -> None:
+        """Hold contexts that are new; one that is larger than all the room is not."""
+        for tree, what in weighed.items():
+            self._known[tree] = what
+            self.size += size_of(tree)
+            while self.size > self._most:
+                oldest = next(iter(self._known))
+                del self._known[oldest]
+                self.size -= size_of(oldest)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+        self.size = 0
+
+
+def size_of(tree: TokenTree) -> int:
+    """About how many bytes a context, its choices and their distribution take."""
+    choices = [choice for decision in tree.decisions for choice in decision.choices or ()]
+    tokens = sum(map(len, choices))
+    return _TREE_BYTES + _ID_BYTES * tree.context_length + _CHOICE_BYTES * len(choices) + _STEP_BYTES * tokens
