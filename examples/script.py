@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 
@@ -70,17 +70,30 @@ def add_checkpoint_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
 
-def load(args: argparse.Namespace, kind: type[Agent], gamma: float, **critic: Any) -> Agent:
-    """An agent that sees the current observation only, with the options of the command line.
+def load(
+    args: argparse.Namespace,
+    kind: type[Agent],
+    gamma: float,
+    context: Literal["turn", "episode"] = "turn",
+    lora_layer_fraction: float | None = None,
+    **critic: Any,
+) -> Agent:
+    """An agent with the options of the command line.
 
     Args:
         args: The command line.
         kind: The agent's class.
         gamma: Discount per turn.
+        context: Whether it sees the current observation only, or the whole conversation.
+        lora_layer_fraction: The share of the layers that LoRA adapts; None is the registry's.
         critic: Options that only PPO has.
     """
     model, tokenizer, device = load_model_and_tokenizer(
-        args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
+        args.model,
+        device=args.device,
+        load_in_8bit=args.load_in_8bit,
+        load_in_4bit=args.load_in_4bit,
+        lora_layer_fraction=lora_layer_fraction,
     )
     named = (
         "batch_size",
@@ -96,7 +109,7 @@ def load(args: argparse.Namespace, kind: type[Agent], gamma: float, **critic: An
         configs: dict[str, Any] = {"grpo_config_dict": options}
     else:
         configs = {"ppo_config_dict": {**options, **critic}}
-    return kind(model, tokenizer, device, algorithm=args.algorithm, context="turn", seed=args.seed, **configs)
+    return kind(model, tokenizer, device, algorithm=args.algorithm, context=context, seed=args.seed, **configs)
 
 
 def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Callable[[bool], Score]:

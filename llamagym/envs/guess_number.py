@@ -13,7 +13,7 @@ import gymnasium
 from ..errors import ConfigError
 
 
-class GuessTheNumber(gymnasium.Env[str, int]):
+class GuessTheNumber(gymnasium.Env[str, Any]):
     """A number from 1 to `largest` is to be found in `tries` guesses.
 
     The reward is 1 for finding it, else 0. The last guess ends the game, so nothing is ever truncated.
@@ -39,7 +39,7 @@ class GuessTheNumber(gymnasium.Env[str, int]):
         if largest < 2 or tries < 1:
             raise ConfigError(f"largest={largest} and tries={tries}; expected at least 2 numbers and 1 guess.")
         self.largest, self.tries = largest, tries
-        self.action_space = gymnasium.spaces.Discrete(largest, start=1)
+        self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(largest, start=1)
         self.observation_space = gymnasium.spaces.Text(100, charset=string.printable)
         self._number = self._left = 0
 

@@ -1,0 +1,57 @@
+"""Train a language model to guess a number from 1 to 16 in five tries, which takes remembering all answers.
+
+python examples/guess_number.py
+"""
+
+from __future__ import annotations
+
+import script
+
+from llamagym import Agent
+from llamagym.envs.guess_number import GuessTheNumber
+
+NUMBERS = [str(number) for number in range(1, 17)]
+
+
+class Guesser(Agent):
+    """Reads the whole conversation; says a number."""
+
+    def get_system_prompt(self) -> str:
+        """The task, in a line."""
+        return "Find the number. Answer with a number only."
+
+    def format_observation(self, observation: str) -> str:
+        """The environment's own words."""
+        return observation
+
+    def get_action_choices(self, observation: str) -> list[str]:
+        """All numbers: nothing says which are still possible."""
+        return NUMBERS
+
+    def extract_action(self, response: str) -> int:
+        """The number itself."""
+        return int(response)
+
+
+def main() -> None:
+    """Load, learn, and report."""
+    args = script.parser(
+        __doc__,
+        episodes=20_000,
+        num_envs=64,
+        batch_size=1024,
+        mini_batch_size=256,
+        learning_rate=1e-3,
+        target_kl=0.05,
+        entropy_coef=0.02,
+        entropy_decay=0.97,
+        eval_every=10,
+        eval_episodes=256,
+    ).parse_args()
+    baselines = {"random": script.random_return(GuessTheNumber), "bisection": 1.0}
+    agent = script.load(args, Guesser, gamma=1.0, context="episode", lora_layer_fraction=0.5, ppo_epochs=4)
+    script.learn(args, agent, GuessTheNumber, script.play_held_out(agent, GuessTheNumber, args), baselines)
+
+
+if __name__ == "__main__":
+    script.run(main)
