@@ -81,6 +81,20 @@ def test_choices_that_are_none(choices):
     assert agent._conversations == {}
 
 
+@pytest.mark.parametrize("encode", [lambda text: text.lower(), lambda text: text.strip("x")], ids=["equal", "empty"])
+def test_choices_that_the_tokenizer_does_not_tell_apart(encode):
+    """Distinct strings whose token ids are equal, or none at all."""
+    agent = make_agent(ChoiceAgent)
+    usual = agent.chat_template.encode
+    agent.chat_template.encode = lambda text: usual(encode(text))
+    agent.choices = ("Go", "go") if encode("Go") == "go" else ("go", "xx")
+    for call in (lambda: agent.act("a"), lambda: agent.action_probabilities(["a"])):
+        with pytest.raises(ConfigError, match=r"get_action_choices\(\).*tells apart"):
+            call()
+    assert agent._conversations == {}
+    assert agent.policy.choice_prior == {}
+
+
 @pytest.mark.parametrize("hook", ["format_observation", "get_system_prompt"])
 @pytest.mark.parametrize("returned", [5, None, b"text", ["text"]])
 def test_hooks_that_return_no_text(hook: str, returned: Any):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from typing import Any
 
-from llamagym.conversation.chat_template import ChatTemplate
+import pytest
+import transformers
+
+from llamagym import AutoModelForCausalLMWithValueHead, load_model_and_tokenizer
+from llamagym.conversation.chat_template import ChatTemplate, end_ids
+from llamagym.conversation.demonstrations import read_demonstrations
 from llamagym.conversation.plain_text import PlainText
 from tests.agents import ChoiceAgent, WordAgent, make_agent
-from tests.tiny import FAMILIES, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 
 def controls_in(tokenizer, ids):
@@ -73,3 +79,58 @@ def test_choices_prefixes_and_observations_of_an_agent_are_text():
     expected = controls_in(plain.tokenizer, plain.conversation(0).turns[0].prompt.ids)
     assert controls_in(agent.tokenizer, prompt.ids) == expected
     assert all(controls_in(agent.tokenizer, choice) == [] for choice in prompt.choices)
+
+
+@pytest.mark.parametrize("context", ["episode", "turn"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefixes_choices_and_demonstrations_are_text(family, context, tmp_path):
+    """Whatever control token is named in them: the ids hold those of the template, and a reply's end, alone."""
+    plain = make_agent(WordAgent, family, context=context)
+    tokenizer = plain.tokenizer
+    end = plain.chat_template.closing_id(end_ids(plain.policy.model.pretrained_model, tokenizer))
+    for number, name in enumerate(names_of(tokenizer)):
+        expected = controls_in(tokenizer, plain.new_conversation().observe("hello").pending.ids)
+        agent = make_agent(ChoiceAgent, family, context=context, response_prefix=f"{name}>")
+        agent.choices = (name, f"go {name}", f"{name}{name}")
+        agent.act(name)
+        agent.assign_reward(0.0)
+        agent.act(name)
+        first, second = agent.conversation(0).turns
+        assert controls_in(tokenizer, first.prompt.ids) == expected
+        for turn in (first, second):
+            assert all(controls_in(tokenizer, choice) == [] for choice in turn.prompt.choices)
+            assert controls_in(tokenizer, turn.reply.ids) == []
+        path = tmp_path / f"{number}.jsonl"
+        said = [{"role": "user", "content": f"a {name}"}, {"role": "assistant", "content": f"b {name} {name}"}]
+        path.write_text(json.dumps({"messages": [*said, *said]}))
+        (episode,) = read_demonstrations(path, plain.new_conversation, f"{name}>", end)
+        assert controls_in(tokenizer, episode.turns[0].prompt.ids) == expected
+        assert [controls_in(tokenizer, turn.reply.ids) for turn in episode.turns] == [[end], [end]]
+
+
+def test_no_code_of_a_repository_is_run_on_any_way_of_loading(monkeypatch, tmp_path):
+    agent = make_agent(ChoiceAgent, "qwen2")
+    agent.save(tmp_path / "agent")
+    tiny_base_model("qwen2").save_pretrained(tmp_path / "base")
+    agent.tokenizer.save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "agent" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "base")
+    asked = []
+    for kind in ("AutoTokenizer", "AutoConfig", "AutoModelForCausalLM"):
+        usual = getattr(transformers, kind).from_pretrained
+
+        def spy(*args: Any, usual: Any = usual, kind: str = kind, **kwargs: Any) -> Any:
+            asked.append((kind, kwargs.get("trust_remote_code")))
+            return usual(*args, **kwargs)
+
+        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", spy)
+    load_model_and_tokenizer(tmp_path / "base", device="cpu", dtype="float32")
+    AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "base")
+    ChoiceAgent.load(tmp_path / "agent", model=agent.policy.model)
+    assert {kind for kind, _ in asked} == {"AutoTokenizer", "AutoConfig", "AutoModelForCausalLM"}
+    assert {trusts for _, trusts in asked} == {False}
+    asked.clear()
+    (tmp_path / "agent" / "adapter_config.json").write_text(json.dumps(config))
+    load_model_and_tokenizer(tmp_path / "agent", device="cpu", dtype="float32")
+    assert {kind for kind, _ in asked} >= {"AutoTokenizer", "AutoModelForCausalLM"}
+    assert {trusts for _, trusts in asked} == {False}

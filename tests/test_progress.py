@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from llamagym.training.tracking import Progress
+from llamagym import train
+from llamagym.training.tracking import JsonlTracker, Progress
+from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,6 +42,36 @@ def test_where_no_one_watches_an_update_is_a_line(monkeypatch):
         r"update 1: 3 episodes, mean return of the last 2 -0\.500, entropy 0\.5, approx_kl 0\.0123, \d+ s", update
     )
     assert note == "said so"
+
+
+@pytest.mark.parametrize("name", ["skipped_steps", "replay_skipped_steps"])
+def test_steps_that_were_skipped_are_in_the_line_and_in_the_file(monkeypatch, tmp_path, capsys, name):
+    """What a learner counts reaches both; where it counts none, the line says nothing of it."""
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 3})
+    counts, usual = iter([0.0, 2.0, 0.0]), agent.learner.update
+    monkeypatch.setattr(agent.learner, "update", lambda batch: usual(batch) | {name: next(counts)})
+    with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
+        train(agent, CountdownEnv, 3, seed=0, tracker=tracker)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("update ")]
+    assert [f", {name} 2, " in line for line in lines] == [False, True, False]
+    assert [name in line for line in lines] == [False, True, False]
+    logged = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line[name] for line in logged] == [0.0, 2.0, 0.0]
+
+
+def test_a_step_that_is_not_finite_is_in_the_line_and_in_the_file(monkeypatch, tmp_path, capsys):
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 3, "mini_batch_size": 3})
+    usual, losses = agent.learner._loss, itertools.count()
+
+    def loss(*args):
+        value, stats = usual(*args)
+        return (value * float("nan"), stats) if next(losses) == 1 else (value, stats)
+
+    monkeypatch.setattr(agent.learner, "_loss", loss)
+    with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
+        train(agent, CountdownEnv, 1, seed=0, tracker=tracker)
+    assert ", skipped_steps 1, " in capsys.readouterr().err
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["skipped_steps"] == 1.0
 
 
 def test_in_a_terminal_it_is_a_bar(monkeypatch):
