@@ -48,7 +48,7 @@ def main() -> None:
         eval_every=10,
         eval_episodes=256,
     ).parse_args()
-    baselines = {"random": script.random_return(GuessTheNumber), "bisection": 1.0}
+    baselines = {"random": script.random_return(GuessTheNumber), "optimum": 1.0}
     agent = script.load(args, Guesser, gamma=1.0, context="episode", lora_layer_fraction=0.5, ppo_epochs=4)
     script.learn(args, agent, GuessTheNumber, script.play_held_out(agent, GuessTheNumber, args), baselines)
 

@@ -102,6 +102,13 @@ def test_babyai_counts_successes(start):
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
 
 
+def test_guess_number_sees_the_whole_conversation(start):
+    summary, metrics = start("guess_number", "--episodes 1000 --eval-episodes 2 --minutes 0")
+    check(summary, metrics)
+    assert metrics[0]["turns_per_episode"] > 3
+    assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
+
+
 def test_text_world_learns_and_is_tested_on_different_games(start, tmp_path):
     pytest.importorskip("textworld", reason="the extra textworld is not installed")
     games = tmp_path / "games"

@@ -23,6 +23,7 @@ TITLES = {
     "cartpole": "CartPole",
     "text-world": "TextWorld, unseen games",
     "babyai": "BabyAI, unseen missions",
+    "guess_number": "Guess the number, whole conversation",
 }
 
 Run = dict[str, Any]
