@@ -231,8 +231,8 @@ def workloads() -> str:
         "",
         f"[Result]({SPEED}/workloads-bfloat16.json), in bfloat16 on {machine(result)}.",
         f"The limit of a batch is a bare forward pass of 64 rows of 40 tokens, without logits: {forward:.0f} tokens a",
-        f"second. One reply alone can be decoded at {alone:.0f}, memory's bandwidth over the weights' bytes; here it is",
-        f"decoded at {decoded_alone(result):.0f}. llama.cpp, with the same weights in 4 bit, makes",
+        f"second. One reply alone can be decoded at {alone:.0f}, memory's bandwidth over the weights' bytes; it is",
+        f"here at {decoded_alone(result):.0f}. llama.cpp, with the same weights in 4 bit, makes",
         f"{', '.join(others)} tokens a second.",
     ]
     return "\n".join(lines)
