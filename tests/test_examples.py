@@ -109,6 +109,22 @@ def test_guess_number_sees_the_whole_conversation(start):
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
 
 
+def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
+    taxi = importlib.import_module("taxi")
+    env, offered = taxi.make(), taxi.Driver.get_action_choices
+    env.reset(seed=0)
+    for state in range(0, 500, 7):
+        for number, action in enumerate(taxi.ACTIONS):
+            env.unwrapped.s = state
+            after = env.unwrapped.step(number)[0]
+            assert (action in offered(None, state)) == (after != state)
+    assert taxi.best_return() == pytest.approx(7.93)
+    summary, metrics = start("taxi", "--episodes 1000 --eval-episodes 2 --minutes 0")
+    assert summary["updates"] == len(metrics) == 1
+    # Without walking into walls, at worst 200 steps.
+    assert -200 <= summary["expected_return_after"] <= 20
+
+
 def test_text_world_learns_and_is_tested_on_different_games(start, tmp_path):
     pytest.importorskip("textworld", reason="the extra textworld is not installed")
     games = tmp_path / "games"

@@ -23,6 +23,7 @@ TITLES = {
     "cartpole": "CartPole",
     "text-world": "TextWorld, unseen games",
     "babyai": "BabyAI, unseen missions",
+    "taxi": "Taxi",
     "guess_number": "Guess the number, whole conversation",
 }
 

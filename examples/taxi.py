@@ -1,0 +1,96 @@
+"""Train a language model to drive a taxi: fetch a passenger, bring them where they want to go.
+
+python examples/taxi.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import script
+from gymnasium.wrappers import TransformReward
+
+from llamagym import Agent
+
+ACTIONS = ("south", "north", "east", "west", "pick up", "drop off")
+"""By the environment's number."""
+PLACES = ("red", "green", "yellow", "blue", "in the taxi")
+"""Where passengers are and want to go, likewise."""
+
+# Knows what a state means and which actions change it; nobody drives this one.
+_TAXI: Any = gym.make("Taxi-v4").unwrapped
+
+
+class Driver(Agent):
+    """Reads where taxi, passenger and destination are; says what to do."""
+
+    def get_system_prompt(self) -> str:
+        """The task, in a line."""
+        return "You drive a taxi. Fetch the passenger, then bring them to their destination. Answer with one action."
+
+    def format_observation(self, observation: int) -> str:
+        """The state in words.
+
+        >>> Driver.format_observation(None, 0)
+        'Taxi at row 1, column 1. Passenger: red. Destination: red.'
+        """
+        row, column, passenger, destination = _TAXI.decode(int(observation))
+        place = f"Taxi at row {row + 1}, column {column + 1}."
+        return f"{place} Passenger: {PLACES[passenger]}. Destination: {PLACES[destination]}."
+
+    def get_action_choices(self, observation: int) -> list[str]:
+        """Those that change something: walls, empty seats and wrong places rule out others."""
+        return [ACTIONS[action] for action in np.flatnonzero(_TAXI.action_mask(int(observation)))]
+
+    def extract_action(self, response: str) -> int:
+        """The action's number."""
+        return ACTIONS.index(response)
+
+
+def make() -> gym.Env[Any, Any]:
+    """The environment, of at most 200 steps."""
+    return gym.make("Taxi-v4")
+
+
+def make_scaled() -> gym.Env[Any, Any]:
+    """The same with a tenth of its rewards, -1 a step and 20 at the end: what a critic of small steps can follow."""
+    return TransformReward(make(), lambda reward: float(reward) / 10)
+
+
+def best_return() -> float:
+    """The mean return of shortest ways, by value iteration over all states."""
+    best = np.full(_TAXI.observation_space.n, -1e3)
+    for _ in range(100):
+        best = np.array(
+            [
+                max(reward + (0.0 if done else best[after]) for [(_, after, reward, done)] in actions.values())
+                for actions in _TAXI.P.values()
+            ]
+        )
+    return float(_TAXI.initial_state_distrib @ best)
+
+
+def main() -> None:
+    """Load, learn, and report."""
+    args = script.parser(
+        __doc__,
+        episodes=30_000,
+        num_envs=64,
+        batch_size=4096,
+        mini_batch_size=1024,
+        learning_rate=1e-3,
+        target_kl=0.03,
+        entropy_coef=0.02,
+        entropy_decay=0.97,
+        eval_every=10,
+        eval_episodes=256,
+    ).parse_args()
+    baselines = {"random": script.random_return(make), "optimum": best_return()}
+    agent = script.load(args, Driver, gamma=0.98)
+    script.learn(args, agent, make_scaled, script.play_held_out(agent, make, args), baselines)
+
+
+if __name__ == "__main__":
+    script.run(main)
