@@ -205,7 +205,7 @@ def test_an_error_in_an_update_takes_it_back(part, method, call, error, monkeypa
     # Asked again, it does what it would have done.
     stats = agent.terminate_episodes([0, 1, 2, 3])
     expected = play(agents[1], [0.0, 1.0, 0.0, 1.0])
-    for name in ("entropy", "policy_loss", "grad_norm", "replay_loss", "optimizer_steps"):
+    for name in ("entropy", "policy_loss", "grad_norm", "replay_loss", "optimizer_steps", "updates"):
         assert stats[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
     for one, other in zip(weights_of(agent), weights_of(agents[1]), strict=True):
         assert torch.allclose(one, other, atol=1e-5)

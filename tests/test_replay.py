@@ -7,6 +7,7 @@ import torch
 
 from llamagym import ConfigError
 from llamagym.conversation.episode import Episode, Prompt, Reply, Turn
+from llamagym.errors import DivergedError
 from llamagym.learners.replay import Replay, ReplayConfig
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
@@ -112,6 +113,41 @@ def test_replay_follows_the_update_and_is_off_by_default():
     assert on["replay_return_mean"] == 2.5
     assert on["policy_loss"] == off["policy_loss"]
     assert not all(torch.equal(one, other) for one, other in zip(weights, moved, strict=True))
+
+
+def test_replay_follows_an_adapter_that_takes_the_place_of_another(caplog):
+    """Else it would move the old one, and leave its gradients for the learner's next step on the new one."""
+    config = {"batch_size": 1, "mini_batch_size": 1, "learning_rate": 0.0}
+    agent = make_agent(ChoiceAgent, ppo=config, replay_config_dict={"steps": 1, "learning_rate": 1e-2})
+    pretrained = agent.policy.model.pretrained_model
+    pretrained.add_adapter("other", pretrained.peft_config["default"])
+    pretrained.set_adapter("other")
+    before = {name: weight.clone() for name, weight in pretrained.named_parameters()}
+    agent.act("a")
+    agent.assign_reward(1.0)
+    stats = agent.terminate_episode()
+    moved = {name for name, weight in pretrained.named_parameters() if not torch.equal(weight, before[name])}
+    assert stats["replay_grad_norm"] > 0
+    assert moved
+    assert all(".other." in name for name in moved)
+    assert all(weight.grad is None for weight in agent.policy.model.parameters())
+    assert "replay's optimiser starts anew" in caplog.text
+
+
+def test_a_last_step_of_replay_that_leads_to_nonsense_is_undone(caplog):
+    agent = make_agent(ChoiceAgent, replay_config_dict={"steps": 1, "learning_rate": 1e36}, ppo={"learning_rate": 0.0})
+    before = [weight.clone() for weight in agent.policy.model.pretrained_model.parameters()]
+    for _ in range(2):
+        agent.act_batch(["a", "b", "c", "d"])
+        agent.assign_rewards([1.0, 0.0, 1.0, 0.0])
+        assert agent.terminate_episodes(range(4))["replay_skipped_steps"] == 1.0
+    assert "skipped" in caplog.text
+    now = agent.policy.model.pretrained_model.parameters()
+    assert all(torch.equal(weight, old) for weight, old in zip(now, before, strict=True))
+    agent.act_batch(["a", "b", "c", "d"])
+    agent.assign_rewards([1.0, 0.0, 1.0, 0.0])
+    with pytest.raises(DivergedError, match="After each of 3 updates"):
+        agent.terminate_episodes(range(4))
 
 
 def test_bad_options_are_refused():

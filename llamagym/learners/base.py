@@ -14,8 +14,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -38,10 +38,11 @@ from .controllers import AdaptiveKLController, EntropyController, RateController
 from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
-from .rollout import Sampled, collect, evaluate_chunks, outcomes
+from .rollout import Sampled, collect, evaluate_chunks, is_finite, outcomes, shortest_opening
 from .state import restore, state_of
-from .trust_region import TrustRegion
-from .undo import undone_on_error
+from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes
+from .trust_region import TrustRegion, farthest
+from .undo import attributes_undone_on_error, undone_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +114,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
         self._trust_region = TrustRegion([weight for part in parts for weight in part], self.config.target_kl)
 
-    def _watches_all(self) -> bool:
-        """Whether the optimiser holds exactly the weights that learn."""
-        watched = [id(weight) for group in self.optimizer.param_groups for weight in group["params"]]
-        return watched == [id(weight) for part in self._learning_weights() for weight in part]
-
     def _learning_weights(self) -> list[list[nn.Parameter]]:
         """The policy's weights that learn, and the value head's if it does."""
         body = [p for p in self.policy.model.pretrained_model.parameters() if p.requires_grad]
@@ -130,11 +126,14 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """Whether crediting a batch takes the critic's features."""
         return False
 
-    def undone_on_error(self) -> AbstractContextManager[None]:
-        """While open, an exception puts weights, optimiser and all that is steered back to where they were."""
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """While open, an exception puts weights, optimiser and all that is steered or counted back to where it was."""
         head = self.policy.model.v_head
         weights = [*self._learning_weights()[0], *head.parameters(), *head.buffers()]
-        return undone_on_error(self, dict.fromkeys(_STEERED, deepcopy), weights)
+        counted = attributes_undone_on_error(self.policy, {"num_updates": int})
+        with undone_on_error(self, dict.fromkeys(_STEERED, deepcopy), weights), counted:
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, beside weights."""
@@ -185,9 +184,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _update(self, episodes: Sequence[Episode]) -> Stats:
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = [segment for episode in episodes for segment in episode.segments()]
-        if not self._watches_all():
+        if not holds_exactly(self.optimizer, (weight for part in self._learning_weights() for weight in part)):
             logger.warning("the weights that learn are others than before: the optimiser starts anew")
             self.watch_weights()
+        self.policy.model.zero_grad()
         if not self.policy.inputs_are_fit:
             self.policy.fit_inputs(segments)
         sampled = collect(
@@ -225,13 +225,13 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             stats, fresh_error = self._backward(minibatch, sampled, targets)
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
-            if not self._guard.passes(stats, self._gradients(), self._mean_over_processes):
+            if not self._guard.passes(stats, gradients_of(self.optimizer), self.accelerator):
                 self.optimizer.zero_grad()
                 skipped += 1
                 continue
             # Before the first step nothing has moved, and what differs is rounding.
             if steps:
-                largest_kl = max(largest_kl, self._mean_over_processes(stats["approx_kl"]))
+                largest_kl = farthest(largest_kl, mean_over_processes(self.accelerator, stats["approx_kl"]))
             if region.is_left(largest_kl):
                 break
             for name, value in stats.items():
@@ -241,15 +241,21 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             steps += 1
         else:
             # No later minibatch shows where the last step led.
-            if region.has_bounds and steps:
-                largest_kl = max(largest_kl, self._measure_kl(minibatches(segments, size, self._rng)[0], sampled))
+            if steps:
+                probe = minibatches(segments, size, self._rng)[0] if region.has_bounds else shortest_opening(segments)
+                largest_kl = farthest(largest_kl, self._measure_kl(probe, sampled))
         if stopped := region.is_left(largest_kl):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
             self.optimizer.zero_grad()
+        if steps:
+            is_good = math.isfinite(largest_kl)
+            self._guard.settle(is_good)
+            if not is_good:
+                steps, skipped = steps - 1, skipped + 1
         self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps)
         means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._entropy.value}
-        if steps:
+        if sums:
             self._entropy.update(means["entropy"])
         return means | {
             "ratio_error": ratio_error,
@@ -259,18 +265,15 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             "stopped_early": float(stopped),
         }
 
-    def _mean_over_processes(self, value: float) -> float:
-        """So that all processes decide alike."""
-        return float(self.accelerator.reduce(torch.tensor(value, device=self.policy.device), "mean").item())
-
-    def _measure_kl(self, minibatch: list[Segment], sampled: Sampled) -> float:
-        """How far the policy has moved on a minibatch, in nats per decision (k2)."""
+    def _measure_kl(self, segments: list[Segment], sampled: Sampled) -> float:
+        """How far the policy has moved there, in nats per decision (k2); infinite where what it says is not finite."""
         total = count = 0.0
-        for rows, now in evaluate_chunks(self.policy, minibatch, sampled.row, self._nodes):
+        for rows, now in evaluate_chunks(self.policy, segments, sampled.row, self._nodes):
+            total += 0.0 if is_finite(now) else math.inf
             old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
             total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
             count += now.mask.sum().item()
-        return self._mean_over_processes(total / count)
+        return mean_over_processes(self.accelerator, total / count)
 
     def _backward(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> tuple[Stats, float]:
         """Gradients of a minibatch; returns its statistics and the largest |ratio - 1| among turns just sampled."""
@@ -327,17 +330,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         }
         return loss, stats
 
-    def _gradients(self) -> list[Tensor]:
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        return [weight.grad for weight in weights if weight.grad is not None]
-
     def _step(self) -> float:
         """One optimiser step on the gradients at hand; returns the norm of the policy's."""
         groups = self.optimizer.param_groups
-        if self.accelerator.num_processes > 1:
-            for weight in (weight for group in groups for weight in group["params"]):
-                if weight.grad is not None:
-                    weight.grad = self.accelerator.reduce(weight.grad, "mean")
+        average_gradients_(self.accelerator, self.optimizer)
         # Each by its own norm: the value head's gradient is far the larger and would scale the policy's away.
         norms = [self.accelerator.clip_grad_norm_(group["params"], self.config.max_grad_norm) for group in groups]
         self._steps += 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..models.value_head import AutoModelForCausalLMWithValueHead
 
 
 def check_samples(
@@ -32,7 +33,11 @@ def check_samples(
         ConfigError: There are more or fewer, a sequence is empty or holds other ids, or a score is not one finite
             number.
     """
-    lengths = {"queries": len(queries), "responses": len(responses), "scores": len(scores)}
+    given = {"queries": queries, "responses": responses, "scores": scores}
+    for name, values in given.items():
+        if isinstance(values, str) or not hasattr(values, "__len__"):
+            raise ConfigError(f"{name} is {values!r}, expected a list with one entry a sample.")
+    lengths = {name: len(values) for name, values in given.items()}
     if set(lengths.values()) != {batch_size}:
         raise ConfigError(
             f"A step takes batch_size={batch_size} of each, received {lengths}. Pass as many, or build the trainer "
@@ -40,6 +45,12 @@ def check_samples(
         )
     for name, sequences in (("queries", queries), ("responses", responses)):
         for index, ids in enumerate(sequences):
+            if not isinstance(ids, Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+                received = ids.dtype if isinstance(ids, Tensor) else f"{ids!r}"
+                raise ConfigError(
+                    f"{name}[{index}] is {received}, expected a tensor of token ids, int64 (length,). Pass "
+                    "torch.tensor(tokenizer(text).input_ids)."
+                )
             if ids.ndim != 1 or not len(ids):
                 raise ConfigError(
                     f"{name}[{index}] has shape {tuple(ids.shape)}, expected (length,) with at least one token id. "
@@ -53,10 +64,31 @@ def check_samples(
     for index, score in enumerate(scores):
         if not isinstance(score, SupportsFloat):
             raise ConfigError(f"scores[{index}] is {score!r}, expected a number.")
-        if isinstance(score, Tensor) and score.numel() != 1:
-            raise ConfigError(f"scores[{index}] has shape {tuple(score.shape)}, expected one number per response.")
+        if (shape := tuple(getattr(score, "shape", ()))) and math.prod(shape) != 1:
+            raise ConfigError(f"scores[{index}] has shape {shape}, expected one number per response.")
         if not math.isfinite(score):
             raise ConfigError(f"scores[{index}] is {float(score)}, expected a finite number. Check the reward.")
+
+
+def check_trainer(config: object, kind: type, *models: object) -> None:
+    """Check what a trainer is made of.
+
+    Args:
+        config: Its configuration.
+        kind: What that must be.
+        models: The model and its reference, which may be None.
+
+    Raises:
+        ConfigError: One is something else.
+    """
+    if not isinstance(config, kind):
+        raise ConfigError(f"config is {config!r}, expected a {kind.__name__}. Pass {kind.__name__}(batch_size=...).")
+    for model, name in zip(models, ("model", "ref_model"), strict=True):
+        if not isinstance(model, AutoModelForCausalLMWithValueHead) and not (model is None and name == "ref_model"):
+            raise ConfigError(
+                f"{name} is a {type(model).__name__}, expected a model with a value head. Pass "
+                "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
+            )
 
 
 def check_precision(weights: Iterable[Tensor]) -> None:

@@ -17,12 +17,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +32,7 @@ from ..models.lock import lock_of
 from ..models.lora import hold_back_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
-from .checks import check_samples
+from .checks import check_precision, check_samples, check_trainer
 from .controllers import AdaptiveKLController
 from .guard import FiniteGuard
 from .losses import (
@@ -45,6 +46,7 @@ from .losses import (
     masked_whiten,
 )
 from .ppo import PPOConfig
+from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, weights_of
 from .undo import undone_on_error
 
 logger = logging.getLogger(__name__)
@@ -131,8 +133,10 @@ class PPOTrainer:
             rng: Draws the order of the samples, once an epoch; None is numpy's generator seeded with `config.seed`.
 
         Raises:
-            ConfigError: `kl_penalty` is unknown, or `config` puts the KL into the loss or has another critic.
+            ConfigError: `kl_penalty` is unknown, `config` puts the KL into the loss or has another critic, an argument
+                is of another type, or weights that learn have fewer than 32 bits.
         """
+        check_trainer(config, PPOConfig, model, ref_model)
         if kl_penalty not in _ESTIMATORS:
             raise ConfigError(f"kl_penalty={kl_penalty!r}. {did_you_mean(str(kl_penalty), get_args(KLPenalty))}")
         if config.kl_placement != "reward":
@@ -152,17 +156,26 @@ class PPOTrainer:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
         self.accelerator = Accelerator(cpu=model.device.type == "cpu")
-        hold_back_(model.pretrained_model)
-        head = list(model.v_head.parameters())
-        body = [weight for weight in model.pretrained_model.parameters() if weight.requires_grad]
-        groups = [{"params": body, "lr": config.learning_rate}, {"params": head, "lr": config.value_learning_rate}]
-        self._weights = body + head
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
+        self._watch_weights()
         self._kl_controller = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._estimator = _ESTIMATORS[kl_penalty]
         self._ratio_threshold = ratio_threshold
         self._guard = FiniteGuard()
         self._rng: Shuffler = np.random.default_rng(config.seed) if rng is None else rng
+
+    def _watch_weights(self) -> None:
+        """Start the optimiser on the weights that learn now."""
+        hold_back_(self.model.pretrained_model)
+        body, head = self._learning_weights()
+        check_precision(body + head)
+        rates = self.config.learning_rate, self.config.value_learning_rate
+        groups = [{"params": part, "lr": rate} for part, rate in zip((body, head), rates, strict=True)]
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
+
+    def _learning_weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The model's weights that learn, and the value head's."""
+        body = [weight for weight in self.model.pretrained_model.parameters() if weight.requires_grad]
+        return body, list(self.model.v_head.parameters())
 
     @property
     def kl_coef(self) -> float:
@@ -195,10 +208,14 @@ class PPOTrainer:
         started = time.perf_counter()
         embeddings: Any = self.model.pretrained_model.get_input_embeddings()
         check_samples(queries, responses, scores, self.config.batch_size, len(embeddings.weight))
+        if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
+            logger.warning("the weights that learn are others than before: the optimiser starts anew")
+            self._watch_weights()
+        self.model.zero_grad()
         # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
         self.model.eval()
         steered = {"_kl_controller": deepcopy, "_guard": deepcopy}
-        with lock_of(self.model), undone_on_error(self, steered, self._weights):
+        with lock_of(self.model), undone_on_error(self, steered, weights_of(self.optimizer)):
             batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
             stats |= self._optimize(batch)
             if self.config.adap_kl_ctrl:
@@ -227,7 +244,7 @@ class PPOTrainer:
         if config.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         return _Batch(ids, attention, mask, logprobs, values, advantages, returns), {
-            "ref_kl": self._mean_over_processes(kl.sum(1).mean()),
+            "ref_kl": mean_over_processes(self.accelerator, kl.sum(1).mean().item()),
             "kl_coef": self.kl_coef,
             "score_mean": scores.mean().item(),
             "score_std": scores.std(correction=0).item(),
@@ -245,7 +262,7 @@ class PPOTrainer:
                 steps.append(self._step(rows, batch))
             epochs += 1
             if config.target_kl is not None:
-                moved = self._mean_over_processes(torch.tensor(steps[-1]["policy_kl"], device=device))
+                moved = mean_over_processes(self.accelerator, steps[-1]["policy_kl"])
                 stopped = moved > _KL_TOLERANCE * config.target_kl
         return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} | {
             "ratio_error": steps[0]["ratio_error"],
@@ -267,23 +284,17 @@ class PPOTrainer:
             for name, value in parts.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, error)
-        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-        is_finite = self._guard.passes(stats, gradients, lambda share: self._mean_over_processes(torch.tensor(share)))
+        is_finite = self._guard.passes(stats, gradients_of(self.optimizer), self.accelerator)
         skipped = not is_finite or stats["mean_ratio"] > self._ratio_threshold
         del stats["mean_ratio"]
         if skipped:
             why = f"its mean probability ratio exceeds {self._ratio_threshold:g}" if is_finite else "it is not finite"
             logger.warning("a minibatch is skipped: %s", why)
             stats["policy_loss"] = stats["value_loss"] = 0.0
-        for weight in self._weights:
-            if weight.grad is None:
-                continue
-            if skipped:
-                # As in TRL the optimiser still takes its step: its moments decay, and carry the weights a little on.
-                weight.grad.zero_()
-            if self.accelerator.num_processes > 1:
-                weight.grad = self.accelerator.reduce(weight.grad, "mean")
-        norm = self.accelerator.clip_grad_norm_(self._weights, self.config.max_grad_norm)
+            # As in TRL the optimiser still takes its step: its moments decay, and carry the weights a little on.
+            self.optimizer.zero_grad(set_to_none=False)
+        average_gradients_(self.accelerator, self.optimizer)
+        norm = self.accelerator.clip_grad_norm_(weights_of(self.optimizer), self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {**stats, "grad_norm": float(norm), "ratio_error": ratio_error, "skipped": float(skipped)}
@@ -321,9 +332,6 @@ class PPOTrainer:
             context: AbstractContextManager[None] = pretrained.disable_adapter()
             return context
         return nullcontext()
-
-    def _mean_over_processes(self, value: Tensor) -> float:
-        return float(self.accelerator.reduce(value.to(self.model.device), "mean"))
 
 
 def _read(

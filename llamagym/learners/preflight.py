@@ -30,8 +30,9 @@ _TEXTS = ("go left", "12 against 7", "x=3.14, y=-2", "A cat, a dog and 5 birds."
 _CHANCE = 1.0
 # What is looked at: so many contexts, of so many turns where conversations are whole.
 _CONTEXTS, _TURNS = 4, 2
-# Beside weights: gradients, Adam's two moments, and copies of weights and moments to go back to, in float32.
-_COPIES = 6
+# Beside weights: gradients, Adam's two moments, copies of weights and moments to go back to after an error, and of the
+# weights before the latest step, in float32.
+_COPIES = 7
 _GIB = 2**30
 
 
@@ -273,9 +274,8 @@ class _Probes:
             free = int(torch.cuda.mem_get_info(model.device)[0])
         else:
             free = int(min(psutil.virtual_memory().available, container_limit() - psutil.Process().memory_info().rss))
-        found = (
-            f"training {learns / 1e6:.1f} million weights takes up to {needed / _GIB:.1f} GiB, {free / _GIB:.1f} are free"
-        )
+        takes = f"training {learns / 1e6:.1f} million weights takes up to {needed / _GIB:.1f} GiB"
+        found = f"{takes}, {free / _GIB:.1f} are free"
         if needed > free:
             raise FaultError(f"{found}. Train an adapter instead of all weights, or load a smaller model.")
         return found

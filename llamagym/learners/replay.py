@@ -10,6 +10,7 @@ Where rewards are a matter of luck, the best episodes are the lucky ones; replay
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,14 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from ..conversation.episode import Episode, Segment
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
 from .guard import FiniteGuard
+from .rollout import is_finite, shortest_opening
 from .state import restore, state_of
+from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, weights_of
+from .trust_region import TrustRegion
 from .undo import undone_on_error
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,11 @@ class Replay:
 
     def watch_weights(self) -> None:
         """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
-        self._weights = [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(self._weights, lr=self.config.learning_rate))
+        weights = self._learning_weights()
+        self.optimizer = self.accelerator.prepare(torch.optim.Adam(weights, lr=self.config.learning_rate))
+
+    def _learning_weights(self) -> list[nn.Parameter]:
+        return [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
 
     def undone_on_error(self) -> AbstractContextManager[None]:
         """While open, an exception puts buffer and optimiser back to where they were; weights are the learner's."""
@@ -118,6 +128,10 @@ class Replay:
             named no action are not learnt from; where no other is left, the statistics are empty.
         """
         started = time.perf_counter()
+        if not holds_exactly(self.optimizer, self._learning_weights()):
+            logger.warning("the weights that learn are others than before: replay's optimiser starts anew")
+            self.watch_weights()
+        self.policy.model.zero_grad()
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))
         kept = self.episodes
@@ -125,7 +139,13 @@ class Replay:
         segments = [segment for segment in contexts if any(turn.valid for turn in segment.turns)]
         if not segments:
             return {}
-        made = [step for _ in range(self.config.steps) if (step := self._step(self._draw(segments)))]
+        region = TrustRegion(weights_of(self.optimizer), target_kl=None)
+        made = [step for _ in range(self.config.steps) if (step := self._step(self._draw(segments), region))]
+        if made:
+            self._guard.settle(is_good := self._says_finite(segments))
+            if not is_good:
+                region.return_to()
+                made.pop()
         loss, norm = np.mean(made, axis=0) if made else (np.nan, np.nan)
         self.policy.num_updates += 1
         returns = [episode.total_reward for episode in kept]
@@ -154,7 +174,12 @@ class Replay:
             size += len(segments[index].turns)
         return drawn
 
-    def _step(self, segments: list[Segment]) -> tuple[float, float] | None:
+    @torch.no_grad()
+    def _says_finite(self, segments: list[Segment]) -> bool:
+        """Whether what the policy says after the last step is finite."""
+        return mean_over_processes(self.accelerator, is_finite(self.policy.evaluate(shortest_opening(segments)))) == 1.0
+
+    def _step(self, segments: list[Segment], region: TrustRegion) -> tuple[float, float] | None:
         """One optimiser step; returns the loss before it and the gradient's norm, None if it could not be made."""
         count = sum(len(turn.reply.logprobs) for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
@@ -164,21 +189,15 @@ class Replay:
             loss = -now.logprobs[now.mask & valid[:, None]].sum() / count
             self.accelerator.backward(loss)
             total += loss.item()
-        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-        if not self._guard.passes({"replay_loss": total}, gradients, self._mean_over_processes):
+        if not self._guard.passes({"replay_loss": total}, gradients_of(self.optimizer), self.accelerator):
             self.optimizer.zero_grad()
             return None
-        if self.accelerator.num_processes > 1:
-            for weight in self._weights:
-                if weight.grad is not None:
-                    weight.grad = self.accelerator.reduce(weight.grad, "mean")
-        norm = self.accelerator.clip_grad_norm_(self._weights, self.config.max_grad_norm)
+        average_gradients_(self.accelerator, self.optimizer)
+        region.enter()
+        norm = self.accelerator.clip_grad_norm_(weights_of(self.optimizer), self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, float(norm)
-
-    def _mean_over_processes(self, value: float) -> float:
-        return float(self.accelerator.reduce(torch.tensor(value, device=self.policy.device), "mean").item())
 
 
 def _score(episode: Episode) -> float:

@@ -9,7 +9,7 @@ Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +113,16 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
         "turns": float(len(turns)),
         "turns_per_episode": len(turns) / len(episodes),
     }
+
+
+def is_finite(now: Evaluation) -> bool:
+    """Whether all that a policy says of some turns is finite."""
+    return all(bool(part.isfinite().all()) for part in (now.logprobs, now.entropy, now.values))
+
+
+def shortest_opening(segments: Iterable[Segment]) -> list[Segment]:
+    """The first turn of one of the contexts: the least that can be read to see what the policy says now."""
+    return [min((Segment(segment.turns[:1]) for segment in segments), key=lambda opening: opening.token_count)]
 
 
 @torch.no_grad()

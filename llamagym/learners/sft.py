@@ -12,6 +12,7 @@ model, cast adapters of quantised models and seed every generator; all of it is 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import tempfile
 import time
@@ -35,6 +36,7 @@ from ..errors import ConfigError
 from ..models.lora import is_fresh, set_aside_
 from ..options import Options
 from ..policy.policy import Policy
+from .guard import diverged
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ def fine_tune(
 
     Raises:
         ConfigError: Several processes run at once.
+        DivergedError: What the model says afterwards is not finite; the caller puts the weights back.
     """
     started = time.perf_counter()
     segments = [segment for episode in episodes for segment in episode.segments()]
@@ -98,10 +101,13 @@ def fine_tune(
     before = _measure(policy, segments)
     was_fresh = policy.aims_lora and is_fresh(policy.model.pretrained_model)
     _train(policy, tokenizer, segments, config)
+    after = _measure(policy, segments)
+    if not all(map(math.isfinite, after.values())):
+        raise diverged(f"After {config.epochs} epochs on demonstrations the loss is {after['loss']}")
     if was_fresh:
+        # Neither replies nor their probabilities change by that.
         set_aside_(policy.model.pretrained_model)
     policy.num_updates += 1
-    after = _measure(policy, segments)
     return {
         "loss_before": before["loss"],
         "loss_after": after["loss"],

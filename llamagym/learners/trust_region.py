@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,13 +13,13 @@ _KL_TOLERANCE = 1.5
 
 
 class TrustRegion:
-    """Policies within 1.5 times a KL of the one that sampled.
+    """Policies within 1.5 times a KL of the one that sampled, or without a target all whose output is finite.
 
     A step's KL shows only after it, at the next minibatch; where most replies are certain, one step can change them
     all. So the weights before it are kept until then.
 
     Attributes:
-        has_bounds: Whether there is a target at all; without one nothing is kept and nothing is too far.
+        has_bounds: Whether there is a target at all.
     """
 
     def __init__(self, weights: Sequence[Tensor], target_kl: float | None) -> None:
@@ -31,16 +32,26 @@ class TrustRegion:
 
         >>> TrustRegion([], 0.02).is_left(0.04), TrustRegion([], 0.02).is_left(0.03), TrustRegion([], None).is_left(9.0)
         (True, False, False)
+        >>> TrustRegion([], 0.02).is_left(math.nan), TrustRegion([], None).is_left(math.inf)
+        (True, True)
         """
-        return self._target is not None and kl > _KL_TOLERANCE * self._target
+        return not math.isfinite(kl) or (self._target is not None and kl > _KL_TOLERANCE * self._target)
 
     def enter(self) -> None:
         """Keep the weights as they are now."""
-        if self.has_bounds:
-            self._kept = [weight.detach().clone() for weight in self._weights]
+        self._kept = [weight.detach().clone() for weight in self._weights]
 
     @torch.no_grad()
     def return_to(self) -> None:
         """Take the weights that were kept last."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.copy_(kept)
+
+
+def farthest(*kls: float) -> float:
+    """The largest KL; one that is not finite is infinite.
+
+    >>> farthest(0.1, 0.2), farthest(0.1, math.nan), farthest(math.nan, 0.1)
+    (0.2, inf, inf)
+    """
+    return max(kl if math.isfinite(kl) else math.inf for kl in kls)

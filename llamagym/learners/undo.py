@@ -12,6 +12,23 @@ from torch import Tensor
 
 
 @contextmanager
+def attributes_undone_on_error(owner: Any, attributes: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """While open, an exception gives attributes the values that they had.
+
+    Args:
+        owner: Whose.
+        attributes: How to copy each, by name.
+    """
+    before = {name: copied(getattr(owner, name)) for name, copied in attributes.items()}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            setattr(owner, name, value)
+        raise
+
+
+@contextmanager
 def undone_on_error(
     owner: Any, attributes: Mapping[str, Callable[[Any], Any]], weights: Iterable[Tensor]
 ) -> Iterator[None]:
@@ -25,16 +42,15 @@ def undone_on_error(
     tensors = list(weights)
     kept = [tensor.detach().clone() for tensor in tensors]
     optimizer, steps = owner.optimizer, deepcopy(owner.optimizer.state_dict())
-    before = {name: copied(getattr(owner, name)) for name, copied in attributes.items()}
     try:
-        yield
+        with attributes_undone_on_error(owner, attributes):
+            yield
     except BaseException:
         with torch.no_grad():
             for tensor, old in zip(tensors, kept, strict=True):
                 tensor.copy_(old)
+                tensor.grad = None
         optimizer.load_state_dict(steps)
         optimizer.zero_grad()
         owner.optimizer = optimizer
-        for name, value in before.items():
-            setattr(owner, name, value)
         raise
