@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
+from llamagym.conversation.chat_template import end_ids
+from llamagym.models.atomic import MANIFEST
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.agents import ChoiceAgent, WordAgent
 from tests.resumed_run import SIZES, DiceEnv, Talker
+from tests.test_loading import hub  # noqa: F401 - a fixture
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 
@@ -67,9 +71,26 @@ class Announcing(ChoiceAgent):
         return super().extract_action(response.removeprefix("I will "))
 
 
-def code_of(folder: Path) -> str:
-    """The lines for plain transformers in a card."""
-    return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+def lines_of(folder: Path) -> tuple[str, str]:
+    """The lines for plain transformers in a card: those that load the model, and those that take one reply."""
+    code = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+    loads, start, replies = code.partition("messages = ")
+    return loads, start + replies
+
+
+def replies_by_card(folder: Path, observations: Sequence[Any], **changed: str) -> Iterator[dict[str, Any]]:
+    """The names that the card's own lines define for each observation; `changed` are values in them."""
+    loads, replies = lines_of(folder)
+    for name, value in changed.items():
+        assert f"{name}=" in replies
+        replies = re.sub(rf"{name}=\w+", f"{name}={value}", replies)
+    space: dict[str, Any] = {"folder": str(folder)}
+    exec(loads, space)
+    for observation in observations:
+        space["observation"] = f"Observation {observation}"
+        with torch.no_grad():
+            exec(replies, space)
+        yield space
 
 
 @pytest.mark.parametrize("normalization", ["none", "token", "word"])
@@ -79,25 +100,77 @@ def test_the_card_s_lines_give_the_choices_the_same_probabilities(base, tmp_path
     card = (tmp_path / "agent" / "README.md").read_text()
     assert "acting in Dice" in card
     assert "| mean return | 1.5 |" in card
-    for observation in range(5):
-        space: dict[str, Any] = {"folder": str(tmp_path / "agent"), "observation": f"Observation {observation}"}
-        exec(code_of(tmp_path / "agent"), space)
-        expected = agent.action_probabilities([observation])[0]
-        found = dict(zip(space["prior"], space["probabilities"].tolist(), strict=True))
-        assert found == pytest.approx(expected, abs=1e-5)
+    expected = agent.action_probabilities(range(50))
+    for space, probabilities in zip(replies_by_card(tmp_path / "agent", range(50)), expected, strict=True):
+        names = [choice for choice, _, _ in space["choices"]]
+        assert dict(zip(names, space["probabilities"].tolist(), strict=True)) == pytest.approx(probabilities, abs=1e-5)
+
+
+def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
+    agent = trained(ChoiceAgent, base)
+    # Single bytes of longer characters: both decode to the replacement character.
+    agent.policy.choice_prior = {(150,): -1.0, (151,): -2.0}
+    assert len({agent.tokenizer.decode(list(ids)) for ids in agent.policy.choice_prior}) == 1
+    agent.save_pretrained(tmp_path / "agent")
+    (space,) = replies_by_card(tmp_path / "agent", [0])
+    assert [(tuple(ids), prior) for _, ids, prior in space["choices"]] == [((150,), -1.0), ((151,), -2.0)]
+    assert space["probabilities"].shape == (2,)
 
 
 def test_the_card_s_lines_write_what_the_agent_writes(base, tmp_path):
+    # As Qwen2's: what the base would add to its replies is no part of the agent's policy.
+    defaults = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**defaults, "repetition_penalty": 5.0, "top_k": 1}))
     agent = trained(Talker, base)
     agent.save_pretrained(tmp_path / "agent")
     agent.eval()
-    code = code_of(tmp_path / "agent").replace("do_sample=True", "do_sample=False")
-    for observation in range(5):
-        space: dict[str, Any] = {"folder": str(tmp_path / "agent"), "observation": f"Observation {observation}"}
-        exec(code, space)
-        agent.discard_episodes([0])
-        agent.act(observation)
-        assert space["reply"] == agent.current_episode_messages[-1]["content"]
+    for space in replies_by_card(tmp_path / "agent", range(50), do_sample="False"):
+        reply = reply_of(agent, space["observation"].removeprefix("Observation "))
+        assert tuple(space["ids"][0, space["prompt"].shape[1] :].tolist()) == reply.ids
+
+
+def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
+    agent = trained(Talker, base)
+    agent.save_pretrained(tmp_path / "agent")
+    agent.eval(greedy=False)
+    for space in replies_by_card(tmp_path / "agent", range(50)):
+        reply = reply_of(agent, space["observation"].removeprefix("Observation "))
+        ids = torch.tensor([reply.ids])
+        with torch.no_grad():
+            logits = space["model"](input_ids=torch.cat([space["prompt"], ids], 1)).logits[0, -len(reply.ids) - 1 : -1]
+        logprobs = (logits / space["how"]["temperature"]).log_softmax(-1).gather(1, ids.T)[:, 0]
+        assert logprobs.tolist() == pytest.approx(reply.logprobs, abs=1e-4)
+
+
+def test_the_card_says_how_the_agent_evaluates(base, tmp_path):
+    model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
+    settings = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 7, "top_p": 0.9}
+    agent = Talker(model, tokenizer, device, settings, seed=0)
+    agent.save_pretrained(tmp_path / "agent")
+    (space,) = replies_by_card(tmp_path / "agent", [0])
+    ends = end_ids(model.pretrained_model, tokenizer)
+    assert len(ends) > 1
+    always = {"do_sample": True, "repetition_penalty": 1.0, "eos_token_id": ends}
+    assert space["how"] == {**settings, **always}
+
+
+def reply_of(agent: Any, observation: str) -> Any:
+    """What it says to an observation at the start of an episode."""
+    agent.discard_episodes([0])
+    agent.act(observation)
+    return agent.conversation(0).turns[-1].reply
+
+
+def test_an_agent_is_uploaded_whole(hub, base):  # noqa: F811 - the fixture
+    agent = trained(ChoiceAgent, base)
+    address = agent.push_to_hub("me/agent", environment="Dice")
+    assert address.startswith(f"{hub.url}/me/agent/commit/")
+    files = hub.files["me/agent"]
+    expected = {"README.md", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", MANIFEST}
+    assert expected <= set(files)
+    assert b"acting in Dice" in files["README.md"]
+    # A folder of this machine is no base that the hub could show.
+    assert f"base_model: {base}" not in files["README.md"].decode()
 
 
 def test_a_plain_adapter_is_merged_and_an_activated_one_is_not(base, tmp_path):

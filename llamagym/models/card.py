@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .generation import GenerationConfig
+
 
 @dataclass(frozen=True)
 class Card:
@@ -18,9 +20,9 @@ class Card:
         dtype: Of the base, as PyTorch names it.
         system_prompt: Opens every conversation.
         prefix: Opens every reply.
-        temperature: Replies are drawn from softmax(logits / temperature).
-        max_new_tokens: Longest free-text reply.
-        prior: Mean score of each choice, by its text; empty where replies are free text.
+        generation: How replies are drawn.
+        end_ids: Every token id that ends a reply.
+        choices: Text, token ids and mean score of each choice; empty where replies are free text.
         normalization: What a choice's log-likelihood is divided by.
         environment: What it acts in.
         settings: Options of the agent that differ from their defaults.
@@ -32,9 +34,9 @@ class Card:
     dtype: str
     system_prompt: str
     prefix: str
-    temperature: float
-    max_new_tokens: int
-    prior: Mapping[str, float]
+    generation: GenerationConfig
+    end_ids: Sequence[int]
+    choices: Sequence[tuple[str, tuple[int, ...], float]]
     normalization: str = "none"
     environment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -71,30 +73,43 @@ class Card:
             f"messages = [{_message('system', self.system_prompt)}, " if self.system_prompt else "messages = [",
             '    {"role": "user", "content": observation}]',
             "options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=False)",
-            f"text = tokenizer.apply_chat_template(messages, **options) + {json.dumps(self.prefix)}",
+            f"text = tokenizer.apply_chat_template(messages, **options) + {_literal(self.prefix)}",
             'prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids',
-            *(self._choosing() if self.prior else self._writing()),
+            *(self._choosing() if self.choices else self._writing()),
         ]
 
     def _writing(self) -> list[str]:
-        limits = f"max_new_tokens={self.max_new_tokens}, do_sample=True, top_k=0, top_p=1.0"
+        drawn = self.generation
+        how: dict[str, Any] = {"max_new_tokens": drawn.max_new_tokens, "do_sample": drawn.do_sample}
+        if drawn.do_sample:
+            how |= {"temperature": drawn.temperature, "top_k": drawn.top_k, "top_p": drawn.top_p}
+        # What is not named here comes from the base's generation_config.json, in some families a penalty.
+        how |= {"repetition_penalty": 1.0, "eos_token_id": list(self.end_ids)}
         return [
-            f"ids = model.generate(input_ids=prompt, {limits}, temperature={self.temperature})",
+            f"how = dict({', '.join(f'{name}={value!r}' for name, value in how.items())})",
+            "ids = model.generate(input_ids=prompt, **how)",
             "reply = tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)",
         ]
 
     def _choosing(self) -> list[str]:
-        length = {"none": "1", "token": "ids.shape[1]", "word": "max(1, len(choice.split()))"}[self.normalization]
+        length = {"none": "1", "token": "len(tokens)", "word": "max(1, len(choice.split()))"}[self.normalization]
+        rows = [f"    ({_literal(text)}, {list(ids)}, {score!r})," for text, ids, score in self.choices]
         return [
-            f"prior = {json.dumps(dict(self.prior), ensure_ascii=False)}",
+            "choices = [  # text, token ids, mean score; leave out those that are not admissible now",
+            *rows,
+            "]",
             "scores = []",
-            "for choice in prior:  # those that are admissible now",
-            '    ids = tokenizer(choice, add_special_tokens=False, return_tensors="pt").input_ids',
-            "    logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[:, -ids.shape[1] - 1 : -1].float()",
+            "for choice, tokens, prior in choices:",
+            "    ids = torch.tensor([tokens])",
+            "    logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[:, -len(tokens) - 1 : -1].float()",
             "    score = logits.log_softmax(-1).gather(2, ids[..., None]).sum()",
-            f"    scores.append(score / {length} - prior[choice])",
-            f"probabilities = (torch.stack(scores) / {self.temperature}).softmax(0)",
+            f"    scores.append(score / {length} - prior)",
+            f"probabilities = (torch.stack(scores) / {self.generation.temperature}).softmax(0)",
         ]
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _message(role: str, content: str) -> str:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from ..conversation.chat_template import end_ids
 from ..errors import ConfigError
 from ..models.card import Card
 from ..models.lora import is_activated
@@ -53,9 +54,9 @@ def write_export(
         str(pretrained.dtype),
         actor.get_system_prompt(),
         options["response_prefix"],
-        policy.generation.temperature,
-        policy.generation.max_new_tokens,
-        {str(tokenizer.decode(list(ids))): score for ids, score in policy.choice_prior.items()},
+        policy.generation,
+        end_ids(pretrained, tokenizer),
+        [(str(tokenizer.decode(list(ids))), ids, score) for ids, score in policy.choice_prior.items()],
         options["choice_normalization"],
         environment,
         {name: value for name, value in options.items() if value not in (None, "", {})},
