@@ -16,7 +16,7 @@ from .models.loading import load_model_and_tokenizer
 from .models.registry import EMBEDDED_NAME
 
 
-class Patient(Agent):
+class ProbeAgent(Agent):
     """Says whether it goes left or right, or whatever else it is asked."""
 
     def get_system_prompt(self) -> str:
@@ -51,7 +51,7 @@ def examine(model: str, device: str = "auto", dtype: str = "auto") -> Report:
         loaded, tokenizer, on = load_model_and_tokenizer(model, device, dtype)
         found = f"{model}, {loaded.pretrained_model.dtype} on {on}"
         name = "template"
-        agent = Patient(loaded, tokenizer, on, {"max_new_tokens": 8}, seed=0)
+        agent = ProbeAgent(loaded, tokenizer, on, {"max_new_tokens": 8}, seed=0)
     except LlamaGymError as error:
         return Report((Check(name, False, str(error)),))
     checks = agent.preflight(["fork 1", "fork 2", "a room", "another room"]).checks

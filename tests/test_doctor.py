@@ -81,6 +81,20 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Agent:
     return agent
 
 
+class CrowdedEmbedding(torch.nn.Embedding):
+    """Depends on how many sequences there are."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out = super().forward(ids)
+        return out.roll(ids.shape[0], dims=-1)
+
+
+def crowd_dependent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = make_agent(WordAgent)
+    agent.policy.model.pretrained_model.get_input_embeddings().__class__ = CrowdedEmbedding
+    return agent
+
+
 def foreign(monkeypatch: pytest.MonkeyPatch) -> Agent:
     """A trained model's English costs more than chance by another tokenizer."""
     agent = make_agent(WordAgent)
@@ -124,6 +138,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Agent:
 BROKEN = {
     "weights edited unseen": (edited_unseen, "caches", "agent.weights_changed"),
     "a layer that draws": (drawing, "ratio", "random numbers"),
+    "a layer that depends on the batch": (crowd_dependent, "one = many", "depend on the batch"),
     "another tokenizer": (foreign, "language", "another model's"),
     "no end": (endless, "reply's end", "would run on"),
     "a tokenizer that changes texts": (lossy, "tokenizer", "normalizer"),
@@ -163,3 +178,12 @@ def test_a_template_that_cannot_be_appended_to_is_named(tmp_path):
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     report = examine(str(tmp_path / "nothing" / "here"))
     assert report.failing == ["model"]
+
+
+def test_a_fault_is_the_exit_status_of_the_command(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "llamagym", "doctor", "--model", str(tmp_path), "--device", "cpu"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.startswith("FAIL model")
+    assert result.stdout.endswith("Not as it should be: model.\n")

@@ -246,11 +246,17 @@ class _Probes:
 
     def one_is_many(self) -> str:
         """A batch of one equals a batch of many."""
+        # What is kept was computed together, or alone: each must be computed anew.
+        policy = self._actor.policy
+        policy.drop_caches()
         together = self._logprobs(self._replied())
-        alone = torch.cat([self._logprobs([segment]) for segment in self._said])
+        alone = []
+        for segment in self._said:
+            policy.drop_caches()
+            alone.append(self._logprobs([segment]))
         return self._agree(
             together,
-            alone,
+            torch.cat(alone),
             "conversations alone and together",
             "Look for layers that depend on the batch, such as dropout.",
         )
