@@ -120,6 +120,8 @@ def main() -> None:
         **{f"{args.algorithm}_config_dict": learning},
     )
     agent.free_text = args.free_text
+    if args.checkpoint_dir and not args.resume:
+        checkpoints.require_none(args.checkpoint_dir)
     newest = checkpoints.newest(args.checkpoint_dir) if args.resume else None
     if args.sft_warm_start and newest is None:
         print(agent.sft_from_jsonl(SFT_DATA / f"{'format' if args.free_text else 'demo'}_blackjack.jsonl"))
@@ -166,8 +168,9 @@ def main() -> None:
                 tracker.log({**stats, **exact, "minutes": minutes}, finished)
                 if args.checkpoint_dir and updates % args.checkpoint_every == 0:
                     done = {"finished": finished, "turns": turns, "updates": updates, "minutes": minutes}
-                    agent.save_checkpoint(checkpoints.path_of(args.checkpoint_dir, turns), done)
-                    checkpoints.prune(args.checkpoint_dir, keep=3)
+                    path = checkpoints.path_of(args.checkpoint_dir, turns)
+                    agent.save_checkpoint(path, done)
+                    checkpoints.prune(args.checkpoint_dir, keep=3, written=path)
                 if updates % 5 == 1:
                     said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])
                     progress.note(f"update {updates}, {said}")

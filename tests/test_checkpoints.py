@@ -368,9 +368,32 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     for turns, score in ((1, 0.5), (2, 3.0), (3, 1.0), (4, 2.0), (5, None)):
         with written_whole(path_of(tmp_path, turns), "checkpoint", {"return_mean": score}):
             pass
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, path_of(tmp_path, 5))
     assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (2, 4, 5)]
     assert best(tmp_path) == path_of(tmp_path, 2)
+
+
+def test_a_damaged_checkpoint_of_more_turns_never_drives_out_a_good_one(tmp_path):
+    for turns in (10, 40):
+        write(path_of(tmp_path, turns))
+    DAMAGE["a file"][0](path_of(tmp_path, 40))
+    write(path_of(tmp_path, 20))
+    prune(tmp_path, 1, path_of(tmp_path, 20))
+    assert newest(tmp_path) == path_of(tmp_path, 20)
+    # A byte of it is wrong, which only a checksum tells.
+    write(path_of(tmp_path, 50))
+    DAMAGE["a byte"][0](path_of(tmp_path, 50))
+    write(path_of(tmp_path, 30))
+    prune(tmp_path, 1, path_of(tmp_path, 30))
+    assert newest(tmp_path) == path_of(tmp_path, 30)
+
+
+def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):
+    learning(tmp_path / "run", episodes=20)
+    before = sorted((tmp_path / "run").iterdir())
+    with pytest.raises(CheckpointError, match=r"of an earlier run. Pass resume=True"):
+        learning(tmp_path / "run", episodes=20)
+    assert sorted((tmp_path / "run").iterdir()) == before
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 Files are written aside, flushed to the disk, listed in a manifest with their sizes and checksums, and put in place by
 one rename. So a folder under its own name is complete; and should a disk lose or alter some of it later, the manifest
-tells.
+tells. A folder that is replaced changes places with the new one, in one step on Linux; elsewhere it is set aside first,
+and brought back should that be as far as it went.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -43,6 +45,7 @@ def written_whole(
         replace: Whether what lies there may be replaced; if not, that is an `OSError`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    bring_back(folder)
     remove_stale(folder.parent)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
     try:
@@ -52,8 +55,9 @@ def written_whole(
         yield whole
         _seal(whole, {"kind": kind, "schema": SCHEMA, "llamagym": _own_version(), **(facts or {})})
         if replace and folder.exists():
-            folder.rename(scratch / "replaced")
-        whole.rename(folder)
+            _replace(folder, whole)
+        else:
+            whole.rename(folder)
         _flush(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -73,6 +77,7 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
     Raises:
         CheckpointError: It is damaged, something else, or of a later version.
     """
+    bring_back(folder)
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         found, schema, files = manifest["kind"], manifest["schema"], dict(manifest["files"])
@@ -94,12 +99,48 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
     return manifest
 
 
+def bring_back(folder: Path) -> None:
+    """Put a folder back in place that a killed process had set aside to replace it, and no more."""
+    if not folder.exists():
+        with suppress(FileNotFoundError):
+            _aside(folder).rename(folder)
+
+
 def remove_stale(parent: Path) -> None:
     """Delete what killed processes left in a folder, but not what running ones write there."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with suppress(FileNotFoundError):  # another process deletes it too
             if time.time() - scratch.stat().st_mtime > _STALE_S:
                 shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Put a new folder in the place of one; the old one is deleted, or stays if that fails."""
+    if _exchange(new, folder):
+        return  # the old one has the new one's place aside, and goes with it
+    aside = _aside(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    try:
+        new.rename(folder)
+    except BaseException:
+        aside.rename(folder)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".replaced-{folder.name}")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step; False where the system or the file system cannot."""
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0)
 
 
 def _seal(folder: Path, manifest: dict[str, Any]) -> None:

@@ -11,12 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .atomic import MANIFEST, verify
+from .atomic import MANIFEST, bring_back, verify
 
 logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
 _NAME = "checkpoint-"
+
+
+def require_none(root: Path) -> None:
+    """Refuse a folder that holds checkpoints already: a new run's would be taken for older ones of that run.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if found := _all(root):
+        raise CheckpointError(
+            f"{str(root)!r} holds {len(found)} checkpoints of an earlier run. Pass resume=True to go on with it, or "
+            "another checkpoint_dir."
+        )
 
 
 def path_of(root: Path, turns: int) -> Path:
@@ -30,6 +43,7 @@ def find(folder: Path) -> Path:
     Raises:
         CheckpointError: It is none and holds none, or all that it holds are damaged or of a later version.
     """
+    bring_back(folder)
     if (folder / MANIFEST).exists():
         verify(folder, KIND)
         return folder
@@ -63,15 +77,21 @@ def newest(root: Path) -> Path | None:
 
 
 def best(root: Path) -> Path | None:
-    """The checkpoint of the update whose episodes returned the most; None if there is none."""
-    scored = [(path, _fact(manifest, "return_mean")) for path, manifest in _manifests(root)]
-    scored = [(path, score) for path, score in scored if not math.isnan(score)]
-    return max(scored, key=lambda pair: pair[1])[0] if scored else None
+    """The whole checkpoint of the update whose episodes returned the most; None if there is none."""
+    scored = [(_fact(manifest, "return_mean"), path) for path, manifest in _manifests(root)]
+    for _, path in sorted(pair for pair in scored if not math.isnan(pair[0]))[::-1]:
+        with suppress(CheckpointError):
+            verify(path, KIND)
+            return path
+    return None
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` and the best."""
-    kept = {*_all(root)[-keep:], best(root)}
+def prune(root: Path, keep: int, written: Path) -> None:
+    """Delete all but the newest `keep`, the best, and the one that was just written.
+
+    The last may not be among the newest: a damaged one of more turns may lie there, from before a run was resumed.
+    """
+    kept = {*[path for path, _ in _manifests(root)][-keep:], best(root), written}
     for path in _all(root):
         if path not in kept:
             # Without its manifest it is none, should the rest stay.

@@ -13,6 +13,7 @@ from typing import Any
 from ..agent import Agent
 from ..errors import ConfigError
 from ..learners.base import Stats
+from ..models.checkpoints import require_none
 from ..options import check_arguments, check_seed
 from .environments import EnvSource, failed_copy, opened
 from .evaluation import own_conversations, require_positive
@@ -91,7 +92,7 @@ def train(
     Raises:
         ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of `group_size`, or
             `env` cannot be made or copied.
-        CheckpointError: There are checkpoints, and none of them can be read or fits this agent.
+        CheckpointError: There are checkpoints, and `resume` is False, or none of them can be read or fits this agent.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
         SystemExit: A signal ended the training, with status 130.
     """
@@ -110,6 +111,8 @@ def train(
         raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the checkpoint_dir of the run to go on with.")
+    if checkpoint_dir is not None and not resume:
+        require_none(Path(checkpoint_dir))
     agent.train()
     trackers = MultiTracker(*([] if tracker is None else [tracker]))
     run = _Run(on_update, trackers, episodes)

@@ -44,7 +44,7 @@ class SavedRun:
                 "or pass another checkpoint_dir."
             ) from error
         self._latest = turns
-        prune(self._root, self._keep)
+        prune(self._root, self._keep, path)
 
     def read(self) -> dict[str, Any] | None:
         """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.

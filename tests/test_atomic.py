@@ -1,0 +1,111 @@
+"""A folder that is replaced: whatever goes wrong, the old one or the new one is there, whole, under its name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llamagym.models import atomic
+from llamagym.models.atomic import bring_back, verify, written_whole
+
+
+def write(folder: Path, text: str) -> None:
+    with written_whole(folder, "checkpoint") as aside:
+        (aside / "a.txt").write_text(text)
+
+
+def content(folder: Path) -> str:
+    verify(folder, "checkpoint")
+    return (folder / "a.txt").read_text()
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
+def exchanges(request, monkeypatch):
+    """With the system's exchange, where it has one, and without."""
+    if not request.param:
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    return request.param
+
+
+def test_a_folder_is_replaced_and_nothing_else_is_left(tmp_path, exchanges):
+    for text in ("old", "new", "newest"):
+        write(tmp_path / "now", text)
+        assert content(tmp_path / "now") == text
+        assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_linux_exchanges_two_folders(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert atomic._exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / "other").exists()
+    assert (tmp_path / "other" / "one").exists()
+    assert not atomic._exchange(tmp_path / "one", tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, error):
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    write(tmp_path / "now", "old")
+    usual, calls = Path.rename, []
+
+    def rename(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) == nth:
+            raise error
+        return usual(path, target)
+
+    # Bringing back looks first whether there is anything to bring back: no rename of its own here.
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(type(error)):
+        write(tmp_path / "now", "new")
+    monkeypatch.undo()
+    assert content(tmp_path / "now") == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from llamagym.models import atomic
+atomic._exchange = lambda *_: False
+usual, calls = Path.rename, []
+def rename(path, target):
+    calls.append(path)
+    if len(calls) == int(sys.argv[2]):
+        os._exit(9)
+    return usual(path, target)
+Path.rename = rename
+with atomic.written_whole(Path(sys.argv[1]), "checkpoint") as aside:
+    (aside / "a.txt").write_text("new")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("nth", "expected"), [(1, "old"), (2, "old"), (3, "new")])
+def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
+    write(tmp_path / "now", "old")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "now"), str(nth)], check=False)
+    assert killed.returncode == (0 if nth == 3 else 9)
+    # Much later, when what was left aside counts as stale.
+    for left in tmp_path.glob(f"{atomic._SCRATCH}*"):
+        os.utime(left, (0, 0))
+    atomic.remove_stale(tmp_path)
+    assert content(tmp_path / "now") == expected
+    write(tmp_path / "now", "newest")
+    assert content(tmp_path / "now") == "newest"
+    assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+def test_what_was_set_aside_never_takes_the_place_of_what_is_there(tmp_path):
+    write(tmp_path / "now", "new")
+    write(tmp_path / ".replaced-now", "old")
+    bring_back(tmp_path / "now")
+    assert content(tmp_path / "now") == "new"
