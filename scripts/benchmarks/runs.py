@@ -24,7 +24,7 @@ TITLES = {
     "text-world": "TextWorld, unseen games",
     "babyai": "BabyAI, unseen missions",
     "taxi": "Taxi",
-    "guess_number": "Guess the number, whole conversation",
+    "guess_number": "Guess the number, whole conversation, one seed",
 }
 
 Run = dict[str, Any]
