@@ -130,6 +130,9 @@ def _fits(value: object, kind: Any) -> bool:
     origin = get_origin(kind) or kind
     if origin is Any:
         return True
+    if isinstance(origin, type) and issubclass(origin, Options):
+        # Which one is for `from_dict` to say, which knows what is meant.
+        return isinstance(value, Options)
     if origin is Literal:
         return isinstance(value, str)
     if origin in (int, float):

@@ -28,7 +28,7 @@ from llamagym.models.generation import GenerationConfig
 from llamagym.models.registry import register
 from llamagym.training import evaluate
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
-from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -373,6 +373,46 @@ def test_a_tokenizer_that_knows_more_than_the_model():
         WordAgent(model, tokenizer)
     model.pretrained_model.resize_token_embeddings(len(tokenizer))
     WordAgent(model, tokenizer, generate_config_dict={"max_new_tokens": 2}).act("a")
+
+
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [("llama", "qwen2"), ("gemma", "qwen3"), ("llama", "phi"), ("smollm", "phi"), ("gemma", "phi"), ("phi3", "phi")],
+)
+def test_a_smaller_tokenizer_of_another_model(family: str, other: str):
+    with pytest.raises(ConfigError, match="another model's"):
+        WordAgent(tiny_model(family), tiny_tokenizer(other))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_that_were_chosen_on_purpose(family: str):
+    """A model's own tokenizer is never taken for another's."""
+
+    def made(**special: str) -> None:
+        model, tokenizer = tiny_model(family), tiny_tokenizer(family)
+        if tokenizer.add_special_tokens(special):
+            model.pretrained_model.resize_token_embeddings(len(tokenizer))
+        WordAgent(model, tokenizer)
+
+    own = tiny_tokenizer(family)
+    made()
+    made(pad_token=own.eos_token)
+    for name in own.all_special_tokens:
+        made(eos_token=name)
+        made(eos_token=name, pad_token=name)
+    made(eos_token="<new>")
+    made(eos_token="<new>", pad_token="<new>")
+    made(eos_token="<new>", pad_token="<other>")
+    made(bos_token="<new>", pad_token="<other>")
+
+
+def test_ids_that_a_configuration_has_by_default():
+    """Ids beyond the vocabulary, as small models have that were made by hand, say nothing."""
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer("llama")
+    for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        setattr(model.pretrained_model.config, role, 50256)
+        setattr(model.pretrained_model.generation_config, role, None)
+    WordAgent(model, tokenizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

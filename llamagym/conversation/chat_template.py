@@ -186,16 +186,15 @@ def invocation_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a reply: the tokenizer's and those of the model's generation defaults."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return sorted(end for end in ids if end is not None)
+    return sorted(_ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id"))
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that knows more tokens than its model.
+    """Refuse a tokenizer that is another model's, as far as ids show it.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: It knows more tokens than the model, takes what ends the model's replies for ordinary text, or
+            agrees with the model on none of at least two special tokens that both define.
     """
     known = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > known:
@@ -203,3 +202,28 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
             f"The tokenizer has {len(tokenizer)} tokens, the model only {known}. Pass the model's own tokenizer; "
             "if you have added tokens, call model.pretrained_model.resize_token_embeddings(len(tokenizer)) first."
         )
+    roles = ("eos_token_id", "bos_token_id", "pad_token_id")
+    # A configuration made by hand may keep its class's default ids, beyond its own vocabulary.
+    theirs = {
+        role: {one for one in _ids(model.config, role) | _ids(model.generation_config, role) if one < known}
+        for role in roles
+    }
+    ours = {role: _ids(tokenizer, role) for role in roles}
+    ends, controls = theirs["eos_token_id"], {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    # Who sets another end token often pads with it, which says nothing more.
+    counted = roles[:2] if ours["pad_token_id"] == ours["eos_token_id"] else roles
+    shared = [role for role in counted if theirs[role] and ours[role]]
+    # Where the embeddings were resized to this tokenizer, it is the model's, whatever its special tokens are.
+    disagrees = len(tokenizer) < known and len(shared) > 1 and not any(theirs[role] & ours[role] for role in shared)
+    if disagrees or (ends and not ends & controls):
+        raise ConfigError(
+            f"The tokenizer seems to be another model's: its special tokens are {ours}, the model's {theirs}. Pass the "
+            "model's own tokenizer. If you chose other special tokens on purpose, set their ids in "
+            "model.pretrained_model.config and .generation_config too."
+        )
+
+
+def _ids(owner: Any, role: str) -> set[int]:
+    """The ids that a configuration or a tokenizer names; none, one or several."""
+    found = getattr(owner, role, None)
+    return {one for one in (found if isinstance(found, list) else [found]) if one is not None}
