@@ -221,7 +221,7 @@ def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
         scores = []
         with plain.policy.model.pretrained_model.disable_adapter(), torch.no_grad():
             for observation in observations:
-                prompt = plain._template.first_prompt("Say something.", f"Observation {observation}")
+                prompt = plain.chat_template.first_prompt("Say something.", f"Observation {observation}")
                 logits = plain.policy.model.pretrained_model(torch.tensor([[*prompt, *ids]])).logits[0]
                 logprobs = logits.log_softmax(-1)
                 scores.append(sum(logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
