@@ -17,6 +17,7 @@ from torch import nn
 import llamagym.learners.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
 from llamagym.conversation.demonstrations import read_demonstrations
+from llamagym.errors import DivergedError
 from llamagym.models.lora import fresh_rows, is_activated
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.agents import ChoiceAgent, WordAgent, make_agent
@@ -234,6 +235,16 @@ def test_a_fresh_adapter_is_aimed_before_it_learns_and_the_critic_is_fitted_late
             agent.assign_reward(reward)
             agent.terminate_episode()
         assert model.v_head.feature_mean.any()
+
+
+def test_demonstrations_that_lead_to_nonsense_leave_no_trace(demos):
+    agent = make_agent(WordAgent)
+    before = [weight.clone() for weight in agent.policy.model.parameters()]
+    with pytest.raises(DivergedError, match="After 3 epochs on demonstrations"):
+        agent.sft_from_jsonl(demos, epochs=3, learning_rate=1e37)
+    assert all(torch.equal(now, old) for now, old in zip(agent.policy.model.parameters(), before, strict=True))
+    assert agent.policy.num_updates == 0
+    agent.act("a")
 
 
 def test_choices_that_were_demonstrated_become_likely(tmp_path):

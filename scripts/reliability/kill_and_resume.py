@@ -26,13 +26,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from common import ROOT, setting
+
 from llamagym.models.atomic import MANIFEST
 from llamagym.models.checkpoints import newest, path_of
 from llamagym.models.state_files import read_state
 from tests.agents import ChoiceAgent, make_agent
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync")
 
 
@@ -110,11 +112,10 @@ def killed_at_every_event(folder: Path) -> int:
     while not killed_at(point, agent, folder, 2):
         assert newest(folder) is not None
         point += 1
-    # The same where a checkpoint is replaced, which then is the old one, the new one, or, between two renames, gone:
-    # an older one is left.
+    # The same where a checkpoint is replaced, which then is the old one or the new one.
     replaced = 0
     while not killed_at(replaced, agent, folder, 2):
-        assert newest(folder) is not None
+        assert newest(folder) == path_of(folder, 2)
         replaced += 1
     return point + replaced
 
@@ -125,11 +126,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    where = setting()
     with tempfile.TemporaryDirectory() as scratch:
         killed, whole, events = (Path(scratch) / name for name in ("killed", "whole", "events"))
         lost = killed_at_random(killed, args.kills, args.seed)
         count = saved(killed)
         result = {
+            "command": f"python -m scripts.reliability.kill_and_resume --kills {args.kills} --seed {args.seed}",
+            **where,
             "kills": args.kills,
             "updates": count,
             "updates_lost": {str(number): times for number, times in sorted(lost.items())},
