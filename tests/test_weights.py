@@ -13,6 +13,8 @@ from torch import Tensor
 from llamagym import AutoModelForCausalLMWithValueHead
 from llamagym.conversation.episode import Conversation
 from llamagym.engine.weights import Change, WeightsState
+from llamagym.learners.ppo import PPOConfig
+from llamagym.learners.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import tiny_tokenizer
 
@@ -82,6 +84,26 @@ def other_adapter(agent: Any) -> None:
     pretrained.set_adapter("other")
 
 
+@torch.no_grad()
+def adapter_elsewhere(agent: Any) -> None:
+    """On modules that the first one leaves alone, from the first layer on."""
+    pretrained = agent.policy.model.pretrained_model
+    config = copy.deepcopy(pretrained.peft_config["default"])
+    config.target_modules, config.layers_to_transform = {"v_proj", "up_proj"}, None
+    pretrained.add_adapter("elsewhere", config)
+    for name, weight in pretrained.named_parameters():
+        if ".elsewhere." in name:
+            weight.normal_(std=0.2, generator=torch.Generator().manual_seed(2))
+    pretrained.set_adapter("elsewhere")
+
+
+def trainer_step(agent: Any) -> None:
+    """Another learner, which knows nothing of agents."""
+    config = PPOConfig(batch_size=1, mini_batch_size=1, learning_rate=0.1, warmup_steps=1)
+    trainer = PPOTrainer(config, agent.policy.model)
+    trainer.step([torch.tensor([1, 2])], [torch.tensor([3, 4])], [1.0])
+
+
 def merge(agent: Any) -> None:
     agent.policy.model.pretrained_model.merge_adapter()
 
@@ -124,6 +146,8 @@ def through_numpy(agent: Any) -> None:
 
 EVERY_KIND = [
     step,
+    trainer_step,
+    adapter_elsewhere,
     fused_step,
     load,
     change_base,
@@ -193,6 +217,28 @@ def test_what_another_agent_learns_on_the_same_model_is_seen():
     fresh = ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0)
     # Priors are measured once; both have the base's.
     assert are_alike(says(other), says(fresh))
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_the_kl_of_a_step_is_measured_with_nothing_of_before_it(activated: bool, monkeypatch):
+    options = {"learning_rate": 0.1, "warmup_steps": 1, "batch_size": 4, "ppo_epochs": 1, "target_kl": 100.0}
+    agent = make_agent(WordAgent, "llama", activated, ppo=options, context="episode")
+    measured, usual = [], agent.learner._measure_kl
+
+    def measure(*given: Any) -> float:
+        kl = usual(*given)
+        agent.policy.drop_caches()
+        measured.append((kl, usual(*given)))
+        return kl
+
+    monkeypatch.setattr(agent.learner, "_measure_kl", measure)
+    for reward in (1.0, 0.0, 1.0, 0.0):
+        agent.act("a")
+        agent.assign_reward(reward)
+    agent.terminate_episode()
+    ((kl, anew),) = measured
+    assert kl > 0.01
+    assert kl == pytest.approx(anew, rel=1e-3)
 
 
 def test_turns_of_other_weights_are_evaluated_anew():
