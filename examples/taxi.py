@@ -83,7 +83,6 @@ def main() -> None:
         learning_rate=1e-3,
         target_kl=0.03,
         entropy_coef=0.02,
-        entropy_decay=0.97,
         eval_every=10,
         eval_episodes=256,
     ).parse_args()

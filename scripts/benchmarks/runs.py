@@ -23,7 +23,7 @@ TITLES = {
     "cartpole": "CartPole",
     "text-world": "TextWorld, unseen games",
     "babyai": "BabyAI, unseen missions",
-    "taxi": "Taxi",
+    "taxi": "Taxi, one seed",
     "guess_number": "Guess the number, whole conversation, one seed",
 }
 
