@@ -270,6 +270,10 @@ def test_memory_that_runs_out_makes_microbatches_smaller_once(monkeypatch, caplo
     result = train(agent, DiceEnv, 12, 2, seed=0)
     assert len(result.updates) > 1
     assert caplog.text.count("memory has run out: from now on a pass takes 512 tokens") == 1
+    # A resumed run does not try the size again that did not fit: it would round otherwise.
+    resumed = make_agent(ChoiceAgent, ppo=SIZES)
+    resumed.learner.load_state_dict(agent.learner.state_dict())
+    assert resumed.learner._nodes == agent.learner._nodes == 512
     monkeypatch.setattr(agent.policy, "evaluate", lambda *_: exec("raise MemoryError"))
     with pytest.raises(MemoryError):
         train(agent, DiceEnv, 12, 2, seed=0)
@@ -386,6 +390,20 @@ def test_a_damaged_checkpoint_of_more_turns_never_drives_out_a_good_one(tmp_path
     write(path_of(tmp_path, 30))
     prune(tmp_path, 1, path_of(tmp_path, 30))
     assert newest(tmp_path) == path_of(tmp_path, 30)
+
+
+def test_the_only_checkpoint_is_found_where_it_was_set_aside(tmp_path):
+    write(path_of(tmp_path, 1))
+    path_of(tmp_path, 1).rename(tmp_path / f".replaced-{path_of(tmp_path, 1).name}")
+    assert newest(tmp_path) == path_of(tmp_path, 1)
+
+
+def test_a_later_version_s_checkpoint_is_not_deleted(tmp_path):
+    for turns in (1, 2, 3):
+        write(path_of(tmp_path, turns))
+    DAMAGE["a later version"][0](path_of(tmp_path, 1))
+    prune(tmp_path, 1, path_of(tmp_path, 3))
+    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (1, 3)]
 
 
 def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):

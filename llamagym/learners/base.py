@@ -137,7 +137,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, beside weights."""
-        return {"kind": self._kind, "learning": state_of(self, ("optimizer", *_STEERED))}
+        return {"kind": self._kind, "nodes": self._nodes, "learning": state_of(self, ("optimizer", *_STEERED))}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse another learner's state.
@@ -154,6 +154,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `check_state` has seen, once the policy has its weights."""
         self.watch_weights()
+        self._nodes = min(self._nodes, state["nodes"])  # memory may have run out before
         restore(self, state["learning"])
 
     @property

@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 """Version of what is written; raised when older versions could not read it."""
 
-_SCRATCH = ".writing-"
+_SCRATCH, _ASIDE = ".writing-", ".replaced-"
 # What is an hour old was left by a process that was killed.
 _STALE_S = 3600.0
 
@@ -106,6 +106,12 @@ def bring_back(folder: Path) -> None:
             _aside(folder).rename(folder)
 
 
+def bring_back_all(parent: Path) -> None:
+    """Do so for every folder in another."""
+    for aside in parent.glob(f"{_ASIDE}*"):
+        bring_back(parent / aside.name.removeprefix(_ASIDE))
+
+
 def remove_stale(parent: Path) -> None:
     """Delete what killed processes left in a folder, but not what running ones write there."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
@@ -115,22 +121,23 @@ def remove_stale(parent: Path) -> None:
 
 
 def _replace(folder: Path, new: Path) -> None:
-    """Put a new folder in the place of one; the old one is deleted, or stays if that fails."""
+    """Put a new folder in the place of one, which goes where the new one was, or stays if that fails."""
     if _exchange(new, folder):
-        return  # the old one has the new one's place aside, and goes with it
+        return
     aside = _aside(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():  # of a process that was killed just after its new folder had the name
+        aside.rename(new.with_name("older"))
     folder.rename(aside)
     try:
         new.rename(folder)
     except BaseException:
         aside.rename(folder)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    aside.rename(new)
 
 
 def _aside(folder: Path) -> Path:
-    return folder.with_name(f".replaced-{folder.name}")
+    return folder.with_name(_ASIDE + folder.name)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .atomic import MANIFEST, bring_back, verify
+from .atomic import MANIFEST, bring_back, bring_back_all, verify
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,13 @@ def best(root: Path) -> Path | None:
 def prune(root: Path, keep: int, written: Path) -> None:
     """Delete all but the newest `keep`, the best, and the one that was just written.
 
-    The last may not be among the newest: a damaged one of more turns may lie there, from before a run was resumed.
+    The last may not be among the newest: a damaged one of more turns may lie there, from before a run was resumed. What
+    cannot be read is left alone: a later version may have written it.
     """
-    kept = {*[path for path, _ in _manifests(root)][-keep:], best(root), written}
+    whole = [path for path, _ in _manifests(root)]
+    kept = {*whole[-keep:], best(root), written}
     for path in _all(root):
-        if path not in kept:
+        if path not in kept and (path in whole or not (path / MANIFEST).exists()):
             # Without its manifest it is none, should the rest stay.
             with suppress(OSError):
                 (path / MANIFEST).unlink()
@@ -101,6 +103,7 @@ def prune(root: Path, keep: int, written: Path) -> None:
 
 
 def _all(root: Path) -> list[Path]:
+    bring_back_all(root)
     return sorted(path for path in root.glob(f"{_NAME}*") if path.is_dir())
 
 
