@@ -122,11 +122,11 @@ def remove_stale(parent: Path) -> None:
 
 def _replace(folder: Path, new: Path) -> None:
     """Put a new folder in the place of one, which goes where the new one was, or stays if that fails."""
-    if _exchange(new, folder):
-        return
     aside = _aside(folder)
     if aside.exists():  # of a process that was killed just after its new folder had the name
         aside.rename(new.with_name("older"))
+    if _exchange(new, folder):
+        return
     folder.rename(aside)
     try:
         new.rename(folder)
