@@ -35,7 +35,7 @@ def test_dry_run_lists_the_steps_in_order():
         "then: ruff format --check .",
         "then: ruff check .",
         "then: mypy llamagym",
-        "then: LLAMAGYM_CPU_KERNELS=0 pytest -q -m equivalence",
+        "then: LLAMAGYM_CPU_KERNELS=0 OMP_NUM_THREADS=1 pytest -q -n 2 -m equivalence",
         "then: pytest -q",
     ]
 
