@@ -214,7 +214,7 @@ def test_every_check_runs_even_if_one_fails_and_pytest_has_the_last_word(bootstr
 
     monkeypatch.setattr(bootstrap, "call", call)
     assert bootstrap.run_tests(Path("python")) == (0 if failing is None else 1)
-    without_kernels = {"LLAMAGYM_CPU_KERNELS": "0"}
+    without_kernels = {"LLAMAGYM_CPU_KERNELS": "0", "OMP_NUM_THREADS": "1"}
     assert ran == [("ruff", {}), ("ruff", {}), ("mypy", {}), ("pytest", without_kernels), ("pytest", {})]
     output = capsys.readouterr().out
     assert output.splitlines()[-1] == "pytest"
