@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Name of a checkpoint's files.
 _STATE = "state"
-# Of an episode: in float32 the squares of a large batch's returns still add up to a finite number.
-_LARGEST_REWARD = 1e15
+# Of an action: in float32 the squares of the returns of a large batch of long episodes still add up to a finite number.
+_LARGEST_REWARD = 1e12
 
 
 class LearningActor(Actor):
@@ -166,12 +166,12 @@ class LearningActor(Actor):
         for reward, env_id in zip(given, ids, strict=True):
             if not self._has_turns(env_id):
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
-            *earlier, now = (turn.reward for turn in self._conversations[env_id].turns)
-            if not sum(map(abs, earlier)) + abs(now + as_number(reward)) < _LARGEST_REWARD:
+            total = self._conversations[env_id].turns[-1].reward + as_number(reward)
+            if not abs(total) < _LARGEST_REWARD:
                 raise EpisodeError(
-                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite, or brings the sum of "
-                    f"the episode's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the "
-                    "environment, or scale its rewards."
+                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite, or brings the sum of its "
+                    f"action's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the environment, or "
+                    "scale its rewards."
                 )
         for reward, env_id in zip(given, ids, strict=True):
             self.conversation(env_id).reward(as_number(reward))

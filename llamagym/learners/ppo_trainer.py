@@ -208,18 +208,19 @@ class PPOTrainer:
         started = time.perf_counter()
         embeddings: Any = self.model.pretrained_model.get_input_embeddings()
         check_samples(queries, responses, scores, self.config.batch_size, len(embeddings.weight))
-        if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
-            logger.warning("the weights that learn are others than before: the optimiser starts anew")
-            self._watch_weights()
-        self.model.zero_grad()
-        # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
-        self.model.eval()
         steered = {"_kl_controller": deepcopy, "_guard": deepcopy}
-        with lock_of(self.model), undone_on_error(self, steered, weights_of(self.optimizer)):
-            batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
-            stats |= self._optimize(batch)
-            if self.config.adap_kl_ctrl:
-                self._kl_controller.update(stats["ref_kl"], len(queries) * self.accelerator.num_processes)
+        with lock_of(self.model):
+            if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
+                logger.warning("the weights that learn are others than before: the optimiser starts anew")
+                self._watch_weights()
+            self.model.zero_grad()
+            # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
+            self.model.eval()
+            with undone_on_error(self, steered, weights_of(self.optimizer)):
+                batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
+                stats |= self._optimize(batch)
+                if self.config.adap_kl_ctrl:
+                    self._kl_controller.update(stats["ref_kl"], len(queries) * self.accelerator.num_processes)
         return stats | {"learn_s": time.perf_counter() - started}
 
     @torch.no_grad()
