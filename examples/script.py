@@ -47,7 +47,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--learning-rate", type=float)
     options.add_argument("--target-kl", type=float, help="KL by which an update may move the policy")
     options.add_argument("--entropy-coef", type=float)
-    options.add_argument("--entropy-decay", type=float, default=1.0, help="of that, from one update to the next")
+    options.add_argument("--entropy-decay", type=float, help="of that, from one update to the next")
     options.add_argument("--entropy-floor", type=float, help="entropy that the bonus is raised to keep")
     options.add_argument("--eval-every", type=int, help="updates from one evaluation to the next")
     if "eval_episodes" in defaults:
@@ -73,27 +73,20 @@ def add_checkpoint_options(options: argparse.ArgumentParser) -> None:
 def load(
     args: argparse.Namespace,
     kind: type[Agent],
-    gamma: float,
     context: Literal["turn", "episode"] = "turn",
-    lora_layer_fraction: float | None = None,
-    **critic: Any,
 ) -> Agent:
     """An agent with the options of the command line.
 
     Args:
         args: The command line.
         kind: The agent's class.
-        gamma: Discount per turn.
         context: Whether it sees the current observation only, or the whole conversation.
-        lora_layer_fraction: The share of the layers that LoRA adapts; None is the registry's.
-        critic: Options that only PPO has.
     """
     model, tokenizer, device = load_model_and_tokenizer(
         args.model,
         device=args.device,
         load_in_8bit=args.load_in_8bit,
         load_in_4bit=args.load_in_4bit,
-        lora_layer_fraction=lora_layer_fraction,
     )
     named = (
         "batch_size",
@@ -104,11 +97,8 @@ def load(
         "entropy_floor",
         "target_kl",
     )
-    options = {name: getattr(args, name) for name in named} | {"gamma": gamma}
-    if args.algorithm == "grpo":
-        configs: dict[str, Any] = {"grpo_config_dict": options}
-    else:
-        configs = {"ppo_config_dict": {**options, **critic}}
+    options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
+    configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options}
     return kind(model, tokenizer, device, algorithm=args.algorithm, context=context, seed=args.seed, **configs)
 
 

@@ -55,8 +55,9 @@ class Options:
 
     def _require_at_least(self, least: int, *names: str) -> None:
         for name in names:
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} is too small. Pass at least {least}.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} is too small. Pass at least {least}.")
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
@@ -66,8 +67,9 @@ class Options:
 
     def _require_finite(self, *names: str) -> None:
         for name in names:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} is negative or infinite.")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value} is negative or infinite.")
 
     def _require_fraction(self, *names: str) -> None:
         for name in names:

@@ -37,6 +37,10 @@ class ChoiceAgent(WordAgent):
         return self.choices.index(response)
 
 
+# Small steps that no trust region stops, rewards that are not discounted: what is expected can be said exactly.
+PLAIN = {"learning_rate": 3e-4, "target_kl": None, "gamma": 1.0}
+
+
 def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: bool = True, **options: Any) -> Any:
     """An agent on a tiny model; its adapter and value head are moved off zero, so that nothing is trivially equal."""
     model = tiny_model(family, activated=activated)
@@ -47,8 +51,9 @@ def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: 
                 weight.normal_(std=0.2, generator=rng)
     settings = {"max_new_tokens": 6, **options.pop("generate", {})}
     algorithm = options.get("algorithm", "ppo")
+    epochs = {"ppo": {"ppo_epochs": 2}, "grpo": {"epochs": 2}, "reinforce": {}}[algorithm]
     sizes = {"batch_size": 4} if algorithm == "reinforce" else {"batch_size": 4, "mini_batch_size": 4}
-    options[f"{algorithm}_config_dict"] = {**sizes, **options.pop(algorithm, {})}
+    options[f"{algorithm}_config_dict"] = {**PLAIN, **epochs, **sizes, **options.pop(algorithm, {})}
     return kind(model, tiny_tokenizer(family), None, settings, **{"seed": 0, **options})
 
 

@@ -19,7 +19,7 @@ from llamagym import (
     train,
 )
 from llamagym.learners.algorithms import make_learner
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import PLAIN, ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 pytestmark = pytest.mark.equivalence
@@ -283,9 +283,9 @@ def test_bad_options_are_refused(options, message):
 
 def test_an_algorithm_takes_its_own_options_and_no_others():
     assert make_agent(algorithm="grpo", grpo={"gamma": 0.9}).learner.config == GRPOConfig(
-        batch_size=4, mini_batch_size=4, gamma=0.9
+        **{**PLAIN, "batch_size": 4, "mini_batch_size": 4, "epochs": 2, "gamma": 0.9}
     )
-    assert make_agent(algorithm="reinforce", seed=3).learner.config == ReinforceConfig(batch_size=4, seed=3)
+    assert make_agent(algorithm="reinforce", seed=3).learner.config == ReinforceConfig(**PLAIN, batch_size=4, seed=3)
     with pytest.raises(ConfigError, match=r"Did you mean 'grpo'"):
         make_learner(make_agent().policy, "grop", {})
     with pytest.raises(ConfigError, match=r"ppo_config_dict=.* has no effect on algorithm='grpo'"):

@@ -102,8 +102,9 @@ def test_babyai_counts_successes(start):
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
 
 
-def test_guess_number_sees_the_whole_conversation(start):
-    summary, metrics = start("guess_number", "--episodes 1000 --eval-episodes 2 --minutes 0")
+@pytest.mark.parametrize("name", ["guess_number", "mastermind"])
+def test_games_of_memory_see_the_whole_conversation(name: str, start):
+    summary, metrics = start(name, "--episodes 1000 --eval-episodes 2 --minutes 0 --batch-size 128")
     check(summary, metrics)
     assert metrics[0]["turns_per_episode"] > 3
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)

@@ -258,7 +258,9 @@ def test_what_an_agent_is_made_of():
 
 @pytest.mark.parametrize("run", [train, evaluate])
 @pytest.mark.parametrize(
-    "option", [{"seed": "x"}, {"seed": -1}, {"seed": 0.5}, {"env": 5}, {"env": lambda: 5}, {"agent": 5}], ids=repr
+    "option",
+    [{"seed": "x"}, {"seed": -1}, {"seed": 0.5}, {"env": 5}, {"env": lambda: 5}, {"agent": 5}],
+    ids=["seed-x", "seed-minus-1", "seed-half", "env-5", "env-returning-5", "agent-5"],
 )
 def test_arguments_of_a_run_that_are_none(run, option: dict[str, Any]):
     (name,) = option

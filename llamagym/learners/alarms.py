@@ -35,9 +35,9 @@ _INVALID_NOTICED = 0.02
 _KL_JUMP = 0.05
 # The critic starts at 0 and learns within a few updates if there is anything to learn.
 _CRITIC_UPDATES, _EXPLAINS_NOTHING = 10, 0.01
-# Rounding stays below it; a wrong mask, position or temperature does not. In half precision tiny models of four layers
-# were seen to differ by up to 0.03.
-_RATIO_ERROR, _RATIO_ERROR_HALF = 1e-3, 0.1
+# Rounding stays below it; a wrong mask, position or temperature does not. In half precision sampling and learning round
+# differently from the first attention on, and thirty layers make up to 0.3 of that on whole conversations.
+_RATIO_ERROR, _RATIO_ERROR_HALF = 1e-3, 0.5
 
 
 class Alarms:

@@ -38,7 +38,7 @@ from .controllers import AdaptiveKLController, EntropyController, RateController
 from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
-from .rollout import Sampled, collect, evaluate_chunks, is_finite, outcomes, shortest_opening
+from .rollout import Sampled, collect, measure_kl, outcomes, shortest_opening
 from .state import restore, state_of
 from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes
 from .trust_region import TrustRegion, farthest
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 Stats = dict[str, float]
 # A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
 _ADAM_BETAS = (0.9, 0.95)
+# Of a batch, where no size is given.
+_MINIBATCHES = 4
 # What an update changes, beside weights and optimiser.
 _STEERED = ("_steps", "_guard", "_whiten", "_rate", "_entropy", "_kl", "_rng")
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
@@ -158,6 +160,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         restore(self, state["learning"])
 
     @property
+    def _value_unit(self) -> float:
+        """What the value head's learning rate is measured in, in reward units."""
+        return 1.0
+
+    @property
     def _kind(self) -> str:
         return f"{type(self).__name__} with {len(self._rates)} learning rates"
 
@@ -221,7 +228,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         ratio_error, largest_kl, steps, skipped = math.nan, 0.0, 0, 0
         region = self._trust_region
         region.enter()
-        size = self.config.mini_batch_size
+        size = self.config.mini_batch_size or math.ceil(len(sampled.row) / _MINIBATCHES)
         for minibatch in (m for _ in range(self._epochs) for m in minibatches(segments, size, self._rng)):
             stats, fresh_error = self._backward(minibatch, sampled, targets)
             if math.isnan(ratio_error):
@@ -244,7 +251,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             # No later minibatch shows where the last step led.
             if steps:
                 probe = minibatches(segments, size, self._rng)[0] if region.has_bounds else shortest_opening(segments)
-                largest_kl = farthest(largest_kl, self._measure_kl(probe, sampled))
+                moved = measure_kl(self.policy, probe, sampled, self._nodes)
+                largest_kl = farthest(largest_kl, mean_over_processes(self.accelerator, moved))
         if stopped := region.is_left(largest_kl):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
@@ -265,16 +273,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             "skipped_steps": float(skipped),
             "stopped_early": float(stopped),
         }
-
-    def _measure_kl(self, segments: list[Segment], sampled: Sampled) -> float:
-        """How far the policy has moved there, in nats per decision (k2); infinite where what it says is not finite."""
-        total = count = 0.0
-        for rows, now in evaluate_chunks(self.policy, segments, sampled.row, self._nodes):
-            total += 0.0 if is_finite(now) else math.inf
-            old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
-            total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
-            count += now.mask.sum().item()
-        return mean_over_processes(self.accelerator, total / count)
 
     def _backward(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> tuple[Stats, float]:
         """Gradients of a minibatch; returns its statistics and the largest |ratio - 1| among turns just sampled."""
@@ -339,7 +337,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         norms = [self.accelerator.clip_grad_norm_(group["params"], self.config.max_grad_norm) for group in groups]
         self._steps += 1
         rise = min(1.0, self._steps / self.config.warmup_steps)
-        for group, rate, scale in zip(groups, self._rates, (self._rate.scale, 1.0), strict=False):
+        for group, rate, scale in zip(groups, self._rates, (self._rate.scale, self._value_unit), strict=False):
             group["lr"] = rate * scale * rise
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from ..conversation.episode import Episode
 from .config import LearnerConfig
 
+# Where no batch size is given: so many turns that differ are enough, or so many in all.
+_DIFFERENT_TURNS, _MOST_TURNS = 1024, 8192
+
 
 class Batching:
     """Takes batches of whole episodes.
@@ -16,6 +19,8 @@ class Batching:
     """
 
     config: LearnerConfig
+    # Turns of the finished episodes and how many of them differ, when that was last counted.
+    _counted = (0, 0)
 
     @property
     def group_size(self) -> int:
@@ -23,24 +28,40 @@ class Batching:
         return 1
 
     def take(self, finished: list[Episode]) -> list[Episode]:
-        """Take a batch out of the finished episodes: all, once they hold `batch_size` turns, else none.
+        """Take a batch out of the finished episodes: all, once they hold enough turns (see `batch_size`), else none.
 
         What is left would be learnt from later, when it is further from the policy, and might pile up.
         """
         batch = [episode for unit in self._units(finished) for episode in unit]
-        if _count_turns(batch) < self.config.batch_size:
+        if not self._is_full(batch):
             return []
+        self._counted = (0, 0)
         taken = set(map(id, batch))
         finished[:] = [episode for episode in finished if id(episode) not in taken]
         return batch
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
         """Why no update has run yet: how full the batch is."""
-        ready = sum(map(_count_turns, self._units(finished)))
+        ready, size = sum(map(_count_turns, self._units(finished))), self.config.batch_size
+        needed = f"{_DIFFERENT_TURNS} that differ or {_MOST_TURNS} in all" if size is None else str(size)
+        lower = "pass a batch_size" if size is None else "lower batch_size"
         return (
-            f"No update yet: finished episodes hold {ready} turns, and a batch needs {self.config.batch_size}. Play "
-            "more episodes or lower batch_size."
+            f"No update yet: finished episodes hold {ready} turns, and a batch needs {needed}. Play more episodes, or "
+            f"{lower}."
         )
+
+    def _is_full(self, batch: Sequence[Episode]) -> bool:
+        turns = _count_turns(batch)
+        if self.config.batch_size is not None:
+            return turns >= self.config.batch_size
+        if turns < self._counted[0]:
+            self._counted = (0, 0)
+        # No turn adds more than one that differs, so there is nothing to count before as many have been added.
+        before, different = self._counted
+        if turns - before >= _DIFFERENT_TURNS - different:
+            different = len({key for episode in batch for key in episode.turn_keys()})
+            self._counted = (turns, different)
+        return different >= _DIFFERENT_TURNS or turns >= _MOST_TURNS
 
     def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
         """Episodes that can be learnt from now, in the pieces that a batch is made of, the oldest first."""

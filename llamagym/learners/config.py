@@ -39,8 +39,9 @@ class LearnerConfig(Options):
     """Options of every learner; names follow TRL 0.11.
 
     Attributes:
-        batch_size: An update runs when finished episodes hold at least this many turns.
-        mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step.
+        batch_size: An update runs when finished episodes hold at least this many turns. None: 1,024 turns that differ,
+            or 8,192 in all, since equal turns are computed once and more of them cost next to nothing.
+        mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step. None: a quarter of the batch.
         learning_rate: Of the policy's weights (Adam).
         warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure
             the gradient.
@@ -65,20 +66,20 @@ class LearnerConfig(Options):
 
     advice: ClassVar[Mapping[str, str]] = _FROM_TRL
 
-    batch_size: int = 128
-    mini_batch_size: int = 32
-    learning_rate: float = 3e-4
+    batch_size: int | None = None
+    mini_batch_size: int | None = None
+    learning_rate: float = 1e-3
     warmup_steps: int = 20
-    gamma: float = 1.0
+    gamma: float = 0.99
     cliprange: float = 0.2
-    entropy_coef: float = 0.01
+    entropy_coef: float = 0.02
     entropy_decay: float = 1.0
     entropy_floor: float | None = None
     init_kl_coef: float = 0.0
     adap_kl_ctrl: bool = False
     target: float = 6.0
     horizon: float = 10_000
-    target_kl: float | None = None
+    target_kl: float | None = 0.03
     max_grad_norm: float = 1.0
     whiten_advantages: bool = True
     microbatch_nodes: int = 1024

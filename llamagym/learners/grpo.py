@@ -37,7 +37,7 @@ class GRPOConfig(LearnerConfig):
     """How GRPO learns, beside what `LearnerConfig` says. The KL to the reference is a term of the loss (k3).
 
     Attributes:
-        epochs: Passes over a batch.
+        epochs: Passes over a batch, as far as `target_kl` allows.
         group_size: Episodes of one start that are compared; a group waits until it has as many.
         credit: "return_to_go" credits a turn with the discounted return from it on, "episode" with the whole one.
         baseline: What a turn's credit is compared with: "std" the group's mean, in units of its deviation
@@ -46,7 +46,7 @@ class GRPOConfig(LearnerConfig):
             whose advantages are in reward units, so that `entropy_coef` means the same whatever these are.
     """
 
-    epochs: int = 2
+    epochs: int = 4
     group_size: int = 8
     credit: Literal["return_to_go", "episode"] = "return_to_go"
     baseline: GroupBaseline | Literal["none"] = "std"

@@ -116,6 +116,16 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
     return returns
 
 
+def typical_size(returns: Tensor) -> float:
+    """The median size of the returns that are not 0; 1 where all are. One reward beyond all others does not move it.
+
+    >>> typical_size(torch.tensor([0.0, -2.0, 3.0, 1e6])), typical_size(torch.zeros(2))
+    (3.0, 1.0)
+    """
+    sizes = returns.abs()[returns != 0]
+    return sizes.median().item() if len(sizes) else 1.0
+
+
 def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
     """How much better each member of a group did than the group, step by step.
 

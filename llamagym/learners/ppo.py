@@ -19,9 +19,12 @@ from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from .base import Learner, Stats, Targets
 from .config import LearnerConfig
-from .losses import clipped_value_loss, explained_variance, gae
+from .losses import clipped_value_loss, discounted_returns, explained_variance, gae, typical_size
 from .lstd import fit
 from .rollout import Sampled
+
+# The critic's learning rate and its clipping range where none is given, in units of the returns' size.
+_VALUE_RATE, _VALUE_RANGE = 5e-4, 0.2
 
 
 @dataclass(frozen=True)
@@ -29,20 +32,21 @@ class PPOConfig(LearnerConfig):
     """How PPO learns, beside what `LearnerConfig` says; names follow TRL 0.11.
 
     Attributes:
-        ppo_epochs: Passes over a batch.
+        ppo_epochs: Passes over a batch, as far as `target_kl` allows.
         critic: How the value head learns: "gradient" steps, or "lstd", which solves for its weights (see `critic`) and
             needs no rate, range or weight of the three options that follow. It takes batches of many episodes.
-        value_learning_rate: Of the value head.
-        cliprange_value: How far a value may move from its estimate before the update, in reward units.
+        value_learning_rate: Of the value head, in reward units. None: 5e-4 times the size of returns.
+        cliprange_value: How far a value may move from its estimate before the update, in reward units. None: a fifth
+            of the size of returns.
         vf_coef: Weight of the value loss.
         lam: GAE's lambda, and LSTD's.
         kl_placement: "reward" subtracts k1 from each turn's reward, "loss" adds k3.
     """
 
-    ppo_epochs: int = 2
+    ppo_epochs: int = 4
     critic: Literal["gradient", "lstd"] = "gradient"
-    value_learning_rate: float = 3e-3
-    cliprange_value: float = 0.2
+    value_learning_rate: float | None = None
+    cliprange_value: float | None = None
     vf_coef: float = 0.5
     lam: float = 0.95
     kl_placement: Literal["reward", "loss"] = "reward"
@@ -87,14 +91,19 @@ class PPO(Learner[ValueTargets]):
             policy: Whose trainable weights are updated.
             config: How.
         """
-        super().__init__(
-            policy, config, config.ppo_epochs, config.value_learning_rate if config.critic == "gradient" else None
-        )
+        rate = _VALUE_RATE if config.value_learning_rate is None else config.value_learning_rate
+        self._size = 1.0
+        super().__init__(policy, config, config.ppo_epochs, rate if config.critic == "gradient" else None)
 
     @property
     def reads_features(self) -> bool:
         """Whether the critic is solved for."""
         return self.config.critic == "lstd"
+
+    @property
+    def _value_unit(self) -> float:
+        """What the critic's learning rate is measured in, in reward units."""
+        return self._size if self.config.value_learning_rate is None else 1.0
 
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[ValueTargets, Stats]:
         """Rewards with the KL penalty, then advantages and returns."""
@@ -119,6 +128,7 @@ class PPO(Learner[ValueTargets]):
         if config.whiten_advantages:
             advantages = self._whiten(advantages, real)
         targets = ValueTargets(advantages[real], returns[real])
+        self._size = typical_size(discounted_returns(sampled.rewards, config.gamma)[real])
         return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
 
     def _add_up(self, tensor: Tensor) -> Tensor:
@@ -143,7 +153,9 @@ class PPO(Learner[ValueTargets]):
             return loss, stats
         every = torch.ones_like(now.values, dtype=torch.bool)
         old_values, returns = (each[rows].to(now.values.device) for each in (sampled.old_values, targets.returns))
-        value = clipped_value_loss(now.values, old_values, returns, every, self.config.cliprange_value)
+        clip = _VALUE_RANGE * self._size if self.config.cliprange_value is None else self.config.cliprange_value
+        value = clipped_value_loss(now.values, old_values, returns, every, clip)
         stats["value_loss"] = by_turn * value.loss.item()
         stats["value_clip_fraction"] = by_turn * value.clip_fraction.item()
-        return loss + by_turn * self.config.vf_coef * value.loss, stats
+        # By its unit, so that gradients are clipped as if returns were of size 1.
+        return loss + by_turn * self.config.vf_coef / self._value_unit * value.loss, stats

@@ -32,7 +32,7 @@ from ..models.lock import lock_of
 from ..models.lora import hold_back_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
-from .checks import check_precision, check_samples, check_trainer
+from .checks import Sizes, check_precision, check_samples, check_trainer
 from .controllers import AdaptiveKLController
 from .guard import FiniteGuard
 from .losses import (
@@ -123,7 +123,8 @@ class PPOTrainer:
         than None is TRL's `early_stopping=True`.
 
         Args:
-            config: How to learn; a step is one token, a batch is `batch_size` responses.
+            config: How to learn; a step is one token, a batch is `batch_size` responses (None: 128, in minibatches of
+                32). Nor is the critic's rate measured in the size of returns here: None is 3e-3, of its range 0.2.
             model: Whose trainable weights are updated.
             ref_model: The reference. None takes the policy without its adapter or, where it has none, a frozen copy.
             tokenizer: Whose padding id fills batches; without one it is 0. Padding never influences a result.
@@ -150,6 +151,7 @@ class PPOTrainer:
                 "critic='gradient'."
             )
         self.config = config
+        self._sizes = Sizes.of(config)
         self.model = model
         self.tokenizer = tokenizer
         if ref_model is None and not model.is_peft_model:
@@ -168,7 +170,7 @@ class PPOTrainer:
         hold_back_(self.model.pretrained_model)
         body, head = self._learning_weights()
         check_precision(body + head)
-        rates = self.config.learning_rate, self.config.value_learning_rate
+        rates = self.config.learning_rate, self._sizes.value_learning_rate
         groups = [{"params": part, "lr": rate} for part, rate in zip((body, head), rates, strict=True)]
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
 
@@ -207,7 +209,7 @@ class PPOTrainer:
         """
         started = time.perf_counter()
         embeddings: Any = self.model.pretrained_model.get_input_embeddings()
-        check_samples(queries, responses, scores, self.config.batch_size, len(embeddings.weight))
+        check_samples(queries, responses, scores, self._sizes.batch, len(embeddings.weight))
         steered = {"_kl_controller": deepcopy, "_guard": deepcopy}
         with lock_of(self.model):
             if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
@@ -259,7 +261,7 @@ class PPOTrainer:
         epochs, stopped = 0, False
         while epochs < config.ppo_epochs and not stopped:
             order = torch.as_tensor(self._rng.permutation(len(batch.ids)), device=device)
-            for rows in torch.split(order, config.mini_batch_size):
+            for rows in torch.split(order, self._sizes.mini_batch):
                 steps.append(self._step(rows, batch))
             epochs += 1
             if config.target_kl is not None:
@@ -305,7 +307,7 @@ class PPOTrainer:
         config, mask = self.config, batch.mask
         logprobs, values, logits = _read(self.model, batch.ids, batch.attention, mask)
         policy = clipped_surrogate(logprobs, batch.logprobs, batch.advantages, mask, config.cliprange)
-        value = clipped_value_loss(values, batch.values, batch.returns, mask, config.cliprange_value)
+        value = clipped_value_loss(values, batch.values, batch.returns, mask, self._sizes.cliprange_value)
         with torch.set_grad_enabled(config.entropy_coef != 0):
             entropy = entropy_from_logits(logits).mean()
         loss = policy.loss + config.vf_coef * value.loss - config.entropy_coef * entropy

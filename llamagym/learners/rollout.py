@@ -9,6 +9,7 @@ Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -132,3 +133,14 @@ def evaluate_chunks(
     """What policy or reference says of the segments' turns, `nodes` tokens at a time, each with its turns' rows."""
     for chunk in policy.chunks(segments, nodes):
         yield [row[id(turn)] for segment in chunk for turn in segment.turns], policy.evaluate(chunk, reference)
+
+
+def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes: int) -> float:
+    """How far the policy has moved there, in nats per decision (k2); infinite where what it says is not finite."""
+    total = count = 0.0
+    for rows, now in evaluate_chunks(policy, segments, sampled.row, nodes):
+        total += 0.0 if is_finite(now) else math.inf
+        old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
+        total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
+        count += now.mask.sum().item()
+    return total / count

@@ -24,6 +24,7 @@ TITLES = {
     "text-world": "TextWorld, unseen games",
     "babyai": "BabyAI, unseen missions",
     "taxi": "Taxi, one seed",
+    "mastermind": "Mastermind, whole conversation",
     "guess_number": "Guess the number, whole conversation, one seed",
 }
 

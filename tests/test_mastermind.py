@@ -1,0 +1,80 @@
+"""Mastermind: answers are true, remembering them always finds the code, guessing at random hardly ever does."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from llamagym import ConfigError
+from llamagym.envs.mastermind import Mastermind, compare
+
+
+def play(env: Mastermind, seed: int) -> float:
+    """Guesses, by the words alone, the first code that all answers allow."""
+    said, _ = env.reset(seed=seed)
+    left, done = list(env.codes), False
+    while not done:
+        assert env.observation_space.contains(said)
+        guess = left[0]
+        said, reward, done, truncated, info = env.step(env.codes.index(guess))
+        assert not truncated
+        assert info["success"] == (reward == 1.0)
+        answer = re.fullmatch(r"(.+): (\d) in place, (\d) elsewhere\. \d guess(es)? left\.", said)
+        assert answer
+        assert answer[1] == guess
+        near = int(answer[2]), int(answer[3])
+        left = [code for code in left if compare(guess, code) == near and code != guess]
+    return reward
+
+
+def test_remembering_always_finds_the_code():
+    assert all(play(Mastermind(), seed) == 1.0 for seed in range(200))
+
+
+def test_guessing_at_random_hardly_ever_does():
+    rng, env, found = np.random.default_rng(0), Mastermind(), 0.0
+    for seed in range(300):
+        env.reset(seed=seed)
+        done = False
+        while not done:
+            _, reward, done, _, _ = env.step(rng.integers(64))
+        found += reward
+    assert found / 300 == pytest.approx(1 - (63 / 64) ** 6, abs=0.05)
+
+
+def test_all_codes_are_thought_of_and_seeds_repeat_them():
+    def code(seed: int) -> int:
+        env = Mastermind(pegs=2, colours=2, tries=4)
+        env.reset(seed=seed)
+        return next(guess for guess in range(4) if env.step(guess)[1] == 1.0)
+
+    codes = [code(seed) for seed in range(64)]
+    assert set(codes) == set(range(4))
+    assert codes == [code(seed) for seed in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("guess", "code", "near"),
+    [
+        ("red green blue", "red green blue", (3, 0)),
+        ("red green blue", "green blue red", (0, 3)),
+        ("red red red", "red green blue", (1, 0)),
+        ("blue red red", "red green blue", (0, 2)),
+        ("yellow yellow yellow", "red green blue", (0, 0)),
+    ],
+)
+def test_a_colour_counts_once(guess, code, near):
+    assert compare(guess, code) == near
+
+
+def test_it_is_a_gymnasium_environment():
+    check_env(Mastermind(), skip_render_check=True)
+
+
+@pytest.mark.parametrize("wrong", [{"pegs": 0}, {"colours": 1}, {"colours": 7}, {"tries": 0}])
+def test_a_game_without_a_question_is_refused(wrong):
+    with pytest.raises(ConfigError, match="expected at least"):
+        Mastermind(**wrong)
