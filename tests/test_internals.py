@@ -7,16 +7,24 @@ import copy
 from importlib.metadata import version
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
 import llamagym
+from llamagym.cpu import numba_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
 from tests.tiny import tiny_model
 
-INTERNALS = {"peft": peft_internals, "torch": torch_internals, "transformers": transformers_internals}
+INTERNALS = {
+    "numba": numba_internals,
+    "peft": peft_internals,
+    "torch": torch_internals,
+    "transformers": transformers_internals,
+}
 # Attributes with an underscore that belong to Python or to PyTorch's documented way to subclass.
 OURS = {"_asdict", "_exit", "_replace"}
 
@@ -27,7 +35,7 @@ def test_the_installed_version_is_one_that_its_file_is_known_to_fit(library):
     installed = version(library).split("+")[0]
     assert installed in known, (
         f"{library} {installed} is none of {known}: run these tests, and if they pass widen VERSIONS in "
-        f"models/{library}_internals.py"
+        f"{Path(str(INTERNALS[library].__file__)).name}"
     )
 
 
@@ -137,6 +145,28 @@ def test_packed_weights_multiply(pack):
         pytest.skip("this machine does not pack weights")
     product = getattr(torch_internals, pack)(weight)(inputs)
     assert torch.allclose(product, inputs @ weight.T, atol=1e-5)
+
+
+def test_kernels_read_tensors_by_address_and_are_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+
+    @numba.njit
+    def add_one(address, kind):
+        numbers = numba_internals.carray(numba_internals.pointer(address), (3,), kind.dtype)
+        numbers += 1
+
+    assert numba_internals.cache_folder(add_one) is None
+    numba_internals.cache_on_disk(add_one)
+    tensor = torch.zeros(3)
+    add_one(tensor.data_ptr(), np.empty(0, np.float32))
+    assert tensor.tolist() == [1, 1, 1]
+    folder = numba_internals.cache_folder(add_one)
+    assert folder is not None
+    assert list(folder.glob("*.nbc"))
+
+
+def test_numba_has_threads_that_several_threads_may_use():
+    assert numba_internals.has_thread_pool()
 
 
 def test_changes_in_place_and_hooks_are_seen():

@@ -14,20 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from numba import prange
-from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .numba_internals import carray, pointer
 
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The sum of states (..., H) and a residual, and its RMS norm with a frozen weight."""
-    total: Tensor
-    result: Tensor
-    if addend is None:
-        return states, _Normalized.apply(states, None, weight, epsilon)[1]
     total, result = _Normalized.apply(states, addend, weight, epsilon)
-    return total, result
+    return states if addend is None else total, result
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
