@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from ..models.peft_internals import acting_on_every_token
 from .kv_cache import BufferCache, KVBuffer, entries_of
-from .masks import causal
+from .masks import Tokens, causal
 from .prefix_cache import PrefixCache
 from .token_tree import Batch, TokenTree
 
@@ -48,8 +48,8 @@ class Backbone(PrefixCache):
         known = self.prefill(trees, with_decisions=self.history_is_frozen)
         below = [of_tree.decisions.hidden for of_tree in known if of_tree.decisions is not None]
         prefix = self.prefix(trees[0].prefix)[1]
-        rows = [[piece.entries for piece in of_tree.history] for of_tree in known]
-        buffer = KVBuffer.filled(prefix, rows, size, width, self.shares(prefix, batch.ids.numel()))
+        is_shared = self.shares(prefix, batch.ids.numel())
+        buffer = KVBuffer.filled(prefix, [of_tree.history for of_tree in known], size, width, is_shared)
         cache = buffer.cache(slice(None), batch.prefix_length + size, self._first_top_layer)
         return self._run_decisions(batch, pad_sequence(below, batch_first=True) if below else batch.ids, cache, adapted)
 
@@ -57,7 +57,7 @@ class Backbone(PrefixCache):
         """Run the top over decision nodes, given as ids (B, D) or states of the trunk (B, D, H); returns (N, H)."""
         self.tokens_forwarded += batch.ids.numel()
         with acting_on_every_token(self._top) if adapted else nullcontext():
-            hidden = self._run(self._top, inputs, batch.positions, batch.visible, batch.key_positions, cache)
+            hidden = self._run(self._top, Tokens(inputs, batch.positions, batch.visible, batch.key_positions), cache)
         return hidden.flatten(0, 1).index_select(0, batch.places.to(hidden.device))
 
     def _prefill_with_gradients(self, batch: Batch) -> BufferCache:
@@ -67,7 +67,7 @@ class Backbone(PrefixCache):
         self.tokens_forwarded += length + batch.history.numel()
         if length:
             read, positions = DynamicCache(), torch.arange(length)[None]
-            self._run(self._body, batch.prefix, positions, causal(0, length)[None], positions, read)
+            self._run(self._body, Tokens(batch.prefix, positions, causal(0, length)[None], positions), read)
             prefix = entries_of(read, slice(None))[0]
         buffer = KVBuffer(prefix, count, length + size + batch.ids.shape[1], self.shares(prefix, batch.ids.numel()))
         cache = buffer.cache(slice(None), length)
@@ -75,5 +75,5 @@ class Backbone(PrefixCache):
         if size:
             keys = torch.arange(length + size).expand(count, -1)
             visible = causal(length, size).expand(count, -1, -1)
-            self._run(self._body, batch.history, keys[:, length:], visible, keys, cache)
+            self._run(self._body, Tokens(batch.history, keys[:, length:], visible, keys), cache)
         return cache

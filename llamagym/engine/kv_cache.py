@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
-from ..models.transformers_internals import InitializedLayer
+from ..models.transformers_internals import DynamicLayer, InitializedLayer
+from .radix_tree import Activations
 from .space import Space
 
 
@@ -40,13 +40,13 @@ class KVBuffer:
 
     @classmethod
     def filled(
-        cls, prefix: Tensor, histories: Sequence[Sequence[Tensor]], size: int, new_columns: int, is_shared: bool
+        cls, prefix: Tensor, histories: Sequence[Sequence[Activations]], size: int, new_columns: int, is_shared: bool
     ) -> KVBuffer:
         """A buffer that holds the prefix and then each row's history, padded to `size` columns.
 
         Args:
             prefix: Entries (2L, heads, P, head size) that all rows share.
-            histories: Of each row, in pieces of (2L, heads, T, head size), S tokens together.
+            histories: What is known of each row, in pieces, S tokens together.
             size: At least the largest S.
             new_columns: How many more entries a row will be given.
             is_shared: Whether all rows attend to one prefix.
@@ -57,18 +57,18 @@ class KVBuffer:
             buffer.clear(row, buffer.fill(row, shared, pieces), shared + size)
         return buffer
 
-    def fill(self, row: int, column: int, pieces: Iterable[Tensor], first: int = 0) -> int:
+    def fill(self, row: int, column: int, pieces: Iterable[Activations], first: int = 0) -> int:
         """Put entries into a row's columns, one piece behind the other; returns the column behind them.
 
         Args:
             row: Which.
             column: The first, behind the prefix.
-            pieces: (2l, heads, T, head size) each, of l layers.
-            first: Index of the pieces' first keys among the buffer's 2L keys and values.
+            pieces: What some of the layers made of consecutive tokens.
+            first: Index of these layers' first keys among the buffer's 2L keys and values.
         """
-        for entries in pieces:
-            start, column = column - self._first, column + entries.shape[2]
-            self._entries[first : first + len(entries), row, :, start : column - self._first] = entries
+        for piece in pieces:
+            start, column = column - self._first, column + len(piece)
+            self._entries[first : first + len(piece.entries), row, :, start : column - self._first] = piece.entries
         return column
 
     def clear(self, row: int, start: int, stop: int) -> None:
