@@ -16,14 +16,16 @@ from torch import nn
 
 import llamagym
 from llamagym.cpu import numba_internals
+from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 INTERNALS = {
     "numba": numba_internals,
     "peft": peft_internals,
     "torch": torch_internals,
     "transformers": transformers_internals,
+    "trl": trl_internals,
 }
 # Attributes with an underscore that belong to Python or to PyTorch's documented way to subclass.
 OURS = {"_asdict", "_exit", "_replace"}
@@ -102,8 +104,35 @@ def test_what_adapters_do_is_seen():
     assert all(state != usual for state in (merged, disabled, scaled))
 
 
+def test_low_rank_matrices_are_known_by_name():
+    model = tiny_model("llama").pretrained_model
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    pairs = peft_internals.projections(model)
+    assert all(peft_internals.is_down(names[id(down.weight)]) for down, _ in pairs)
+    assert all(peft_internals.is_up(names[id(up.weight)]) for _, up in pairs)
+    assert sum(map(peft_internals.is_low_rank, names.values())) == 2 * len(pairs) < len(names)
+
+
 def test_embeddings_have_names():
     assert "embed_tokens" in peft_internals.names_of_embeddings()
+
+
+def test_a_trainer_takes_its_loss_from_elsewhere(tmp_path):
+    model = tiny_model("llama").pretrained_model
+    weight = next(weight for weight in model.parameters() if weight.requires_grad)
+    before, forward, seen = weight.detach().clone(), model.forward, []
+
+    def loss(rows):
+        seen.extend(rows)
+        assert not model.training
+        return weight.sum()
+
+    with trl_internals.nothing_but_weights_changed(model):
+        config = trl_internals.trainer_config(str(tmp_path), num_train_epochs=1, learning_rate=1.0, use_cpu=True)
+        trl_internals.LossTrainer(model, tiny_tokenizer("llama"), ["a", "b"], loss, config).train()
+    assert sorted(seen) == ["a", "b"]
+    assert not torch.equal(weight, before)
+    assert model.forward == forward
 
 
 def test_attention_functions_are_known_by_name():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..models.peft_internals import base_of, low_rank_of
+from ..models.peft_internals import base_of, is_low_rank, low_rank_of
 from ..models.torch_internals import hooks_of
 from ..models.transformers_internals import attention_function, attention_of, has_attention, rotate
 from .attention_backward import attend_with_gradients
@@ -156,7 +156,7 @@ def _is_llama_layer(layer: Any) -> bool:
     return (
         type(layer).__name__ in _KINDS
         and layer.self_attn.config.hidden_act == "silu"
-        and len({weight.dtype for name, weight in layer.named_parameters() if ".lora_" not in name}) == 1
+        and len({weight.dtype for name, weight in layer.named_parameters() if not is_low_rank(name)}) == 1
         and not any("forward" in vars(module) for module in layer.modules())
         and all(type(base_of(module)) is nn.Linear for modules in _projections(layer) for module in modules)
     )
