@@ -110,10 +110,13 @@ def end_to_end() -> str:
 def pieces() -> str:
     """What each cache and each kernel is good for: turns a second without it over those with it."""
     result = speed_result("ablation")
-    works = [f"{work} {of}" for work in ("act", "learn") for of in ("repeated", "unique", "conversation", "single")]
+    workloads = ("repeated", "choices", "unique", "conversation", "single")
+    works = [f"{work} {of}" for work in ("act", "learn") for of in workloads]
+    works = [work for work in works if any(work in row for row in result["rows"].values())]
     lines = [table_row("without", *works), "|---" * (1 + len(works)) + "|"]
     for name, row in result["rows"].items():
-        lines.append(table_row(name, *(f"{row[work]['without_over_with']:.2f}" for work in works)))
+        cells = (f"{row[work]['without_over_with']:.2f}" if work in row else "" for work in works)
+        lines.append(table_row(name, *cells))
     return "\n".join([*lines, "", f"[Result]({_LINK}/ablation.json), on {machine(result)}."])
 
 
