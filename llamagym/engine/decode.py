@@ -68,18 +68,20 @@ class Decoder:
             if _parent(reply) in self._rows:
                 growing.append(reply)
                 continue
-            below, above = self._backbone.reply(*reply)
-            known = sum(map(len, above))
+            pieces = self._backbone.reply(*reply)
+            of_trunk, known = (sum(map(len, part)) for part in pieces)
             if known == length:
-                found[reply] = above[-1].hidden[-1]
-            elif reply[1] and known == length - 1 == sum(map(len, below)):
-                resumed[reply] = Activations.cat(below), Activations.cat(above)
+                found[reply] = pieces[1][-1].hidden[-1]
+            elif reply[1] and known == length - 1 == of_trunk:
+                resumed[reply] = Activations.cat(pieces[0]), Activations.cat(pieces[1])
             else:
                 fresh.append(reply)
         growing = self._take_rows(growing)
         below_fresh = self._open_rows([*resumed, *fresh], len(growing))
-        for row, parts in enumerate(resumed.values(), len(growing)):
-            self._resume(row, *parts)
+        for row, (below, above) in enumerate(resumed.values(), len(growing)):
+            self._buffer.fill(row, self._start, [below])
+            self._buffer.fill(row, self._start, [above], self._backbone.first_entry)
+            self._states[0, row, : len(below)], self._states[1, row, : len(above)] = below.hidden, above.hidden
         continued = [*growing, *resumed]
         found |= self._run(continued, 0, self._start + length - 1)
         found |= self._run(fresh, len(continued), self._start, below_fresh)
@@ -138,18 +140,11 @@ class Decoder:
         start, states = len(trees[0].prefix), []
         for row, known in enumerate(known_of, first):
             self._buffer.fill(row, start, known.trunk)
-            end = self._buffer.fill(row, start, known.history, self._backbone.first_entry)
-            self._buffer.clear(row, end, self._start)
+            self._buffer.fill(row, start, known.history, self._backbone.first_entry, until=self._start)
             if known.decisions is not None:
                 self._buffer.fill(row, self._start, [known.decisions])
                 states.append(known.decisions.hidden)
         return torch.stack(states) if states else None
-
-    def _resume(self, row: int, below: Activations, above: Activations) -> None:
-        """Fill a generation prompt and all but the last token of a reply into a row."""
-        self._buffer.fill(row, self._start, [below])
-        self._buffer.fill(row, self._start, [above], self._backbone.first_entry)
-        self._states[0, row, : len(below)], self._states[1, row, : len(above)] = below.hidden, above.hidden
 
     def _run(
         self, replies: list[PartialReply], first_row: int, first_column: int, below: Tensor | None = None

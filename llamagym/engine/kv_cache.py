@@ -54,26 +54,26 @@ class KVBuffer:
         shared = prefix.shape[2]
         buffer = cls(prefix, len(histories), shared + size + new_columns, is_shared)
         for row, pieces in enumerate(histories):
-            buffer.clear(row, buffer.fill(row, shared, pieces), shared + size)
+            buffer.fill(row, shared, pieces, until=shared + size)
         return buffer
 
-    def fill(self, row: int, column: int, pieces: Iterable[Activations], first: int = 0) -> int:
-        """Put entries into a row's columns, one piece behind the other; returns the column behind them.
+    def fill(
+        self, row: int, column: int, pieces: Iterable[Activations], first: int = 0, until: int | None = None
+    ) -> None:
+        """Put entries into a row's columns, one piece behind the other.
 
         Args:
             row: Which.
             column: The first, behind the prefix.
             pieces: What some of the layers made of consecutive tokens.
             first: Index of these layers' first keys among the buffer's 2L keys and values.
+            until: All layers get zeros from there up to this column: even what a mask hides must be finite.
         """
         for piece in pieces:
-            start, column = column - self._first, column + len(piece)
-            self._entries[first : first + len(piece.entries), row, :, start : column - self._first] = piece.entries
-        return column
-
-    def clear(self, row: int, start: int, stop: int) -> None:
-        """Put zeros into columns behind the prefix: even what a mask hides must be finite."""
-        self._entries[:, row, :, start - self._first : stop - self._first] = 0
+            start, column = column, column + len(piece)
+            self.entries(row, start, column)[first : first + len(piece.entries)] = piece.entries
+        if until is not None:
+            self.entries(row, column, until).zero_()
 
     def entries(self, row: int, start: int, stop: int) -> Tensor:
         """What a row's columns behind the prefix hold, (2L, heads, stop - start, head size), as a view."""

@@ -157,7 +157,7 @@ class PrefixCache(Transformer):
         ids = [torch.tensor(tree.history[size:], dtype=torch.long) for tree, size in zip(trees, read, strict=True)]
         decisions = None
         if with_decisions and any(known.decisions is None for known in known_of.values()):
-            decisions = Batch.from_trees(trees)
+            decisions = Batch.from_trees(trees).nodes
         elif not any(map(len, ids)):
             return
         prefix = self.prefix(trees[0].prefix)[0]
@@ -195,7 +195,7 @@ class PrefixCache(Transformer):
         prefix: Tensor,
         rows: Sequence[Sequence[Activations]],
         inputs: Sequence[Tensor],
-        decisions: Batch | None = None,
+        decisions: Tokens | None = None,
     ) -> Iterator[tuple[Activations, Activations]]:
         """Run over tokens that follow known ones.
 
@@ -213,7 +213,7 @@ class PrefixCache(Transformer):
         fed, lengths = pad_sequence(list(inputs), batch_first=True), torch.tensor([len(own) for own in inputs])[:, None]
         marks = torch.tensor([_length(row) for row in rows])[:, None]
         (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
-        width = 0 if decisions is None else decisions.ids.shape[1]
+        width = 0 if decisions is None else decisions.inputs.shape[1]
         # Those that pass the upper layers alone were counted when they passed the trunk.
         self.tokens_forwarded += count * size if part is (self._trunk or self._top) else 0
         is_shared = self.shares(prefix, count * (size + width))
@@ -228,8 +228,8 @@ class PrefixCache(Transformer):
             context = filled[:, None] & (keys[:, None] < starts[:, :, None])
             of_history = torch.cat([visible, torch.zeros(count, size, width, dtype=torch.bool)], dim=2)
             visible = torch.cat([of_history, torch.cat([context, own], dim=2)], dim=1)
-            fed, positions = torch.cat([fed, decisions.ids], dim=1), torch.cat([positions, decisions.positions], dim=1)
-            keys = torch.cat([keys, decisions.positions], dim=1)
+            fed = torch.cat([fed, decisions.inputs], dim=1)
+            positions, keys = (torch.cat([part, decisions.positions], dim=1) for part in (positions, keys))
         cache = buffer.cache(slice(None), shared + seen, first_layer)
         hidden = self._run(part, Tokens(fed, positions, visible, keys), cache)
         for row, own in enumerate(inputs):

@@ -101,8 +101,7 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (M, V) of hidden states (M, H), in the model's dtype or in float32."""
         with self.ready():
-            logits: Tensor = self._head(hidden)
-        return logits if self._softcap is None else self._cap(logits)
+            return self._cap(self._head(hidden))
 
     def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Logits in float32, (M, K), of the target tokens (M, K) alone."""
@@ -127,8 +126,7 @@ class Transformer:
         return self._can_share and queries * prefix.shape[2] >= _SHARED_SCORES
 
     def _cap(self, logits: Tensor) -> Tensor:
-        logits = logits.float()
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits.float() / self._softcap)
 
     def _run(self, part: nn.Module | None, tokens: Tokens, cache: Cache) -> Tensor:
         """Last hidden states (B, T, H) of `part`; without a part, they are the embeddings.
