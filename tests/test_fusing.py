@@ -12,7 +12,7 @@ from torch import nn
 from llamagym.cpu import fused_layer, rowwise
 from llamagym.engine import attention, prefix_cache
 from llamagym.engine.kv_cache import KVBuffer, entries_of
-from llamagym.engine.masks import causal
+from llamagym.engine.masks import Tokens, causal
 from llamagym.models.peft_internals import acting_on_every_token
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
@@ -58,14 +58,8 @@ def states_of(backbone, is_shared, dtype=None):
     visible = causal(4, 3).expand(2, -1, -1).clone()
     visible[1, :, 1] = False
     with acting_on_every_token(backbone._body):
-        hidden = backbone._run(
-            backbone._body,
-            torch.tensor([[1, 2, 3], [4, 5, 6]]),
-            positions,
-            visible,
-            torch.arange(7).expand(2, -1),
-            cache,
-        )
+        ids, keys = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.arange(7).expand(2, -1)
+        hidden = backbone._run(backbone._body, Tokens(ids, positions, visible, keys), cache)
     return hidden, entries_of(cache, slice(-3, None))
 
 

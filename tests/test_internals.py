@@ -7,16 +7,26 @@ import copy
 from importlib.metadata import version
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
 import llamagym
+from llamagym.cpu import numba_internals
+from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
-INTERNALS = {"peft": peft_internals, "torch": torch_internals, "transformers": transformers_internals}
+INTERNALS = {
+    "numba": numba_internals,
+    "peft": peft_internals,
+    "torch": torch_internals,
+    "transformers": transformers_internals,
+    "trl": trl_internals,
+}
 # Attributes with an underscore that belong to Python or to PyTorch's documented way to subclass.
 OURS = {"_asdict", "_exit", "_replace"}
 
@@ -27,7 +37,7 @@ def test_the_installed_version_is_one_that_its_file_is_known_to_fit(library):
     installed = version(library).split("+")[0]
     assert installed in known, (
         f"{library} {installed} is none of {known}: run these tests, and if they pass widen VERSIONS in "
-        f"models/{library}_internals.py"
+        f"{Path(str(INTERNALS[library].__file__)).name}"
     )
 
 
@@ -94,8 +104,35 @@ def test_what_adapters_do_is_seen():
     assert all(state != usual for state in (merged, disabled, scaled))
 
 
+def test_low_rank_matrices_are_known_by_name():
+    model = tiny_model("llama").pretrained_model
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    pairs = peft_internals.projections(model)
+    assert all(peft_internals.is_down(names[id(down.weight)]) for down, _ in pairs)
+    assert all(peft_internals.is_up(names[id(up.weight)]) for _, up in pairs)
+    assert sum(map(peft_internals.is_low_rank, names.values())) == 2 * len(pairs) < len(names)
+
+
 def test_embeddings_have_names():
     assert "embed_tokens" in peft_internals.names_of_embeddings()
+
+
+def test_a_trainer_takes_its_loss_from_elsewhere(tmp_path):
+    model = tiny_model("llama").pretrained_model
+    weight = next(weight for weight in model.parameters() if weight.requires_grad)
+    before, forward, seen = weight.detach().clone(), model.forward, []
+
+    def loss(rows):
+        seen.extend(rows)
+        assert not model.training
+        return weight.sum()
+
+    with trl_internals.nothing_but_weights_changed(model):
+        config = trl_internals.trainer_config(str(tmp_path), num_train_epochs=1, learning_rate=1.0, use_cpu=True)
+        trl_internals.LossTrainer(model, tiny_tokenizer("llama"), ["a", "b"], loss, config).train()
+    assert sorted(seen) == ["a", "b"]
+    assert not torch.equal(weight, before)
+    assert model.forward == forward
 
 
 def test_attention_functions_are_known_by_name():
@@ -137,6 +174,28 @@ def test_packed_weights_multiply(pack):
         pytest.skip("this machine does not pack weights")
     product = getattr(torch_internals, pack)(weight)(inputs)
     assert torch.allclose(product, inputs @ weight.T, atol=1e-5)
+
+
+def test_kernels_read_tensors_by_address_and_are_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+
+    @numba.njit
+    def add_one(address, kind):
+        numbers = numba_internals.carray(numba_internals.pointer(address), (3,), kind.dtype)
+        numbers += 1
+
+    assert numba_internals.cache_folder(add_one) is None
+    numba_internals.cache_on_disk(add_one)
+    tensor = torch.zeros(3)
+    add_one(tensor.data_ptr(), np.empty(0, np.float32))
+    assert tensor.tolist() == [1, 1, 1]
+    folder = numba_internals.cache_folder(add_one)
+    assert folder is not None
+    assert list(folder.glob("*.nbc"))
+
+
+def test_numba_has_threads_that_several_threads_may_use():
+    assert numba_internals.has_thread_pool()
 
 
 def test_changes_in_place_and_hooks_are_seen():

@@ -234,9 +234,9 @@ def test_a_node_sees_its_context_and_its_ancestors_and_nothing_else():
                 while parent >= 0:
                     ancestors.add(parent)
                     parent, depth = decision.parents[parent], depth + 1
-                seen = set(batch.visible[row, base + node].nonzero()[:, 0].tolist())
+                seen = set(batch.nodes.visible[row, base + node].nonzero()[:, 0].tolist())
                 assert seen == set(range(decision.start)) | {own + base + ancestor for ancestor in ancestors}
-                assert batch.positions[row, base + node] == decision.start + depth
+                assert batch.nodes.positions[row, base + node] == decision.start + depth
             base += len(decision.ids)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -79,6 +80,13 @@ def test_in_a_terminal_it_is_a_bar(monkeypatch):
     assert "4/4" in shown
     assert "said so\n" in shown
     assert "update 1:" not in shown
+
+
+def test_bitsandbytes_says_nothing_of_a_kernel_that_is_not_used(caplog):
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
+    logger.warning("something else")
+    assert caplog.messages == ["something else"]
 
 
 @pytest.mark.slow

@@ -131,14 +131,14 @@ def model_of(kind: str) -> AutoModelForCausalLMWithValueHead:
 def recorded_losses(monkeypatch) -> list[float]:
     """Grows by the loss of each step that the trainer takes from now on."""
     losses: list[float] = []
-    compute = sft._Trainer.compute_loss
+    compute = sft.LossTrainer.compute_loss
 
     def recording(self, *args, **kwargs):
         loss = compute(self, *args, **kwargs)
         losses.append(loss.item())
         return loss
 
-    monkeypatch.setattr(sft._Trainer, "compute_loss", recording)
+    monkeypatch.setattr(sft.LossTrainer, "compute_loss", recording)
     return losses
 
 

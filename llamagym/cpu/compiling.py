@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -30,9 +29,11 @@ import numpy as np
 import torch
 from llvmlite.binding import get_host_cpu_name
 from numba import njit, typeof, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from torch import Tensor
+
+from .numba_internals import cache_folder, cache_on_disk, has_thread_pool
+from .numba_internals import pointer as pointer
 
 # Empty arrays: they tell kernels which dtype lies at an address.
 _KINDS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
@@ -43,6 +44,9 @@ _WORTH_A_THREAD = 2**18
 # A kernel compiles in 1 to 5 seconds.
 _COMPILES_S = 120.0
 _COMPILING = threading.Lock()
+_FILES = sorted(Path(__file__).parent.glob("*.py"))
+_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in _FILES)).hexdigest()[:12]
+_HAS_THREADS = has_thread_pool()
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
 
@@ -64,27 +68,6 @@ def parts_of(products: int) -> int:
     return min(torch.get_num_threads(), products // _WORTH_A_THREAD + 1) if _HAS_THREADS else 1
 
 
-def _has_threads() -> bool:
-    """Whether numba's thread pool is OpenMP's or TBB's; its own must not be used by several threads at once."""
-    for pool in ("tbbpool", "omppool"):
-        with suppress(ImportError):
-            import_module(f"numba.np.ufunc.{pool}")
-            return True
-    return False
-
-
-_HAS_THREADS = _has_threads()
-
-
-def _hash_of_sources() -> str:
-    """A name for the content of all files of kernels."""
-    content = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
-_SOURCES = _hash_of_sources()
-
-
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compile a kernel for its arguments' types at its first call, once with threads and once without.
 
@@ -102,9 +85,7 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
     variants: list[Any] = [njit(**options)(function), njit(parallel=True, **options)(in_threads)]
     for variant in variants:
-        with suppress(RuntimeError):  # There may be no folder to keep it in.
-            variant.enable_caching()
-
+        cache_on_disk(variant)
     known: set[tuple[Any, ...]] = set()
 
     @wraps(function)
@@ -126,10 +107,11 @@ def _compile_in_a_child(kernel: Any, signature: tuple[Any, ...]) -> None:
     with another rounding: a run that goes on in a second process would not compute what it would have in one. Where
     that cannot be avoided (no cache, no safe way to fork), the kernel is compiled here.
     """
-    if sys.platform != "linux" or kernel.stats.cache_path is None:
+    folder = cache_folder(kernel)
+    if sys.platform != "linux" or folder is None:
         return
     known_by = (_SOURCES, kernel.__qualname__, str(signature), numba.__version__, get_host_cpu_name())
-    mark = Path(kernel.stats.cache_path) / f"{hashlib.sha256(repr(known_by).encode()).hexdigest()[:16]}.compiled"
+    mark = folder / f"{hashlib.sha256(repr(known_by).encode()).hexdigest()[:16]}.compiled"
     with _COMPILING, suppress(OSError), warnings.catch_warnings():
         # A thread of this process may hold a lock that the child needs. Then it is given up after a while.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -154,18 +136,6 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled into those that call it."""
     result: Any = njit(fastmath=_FAST, error_model="numpy")(function)
     return result
-
-
-def _compile_pointer(typing_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
-    """An address as a pointer, which `carray` turns into an array."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
-
-
-pointer: Any = intrinsic(_compile_pointer)
 
 
 def wide(number: Any) -> Any:

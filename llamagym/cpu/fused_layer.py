@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..models.peft_internals import base_of, low_rank_of
+from ..models.peft_internals import base_of, is_low_rank, low_rank_of
 from ..models.torch_internals import hooks_of
 from ..models.transformers_internals import attention_function, attention_of, has_attention, rotate
 from .attention_backward import attend_with_gradients
@@ -50,7 +50,7 @@ class Fused:
     def __enter__(self) -> None:
         """Let the layers run fused, except those with a replaced `forward` or with hooks on an inner module."""
         for layer, fused in self._layers.items():
-            if "forward" not in vars(layer) and not fused.is_watched:
+            if "forward" not in vars(layer) and not any(fused.hooks):
                 vars(layer)["forward"] = fused
 
     def __exit__(self, *error: object) -> None:
@@ -70,12 +70,7 @@ class _Layer:
         self._norms = [layer.input_layernorm, layer.post_attention_layernorm]
         self._norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         inner = [module for module in layer.modules() if module is not layer]
-        self._hooks = [hooks for module in inner for hooks in hooks_of(module)]
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a module inside has hooks."""
-        return any(self._hooks)
+        self.hooks = [hooks for module in inner for hooks in hooks_of(module)]
 
     def __call__(self, hidden: Tensor, past_key_values: Cache | None = None, **others: Any) -> Tensor:
         """The layer's output for hidden states (B, T, H); takes the layer's own arguments."""
@@ -94,13 +89,7 @@ class _Layer:
         return are_frozen and has_attention(attention_of(self._layer.self_attn.config))
 
     def _run(
-        self,
-        hidden: Tensor,
-        cache: Any,
-        *,
-        attention_mask: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        **others: Any,
+        self, hidden: Tensor, cache: Any, *, attention_mask: Tensor, position_embeddings: Any, **others: Any
     ) -> Tensor:
         attention = self._layer.self_attn
         before, after = self._norms[:2]
@@ -109,53 +98,32 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             query = _normalize_heads(query, attention.q_norm, attention.head_dim)
             key = _normalize_heads(key, attention.k_norm, attention.head_dim)
-        attended = self._attend(query, key, value, position_embeddings, cache, attention_mask, **others)
+        attended = self._attend((query, key, value), position_embeddings, cache, attention_mask, **others)
         (added,) = self._project(self._out, attended)
         hidden, inputs = normalize(hidden, after.weight, after.variance_epsilon, added)
         (added,) = self._project(self._down, gated(*self._project(self._gate_up, inputs)))
         return hidden + added
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: Any,
-        mask: Tensor,
-        **others: Any,
+        self, projected: tuple[Tensor, Tensor, Tensor], angles: Any, cache: Any, mask: Tensor, **others: Any
     ) -> Tensor:
-        """The heads' outputs, (B, T, N D)."""
-        attention, kernel = self._layer.self_attn, attend
+        """The heads' outputs (B, T, N D): from a compiled kernel, or from PyTorch where that is faster or needed."""
+        attention, (_, tokens, width) = self._layer.self_attn, projected[0].shape
         if torch.is_grad_enabled():
-            kernel = attend_with_gradients
-            is_simple = hasattr(cache, "grow") and not cache.keeps_gradients
-            if not is_simple or not self._may_hold_scores(mask, query.shape[2] // attention.head_dim):
-                return self._attend_by_pytorch(query, key, value, angles, cache, mask, **others)
-        elif query.shape[1] >= _MANY_TOKENS and mask.shape[-1] >= _MANY_COLUMNS:
-            return self._attend_by_pytorch(query, key, value, angles, cache, mask, **others)
-        shared = others.get("shared_prefix")
-        of_layer = None if shared is None else shared[attention.layer_idx]
-        kept = cache.grow(attention.layer_idx, query.shape[1])
-        return kernel(query, key, value, angles, kept, of_layer, mask, attention.scaling)
-
-    def _attend_by_pytorch(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: Cache,
-        mask: Tensor,
-        **others: Any,
-    ) -> Tensor:
-        """The heads' outputs from PyTorch's operations."""
-        attention = self._layer.self_attn
-        heads = [part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in (query, key, value)]
-        query, key = rotate(heads[0], heads[1], angles)
-        key, value = cache.update(key, heads[2], attention.layer_idx)
-        kernel = attention_function(attention_of(attention.config))
-        attended: Tensor = kernel(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
+            kernel, is_simple = attend_with_gradients, hasattr(cache, "grow") and not cache.keeps_gradients
+            fits = is_simple and self._may_hold_scores(mask, width // attention.head_dim)
+        else:
+            kernel, fits = attend, tokens < _MANY_TOKENS or mask.shape[-1] < _MANY_COLUMNS
+        if fits:
+            shared = others.get("shared_prefix")
+            of_layer = None if shared is None else shared[attention.layer_idx]
+            kept = cache.grow(attention.layer_idx, tokens)
+            return kernel(*projected, angles, kept, of_layer, mask, attention.scaling)
+        query, key, value = (part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in projected)
+        query, key = rotate(query, key, angles)
+        key, value = cache.update(key, value, attention.layer_idx)
+        by_pytorch = attention_function(attention_of(attention.config))
+        attended: Tensor = by_pytorch(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
         return attended.flatten(2)
 
     def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +156,7 @@ def _is_llama_layer(layer: Any) -> bool:
     return (
         type(layer).__name__ in _KINDS
         and layer.self_attn.config.hidden_act == "silu"
-        and len({weight.dtype for name, weight in layer.named_parameters() if ".lora_" not in name}) == 1
+        and len({weight.dtype for name, weight in layer.named_parameters() if not is_low_rank(name)}) == 1
         and not any("forward" in vars(module) for module in layer.modules())
         and all(type(base_of(module)) is nn.Linear for modules in _projections(layer) for module in modules)
     )

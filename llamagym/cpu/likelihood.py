@@ -8,13 +8,15 @@ Shapes: M nodes, V vocabulary, K targets, G groups of tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import prange
-from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .numba_internals import carray, pointer
 
 # Of log-probabilities, the engine's.
 _LEAST = np.float32(-(torch.finfo(torch.float32).max ** 0.5))
@@ -24,10 +26,9 @@ _LANES = 64
 
 def sums_in_groups(logits: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """The largest of each row's logits (M, V), float32 (M,), and sums of exponentials by group, float32 (M, G)."""
-    largest = torch.empty(len(logits), dtype=torch.float32)
-    sums = torch.empty(len(logits), groups, dtype=torch.float32)
-    results, sizes = (largest.data_ptr(), sums.data_ptr()), (len(logits), groups, logits.shape[1] // groups)
-    _sum(logits.numel(), kind_of(logits), logits.data_ptr(), results, sizes)
+    largest, sums = (torch.empty(shape, dtype=torch.float32) for shape in ((len(logits),), (len(logits), groups)))
+    sizes = len(logits), groups, logits.shape[1] // groups
+    _sum(logits.numel(), kind_of(logits), (logits.data_ptr(), largest.data_ptr(), sums.data_ptr()), sizes)
     return largest, sums
 
 
@@ -40,30 +41,31 @@ def measure(logits: Tensor, targets: Tensor, scales: Tensor) -> tuple[Tensor, Te
         scales: What each row's logits are multiplied by, float32 (M,).
     """
     picked, entropy, total = (scales.new_empty(shape) for shape in (targets.shape, len(logits), len(logits)))
-    given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr()
-    results = picked.data_ptr(), entropy.data_ptr(), total.data_ptr()
-    sizes = (*logits.shape, targets.shape[1])
-    _measure(logits.numel(), kind_of(logits), given, results, sizes)
+    _run(_measure, logits, targets, scales, picked, entropy, total)
     return picked, entropy, total
 
 
 def replace_by_gradient_(
-    logits: Tensor, targets: Tensor, of_rows: tuple[Tensor, Tensor], slopes: tuple[Tensor, Tensor, Tensor]
+    logits: Tensor, targets: Tensor, scales: Tensor, total: Tensor, of_picked: Tensor, of_entropy: Tensor, shift: Tensor
 ) -> None:
     """Replace logits (M, V) by their gradient.
 
     Args:
-        logits: What `measure` was given.
-        targets: Likewise.
-        of_rows: Scales, likewise, and `measure`'s logarithms, float32 (M,) each.
-        slopes: Gradients of log-probabilities (M, K) and entropies (M,), and by how much each row's shift all, (M,).
+        logits: What `measure` was given, as are `targets` and `scales`.
+        targets: int64 (M, K).
+        scales: float32 (M,).
+        total: The logarithms that `measure` returned.
+        of_picked: Gradients of the log-probabilities, (M, K).
+        of_entropy: Gradients of the entropies, (M,).
+        shift: What every gradient of a row's log-probabilities is lowered by, (M,).
     """
-    scales, total = of_rows
-    of_picked, of_entropy, shift = slopes
-    given = logits.data_ptr(), targets.data_ptr(), scales.data_ptr(), total.data_ptr()
-    gradients = of_picked.data_ptr(), of_entropy.data_ptr(), shift.data_ptr()
-    sizes = (*logits.shape, targets.shape[1])
-    _gradient(logits.numel(), kind_of(logits), given, gradients, sizes)
+    _run(_gradient, logits, targets, scales, total, of_picked, of_entropy, shift)
+
+
+def _run(kernel: Any, logits: Tensor, targets: Tensor, *others: Tensor) -> None:
+    """Run a kernel on all rows."""
+    at = tuple(part.data_ptr() for part in (logits, targets, *others))
+    kernel(logits.numel(), kind_of(logits), at, (*logits.shape, targets.shape[1]))
 
 
 @inlined
@@ -87,13 +89,13 @@ def _largest(logits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _sum(kind, logits_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
+def _sum(kind, at, sizes, parts):  # type: ignore[no-untyped-def]
     """Largest logits, and sums of exponentials by groups, of one part of the rows."""
     for part in prange(parts):
         rows, groups, size = sizes
-        logits = carray(pointer(logits_at), (rows, groups * size), kind.dtype)
-        largest = carray(pointer(results_at[0]), (rows,), np.float32)
-        sums = carray(pointer(results_at[1]), (rows, groups), np.float32)
+        logits = carray(pointer(at[0]), (rows, groups * size), kind.dtype)
+        largest = carray(pointer(at[1]), (rows,), np.float32)
+        sums = carray(pointer(at[2]), (rows, groups), np.float32)
         for row in range(part * rows // parts, (part + 1) * rows // parts):
             largest[row] = _largest(logits[row])
             for group in range(groups):
@@ -104,16 +106,16 @@ def _sum(kind, logits_at, results_at, sizes, parts):  # type: ignore[no-untyped-
 
 
 @compiled
-def _measure(kind, given_at, results_at, sizes, parts):  # type: ignore[no-untyped-def]
+def _measure(kind, at, sizes, parts):  # type: ignore[no-untyped-def]
     """Log-probabilities of targets, entropy, and logarithm of the sum of exponentials, of one part of the rows."""
     for part in prange(parts):
         rows, vocabulary, count = sizes
-        logits = carray(pointer(given_at[0]), (rows, vocabulary), kind.dtype)
-        targets = carray(pointer(given_at[1]), (rows, count), np.int64)
-        scales = carray(pointer(given_at[2]), (rows,), np.float32)
-        picked = carray(pointer(results_at[0]), (rows, count), np.float32)
-        entropy = carray(pointer(results_at[1]), (rows,), np.float32)
-        total = carray(pointer(results_at[2]), (rows,), np.float32)
+        logits = carray(pointer(at[0]), (rows, vocabulary), kind.dtype)
+        targets = carray(pointer(at[1]), (rows, count), np.int64)
+        scales = carray(pointer(at[2]), (rows,), np.float32)
+        picked = carray(pointer(at[3]), (rows, count), np.float32)
+        entropy = carray(pointer(at[4]), (rows,), np.float32)
+        total = carray(pointer(at[5]), (rows,), np.float32)
         for row in range(part * rows // parts, (part + 1) * rows // parts):
             scale = scales[row]
             largest = scale * _largest(logits[row])
@@ -130,17 +132,17 @@ def _measure(kind, given_at, results_at, sizes, parts):  # type: ignore[no-untyp
 
 
 @compiled
-def _gradient(kind, given_at, gradients_at, sizes, parts):  # type: ignore[no-untyped-def]
+def _gradient(kind, at, sizes, parts):  # type: ignore[no-untyped-def]
     """Replace the logits of one part of the rows by their gradient."""
     for part in prange(parts):
         rows, vocabulary, count = sizes
-        logits = carray(pointer(given_at[0]), (rows, vocabulary), kind.dtype)
-        targets = carray(pointer(given_at[1]), (rows, count), np.int64)
-        scales = carray(pointer(given_at[2]), (rows,), np.float32)
-        total = carray(pointer(given_at[3]), (rows,), np.float32)
-        of_picked = carray(pointer(gradients_at[0]), (rows, count), np.float32)
-        of_entropy = carray(pointer(gradients_at[1]), (rows,), np.float32)
-        shift = carray(pointer(gradients_at[2]), (rows,), np.float32)
+        logits = carray(pointer(at[0]), (rows, vocabulary), kind.dtype)
+        targets = carray(pointer(at[1]), (rows, count), np.int64)
+        scales = carray(pointer(at[2]), (rows,), np.float32)
+        total = carray(pointer(at[3]), (rows,), np.float32)
+        of_picked = carray(pointer(at[4]), (rows, count), np.float32)
+        of_entropy = carray(pointer(at[5]), (rows,), np.float32)
+        shift = carray(pointer(at[6]), (rows,), np.float32)
         kept = np.empty(count, np.float32)
         for row in range(part * rows // parts, (part + 1) * rows // parts):
             scale = scales[row]

@@ -85,23 +85,20 @@ class Packed:
         """A packed copy of the layers' weights; None if they cannot be packed or there is no room."""
         key = layers, is_transposed
         if key not in self._copies:
-            weights = [layer.weight.detach() for layer in layers if _can_be_packed(layer.weight)]
             room = self._max_bytes - sum(copy.nbytes for _, copy in self._copies.values() if copy is not None)
             copy = None
-            if len(weights) == len(layers):
-                weight = torch.cat(weights)
+            if all(_can_be_packed(layer.weight) for layer in layers):
+                weight = torch.cat([layer.weight.detach() for layer in layers])
                 copy = _pack(weight.T.contiguous() if is_transposed else weight, room)
             self._copies[key] = self._state_of(layers), copy
         return self._copies[key][1]
 
     def _state_of(self, layers: tuple[nn.Linear, ...]) -> list[object]:
         """A fingerprint of the layers' weights, which differs after a change."""
-        state: list[object] = []
-        for layer in layers:
-            weight, adapter = layer.weight, self._adapter_of.get(layer)
-            merged = merged_into(adapter) if adapter else ()
-            state += *versions_of([weight]), weight.data_ptr(), weight.dtype, weight.requires_grad, merged
-        return state
+        weights, adapters = [layer.weight for layer in layers], map(self._adapter_of.get, layers)
+        merged = [merged_into(adapter) if adapter else () for adapter in adapters]
+        kinds = [(weight.data_ptr(), weight.dtype, weight.requires_grad) for weight in weights]
+        return [*versions_of(weights), *kinds, *merged]
 
 
 @dataclass(frozen=True, slots=True)

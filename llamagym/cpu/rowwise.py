@@ -14,20 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from numba import prange
-from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .numba_internals import carray, pointer
 
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The sum of states (..., H) and a residual, and its RMS norm with a frozen weight."""
-    total: Tensor
-    result: Tensor
-    if addend is None:
-        return states, _Normalized.apply(states, None, weight, epsilon)[1]
     total, result = _Normalized.apply(states, addend, weight, epsilon)
-    return total, result
+    return states if addend is None else total, result
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -50,7 +46,7 @@ class _Normalized(torch.autograd.Function):
         kind = kind_of(states, weight, *([] if addend is None else [addend]))
         given = states.data_ptr(), 0 if addend is None else addend.data_ptr(), weight.data_ptr()
         at = *given, total.data_ptr(), result.data_ptr()
-        _run(_normalize, kind, at, _size_of(states), epsilon)
+        _run(_normalize, kind, at, states, epsilon=epsilon)
         ctx.save_for_backward(total, weight)
         ctx.epsilon = epsilon
         return (None if addend is None else total), result
@@ -63,7 +59,7 @@ class _Normalized(torch.autograd.Function):
         of_total = None if of_total is None else of_total.contiguous()
         given = total.data_ptr(), weight.data_ptr(), 0 if of_total is None else of_total.data_ptr()
         at = *given, of_result.data_ptr(), of_states.data_ptr()
-        _run(_normalize_back, kind_of(total, of_result), at, _size_of(total), ctx.epsilon)
+        _run(_normalize_back, kind_of(total, of_result), at, total, epsilon=ctx.epsilon)
         return of_states, of_states if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -74,7 +70,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         result = torch.empty_like(gate, memory_format=torch.contiguous_format)
         at = gate.data_ptr(), up.data_ptr(), result.data_ptr()
-        _run(_gated, kind_of(gate, up), at, (*_size_of(gate), gate.stride(1), up.stride(1)))
+        _run(_gated, kind_of(gate, up), at, gate, (gate.stride(1), up.stride(1)))
         ctx.save_for_backward(gate, up)
         return result
 
@@ -85,19 +81,16 @@ class _Gated(torch.autograd.Function):
         of_result = of_result.contiguous()
         of_gate, of_up = torch.empty_like(of_result), torch.empty_like(of_result)
         at = gate.data_ptr(), up.data_ptr(), of_result.data_ptr(), of_gate.data_ptr(), of_up.data_ptr()
-        sizes = (*_size_of(gate), gate.stride(1), up.stride(1))
-        _run(_gated_back, kind_of(gate, up, of_result), at, sizes)
+        _run(_gated_back, kind_of(gate, up, of_result), at, gate, (gate.stride(1), up.stride(1)))
         return of_gate, of_up
 
 
-def _size_of(states: Tensor) -> tuple[int, int]:
-    """Rows and width of states (..., H)."""
-    return states.numel() // max(1, states.shape[-1]), states.shape[-1]
-
-
-def _run(function: Any, kind: Any, at: tuple[int, ...], sizes: tuple[int, ...], epsilon: float = 0.0) -> None:
-    """Run a kernel on all rows."""
-    function(sizes[0] * sizes[1], kind, at, sizes, epsilon)
+def _run(
+    function: Any, kind: Any, at: tuple[int, ...], states: Tensor, strides: tuple[int, ...] = (), epsilon: float = 0.0
+) -> None:
+    """Run a kernel on all rows of states (..., H)."""
+    rows, width = states.numel() // max(1, states.shape[-1]), states.shape[-1]
+    function(states.numel(), kind, at, (rows, width, *strides), epsilon)
 
 
 @compiled

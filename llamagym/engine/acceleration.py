@@ -18,7 +18,6 @@ from .attention import may_hold_scores
 
 # The share of the machine's memory that packed weights may take.
 _PACKED_SHARE = 1 / 16
-_DTYPES = {torch.float32, torch.bfloat16}
 
 
 def is_enabled() -> bool:
@@ -28,11 +27,11 @@ def is_enabled() -> bool:
 
 def likelihood_kernels(logits: Tensor) -> ModuleType | None:
     """`cpu.likelihood` if it can compute with such logits, else None."""
-    if not is_enabled() or logits.device.type != "cpu" or logits.dtype not in _DTYPES:
+    if not is_enabled() or logits.device.type != "cpu":
         return None
-    from ..cpu import likelihood  # numba takes a second to import
+    from ..cpu import compiling, likelihood  # numba takes a second to import
 
-    return likelihood
+    return likelihood if compiling.has_kernels(logits) else None
 
 
 class Acceleration:

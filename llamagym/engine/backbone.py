@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from ..models.peft_internals import acting_on_every_token
 from .kv_cache import BufferCache, KVBuffer, entries_of
-from .masks import causal
+from .masks import Tokens, causal
 from .prefix_cache import PrefixCache
 from .token_tree import Batch, TokenTree
 
@@ -34,46 +34,45 @@ class Backbone(PrefixCache):
             return tree.node_count + tree.context_length // 8
         return tree.node_count + len(tree.history)
 
-    def hidden_states(self, trees: Sequence[TokenTree], batch: Batch, adapted: bool = True) -> Tensor:
+    def hidden_states(self, trees: Sequence[TokenTree], adapted: bool = True) -> Tensor:
         """The last hidden state of every decision node, one tree after the other, float (N, H).
 
         Args:
-            trees: What the batch was made from.
-            batch: The same as rectangles.
+            trees: With one prefix.
             adapted: Whether an activated LoRA acts on the decisions; a plain one always does.
         """
-        size, width = batch.history.shape[1], batch.ids.shape[1]
+        batch = Batch.from_trees(trees)
+        nodes, size = batch.nodes, batch.history.shape[1]
+        self.tokens_forwarded += nodes.inputs.numel()
         if not self.history_is_frozen and (torch.is_grad_enabled() or not adapted):
-            return self._run_decisions(batch, batch.ids, self._prefill_with_gradients(batch), adapted)
-        known = self.prefill(trees, with_decisions=self.history_is_frozen)
-        below = [of_tree.decisions.hidden for of_tree in known if of_tree.decisions is not None]
-        prefix = self.prefix(trees[0].prefix)[1]
-        rows = [[piece.entries for piece in of_tree.history] for of_tree in known]
-        buffer = KVBuffer.filled(prefix, rows, size, width, self.shares(prefix, batch.ids.numel()))
-        cache = buffer.cache(slice(None), batch.prefix_length + size, self._first_top_layer)
-        return self._run_decisions(batch, pad_sequence(below, batch_first=True) if below else batch.ids, cache, adapted)
-
-    def _run_decisions(self, batch: Batch, inputs: Tensor, cache: BufferCache, adapted: bool) -> Tensor:
-        """Run the top over decision nodes, given as ids (B, D) or states of the trunk (B, D, H); returns (N, H)."""
-        self.tokens_forwarded += batch.ids.numel()
+            cache = self._prefill_with_gradients(batch)
+        else:
+            known = self.prefill(trees, with_decisions=self.history_is_frozen)
+            prefix, histories = self.prefix(trees[0].prefix)[1], [of_tree.history for of_tree in known]
+            is_shared = self.shares(prefix, nodes.inputs.numel())
+            buffer = KVBuffer.filled(prefix, histories, size, nodes.inputs.shape[1], is_shared)
+            cache = buffer.cache(slice(None), batch.prefix_length + size, self._first_top_layer)
+            below = [of_tree.decisions.hidden for of_tree in known if of_tree.decisions is not None]
+            if below:
+                nodes = nodes._replace(inputs=pad_sequence(below, batch_first=True))
         with acting_on_every_token(self._top) if adapted else nullcontext():
-            hidden = self._run(self._top, inputs, batch.positions, batch.visible, batch.key_positions, cache)
+            hidden = self._run(self._top, nodes, cache)
         return hidden.flatten(0, 1).index_select(0, batch.places.to(hidden.device))
 
     def _prefill_with_gradients(self, batch: Batch) -> BufferCache:
         """Keys and values of prefix and history, P + S a row, padding included, with gradients."""
-        prefix, length = self._nothing, batch.prefix_length
+        prefix, length, nodes = self._nothing, batch.prefix_length, batch.nodes.inputs
         count, size = batch.history.shape
         self.tokens_forwarded += length + batch.history.numel()
         if length:
             read, positions = DynamicCache(), torch.arange(length)[None]
-            self._run(self._body, batch.prefix, positions, causal(0, length)[None], positions, read)
+            self._run(self._body, Tokens(batch.prefix, positions, causal(0, length)[None], positions), read)
             prefix = entries_of(read, slice(None))[0]
-        buffer = KVBuffer(prefix, count, length + size + batch.ids.shape[1], self.shares(prefix, batch.ids.numel()))
+        buffer = KVBuffer(prefix, count, length + size + nodes.shape[1], self.shares(prefix, nodes.numel()))
         cache = buffer.cache(slice(None), length)
         cache.keeps_gradients = True
         if size:
             keys = torch.arange(length + size).expand(count, -1)
             visible = causal(length, size).expand(count, -1, -1)
-            self._run(self._body, batch.history, keys[:, length:], visible, keys, cache)
+            self._run(self._body, Tokens(batch.history, keys[:, length:], visible, keys), cache)
         return cache

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .backbone import Backbone
 from .kv_cache import KVBuffer
+from .masks import Tokens
 from .radix_tree import Activations, Ids
 from .token_tree import TokenTree
 
@@ -41,11 +42,12 @@ class Decoder:
         # The first column of generation prompts.
         self._start = max(tree.context_length for tree in trees)
         self._prompt_length = prompt_lengths.pop()
-        self._columns = self._start + self._prompt_length + max_new_tokens
-        self._max_rows = len(trees)
-        self._buffer: KVBuffer | None = None
+        columns = self._start + self._prompt_length + max_new_tokens
+        prefix = torch.cat(backbone.prefix(trees[0].prefix))
+        is_shared = backbone.shares(prefix, len(trees))
+        self._buffer = KVBuffer(prefix, len(trees), columns, is_shared, backbone.space)
         # Outputs of the trunk and of the layers above it, for each row's columns from `_start` on.
-        self._states = backbone.new_states(2, len(trees), self._columns - self._start)
+        self._states = backbone.new_states(2, len(trees), columns - self._start)
         self._rows: dict[PartialReply, int] = {}
 
     @torch.no_grad()
@@ -66,18 +68,20 @@ class Decoder:
             if _parent(reply) in self._rows:
                 growing.append(reply)
                 continue
-            below, above = self._backbone.reply(*reply)
-            known = sum(map(len, above))
+            pieces = self._backbone.reply(*reply)
+            of_trunk, known = (sum(map(len, part)) for part in pieces)
             if known == length:
-                found[reply] = above[-1].hidden[-1]
-            elif reply[1] and known == length - 1 == sum(map(len, below)):
-                resumed[reply] = Activations.cat(below), Activations.cat(above)
+                found[reply] = pieces[1][-1].hidden[-1]
+            elif reply[1] and known == length - 1 == of_trunk:
+                resumed[reply] = Activations.cat(pieces[0]), Activations.cat(pieces[1])
             else:
                 fresh.append(reply)
         growing = self._take_rows(growing)
         below_fresh = self._open_rows([*resumed, *fresh], len(growing))
-        for row, parts in enumerate(resumed.values(), len(growing)):
-            self._resume(row, *parts)
+        for row, (below, above) in enumerate(resumed.values(), len(growing)):
+            self._buffer.fill(row, self._start, [below])
+            self._buffer.fill(row, self._start, [above], self._backbone.first_entry)
+            self._states[0, row, : len(below)], self._states[1, row, : len(above)] = below.hidden, above.hidden
         continued = [*growing, *resumed]
         found |= self._run(continued, 0, self._start + length - 1)
         found |= self._run(fresh, len(continued), self._start, below_fresh)
@@ -93,7 +97,6 @@ class Decoder:
         first_entry = self._backbone.first_entry
         for (tree, said), row in self._rows.items():
             if (tree, said) not in continued:
-                assert self._buffer is not None
                 length = self._prompt_length + len(said)
                 entries = self._buffer.entries(row, self._start, self._start + length)
                 below, above = self._states[:, row, :length]
@@ -120,7 +123,6 @@ class Decoder:
         ordered = [order[row] for row in range(len(growing))]
         for row, reply in enumerate(ordered):
             if row != (source := self._rows[_parent(reply)]):
-                assert self._buffer is not None
                 self._buffer.copy(source, row)
                 self._states[:, row] = self._states[:, source]
         return ordered
@@ -135,27 +137,14 @@ class Decoder:
             return None
         trees, has_begun = [tree for tree, _ in replies], bool(replies[0][1])
         known_of = self._backbone.prefill(trees, with_decisions=not has_begun)
-        below, above = self._backbone.prefix(trees[0].prefix)
-        if self._buffer is None:
-            prefix = torch.cat([below, above])
-            is_shared = self._backbone.shares(prefix, self._max_rows)
-            self._buffer = KVBuffer(prefix, self._max_rows, self._columns, is_shared, self._backbone.space)
-        states = []
+        start, states = len(trees[0].prefix), []
         for row, known in enumerate(known_of, first):
-            for pieces, entry in ((known.trunk, 0), (known.history, self._backbone.first_entry)):
-                end = self._buffer.fill(row, below.shape[2], [piece.entries for piece in pieces], entry)
-            self._buffer.clear(row, end, self._start)
+            self._buffer.fill(row, start, known.trunk)
+            self._buffer.fill(row, start, known.history, self._backbone.first_entry, until=self._start)
             if known.decisions is not None:
-                self._buffer.fill(row, self._start, [known.decisions.entries])
+                self._buffer.fill(row, self._start, [known.decisions])
                 states.append(known.decisions.hidden)
         return torch.stack(states) if states else None
-
-    def _resume(self, row: int, below: Activations, above: Activations) -> None:
-        """Fill a generation prompt and all but the last token of a reply into a row."""
-        assert self._buffer is not None
-        self._buffer.fill(row, self._start, [below.entries])
-        self._buffer.fill(row, self._start, [above.entries], self._backbone.first_entry)
-        self._states[0, row, : len(below)], self._states[1, row, : len(above)] = below.hidden, above.hidden
 
     def _run(
         self, replies: list[PartialReply], first_row: int, first_column: int, below: Tensor | None = None
@@ -166,7 +155,6 @@ class Decoder:
         """
         if not replies:
             return {}
-        assert self._buffer is not None
         end = self._start + self._prompt_length + len(replies[0][1])
         lengths = torch.tensor([tree.context_length for tree, _ in replies])[:, None]
         columns = torch.arange(end)
@@ -175,13 +163,9 @@ class Decoder:
         visible = is_real[:, None] & (columns <= columns[first_column:, None])
         ids = [(tree.decisions[0].ids + said)[first_column - self._start :] for tree, said in replies]
         rows = slice(first_row, first_row + len(replies))
-        hidden, below = self._backbone.decode(
-            torch.tensor(ids) if below is None else below,
-            key_positions[:, first_column:],
-            visible,
-            key_positions,
-            self._buffer.cache(rows, first_column),
-        )
+        inputs = torch.tensor(ids) if below is None else below
+        tokens = Tokens(inputs, key_positions[:, first_column:], visible, key_positions)
+        hidden, below = self._backbone.decode(tokens, self._buffer.cache(rows, first_column))
         self._states[0, rows, first_column - self._start : end - self._start] = below
         self._states[1, rows, first_column - self._start : end - self._start] = hidden
         return dict(zip(replies, hidden[:, -1], strict=True))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
-from ..models.transformers_internals import InitializedLayer
+from ..models.transformers_internals import DynamicLayer, InitializedLayer
+from .radix_tree import Activations
 from .space import Space
 
 
@@ -40,13 +40,13 @@ class KVBuffer:
 
     @classmethod
     def filled(
-        cls, prefix: Tensor, histories: Sequence[Sequence[Tensor]], size: int, new_columns: int, is_shared: bool
+        cls, prefix: Tensor, histories: Sequence[Sequence[Activations]], size: int, new_columns: int, is_shared: bool
     ) -> KVBuffer:
         """A buffer that holds the prefix and then each row's history, padded to `size` columns.
 
         Args:
             prefix: Entries (2L, heads, P, head size) that all rows share.
-            histories: Of each row, in pieces of (2L, heads, T, head size), S tokens together.
+            histories: What is known of each row, in pieces, S tokens together.
             size: At least the largest S.
             new_columns: How many more entries a row will be given.
             is_shared: Whether all rows attend to one prefix.
@@ -54,26 +54,26 @@ class KVBuffer:
         shared = prefix.shape[2]
         buffer = cls(prefix, len(histories), shared + size + new_columns, is_shared)
         for row, pieces in enumerate(histories):
-            buffer.clear(row, buffer.fill(row, shared, pieces), shared + size)
+            buffer.fill(row, shared, pieces, until=shared + size)
         return buffer
 
-    def fill(self, row: int, column: int, pieces: Iterable[Tensor], first: int = 0) -> int:
-        """Put entries into a row's columns, one piece behind the other; returns the column behind them.
+    def fill(
+        self, row: int, column: int, pieces: Iterable[Activations], first: int = 0, until: int | None = None
+    ) -> None:
+        """Put entries into a row's columns, one piece behind the other.
 
         Args:
             row: Which.
             column: The first, behind the prefix.
-            pieces: (2l, heads, T, head size) each, of l layers.
-            first: Index of the pieces' first keys among the buffer's 2L keys and values.
+            pieces: What some of the layers made of consecutive tokens.
+            first: Index of these layers' first keys among the buffer's 2L keys and values.
+            until: All layers get zeros from there up to this column: even what a mask hides must be finite.
         """
-        for entries in pieces:
-            start, column = column - self._first, column + entries.shape[2]
-            self._entries[first : first + len(entries), row, :, start : column - self._first] = entries
-        return column
-
-    def clear(self, row: int, start: int, stop: int) -> None:
-        """Put zeros into columns behind the prefix: even what a mask hides must be finite."""
-        self._entries[:, row, :, start - self._first : stop - self._first] = 0
+        for piece in pieces:
+            start, column = column, column + len(piece)
+            self.entries(row, start, column)[first : first + len(piece.entries)] = piece.entries
+        if until is not None:
+            self.entries(row, column, until).zero_()
 
     def entries(self, row: int, start: int, stop: int) -> Tensor:
         """What a row's columns behind the prefix hold, (2L, heads, stop - start, head size), as a view."""

@@ -91,7 +91,7 @@ class _Likelihood(torch.autograd.Function):
         if (kernels := likelihood_kernels(logits)) is not None:
             # The gradient overwrites the logits, which are not used again: to allocate takes longer than to compute.
             increment_version(logits)
-            kernels.replace_by_gradient_(logits, targets, (scales, total), (of_picked, of_entropy, shift))
+            kernels.replace_by_gradient_(logits, targets, scales, total, of_picked, of_entropy, shift)
             return logits, None, None
         logprobs, _ = _logprobs(logits, scales)
         of_logits = torch.addcmul(-shift[:, None], logprobs, of_entropy[:, None], value=-1).mul_(logprobs.exp_())

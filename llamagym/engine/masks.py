@@ -1,14 +1,31 @@
 """Which token sees which, in the form that architectures take.
 
-Shapes: B rows, T tokens that look, S columns of keys that they may see.
+Shapes: B rows, T tokens that look, S columns of keys that they may see, H width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """What goes through layers in one pass.
+
+    Attributes:
+        inputs: Token ids, int64 (B, T), or hidden states, float (B, T, H).
+        positions: Their positions, int64 (B, T).
+        visible: Which keys, their own included, each of them sees, bool (B, T, S).
+        key_positions: Positions of the keys, int64 (B, S).
+    """
+
+    inputs: Tensor
+    positions: Tensor
+    visible: Tensor
+    key_positions: Tensor
 
 
 def causal(before: int, size: int) -> Tensor:
@@ -17,28 +34,21 @@ def causal(before: int, size: int) -> Tensor:
 
 
 def attention_mask(
-    visible: Tensor,
-    positions: Tensor,
-    key_positions: Tensor,
-    window: int | None,
-    layer_types: AbstractSet[str],
-    dtype: torch.dtype,
+    tokens: Tokens, window: int | None, layer_types: AbstractSet[str], dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
     """Additive mask (B, 1, T, S), one for each kind of layer where a model has several kinds.
 
     Args:
-        visible: What each token may see, bool (B, T, S).
-        positions: Of the tokens, int64 (B, T).
-        key_positions: Of what they may see, int64 (B, S).
+        tokens: Which look.
         window: How far back layers of sliding attention see, None if there are none.
         layer_types: The model's kinds of layers, empty if it names none.
         dtype: The mask's.
     """
-    full = _additive(visible, dtype)
+    full = _additive(tokens.visible, dtype)
     if window is None or layer_types == {"full_attention"}:
         return {"full_attention": full} if layer_types else full
-    distance = positions[:, :, None] - key_positions[:, None, :]
-    sliding = _additive(visible & (distance < window), dtype)
+    distance = tokens.positions[:, :, None] - tokens.key_positions[:, None, :]
+    sliding = _additive(tokens.visible & (distance < window), dtype)
     return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
 
 

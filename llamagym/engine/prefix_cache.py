@@ -23,7 +23,7 @@ from ..models.lora import is_activated
 from ..models.peft_internals import acting_on_every_token
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .kv_cache import KVBuffer
-from .masks import causal
+from .masks import Tokens, causal
 from .radix_tree import Activations, Ids, Part, RadixTree
 from .space import Space
 from .token_tree import Batch, Decision, TokenTree
@@ -122,24 +122,18 @@ class PrefixCache(Transformer):
         self._tree.put(ids, _TRUNK, start, below)
         self._tree.put(ids, self._part_of_reply(tree), start, above)
 
-    def decode(
-        self, inputs: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: Cache
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, tokens: Tokens, cache: Cache) -> tuple[Tensor, Tensor]:
         """Last hidden states (B, T, H) of a reply's tokens, and those that the trunk returned.
 
         Args:
-            inputs: Token ids, int64 (B, T), or what the trunk returned, float (B, T, H).
-            positions: Their positions, int64 (B, T).
-            visible: Which entries, the new ones included, each token sees, bool (B, T, S).
-            key_positions: Positions of the entries, int64 (B, S).
+            tokens: As ids, or as what the trunk returned.
             cache: Holds the S - T entries before, and the trunk's of tokens that it has run over. It is added to.
         """
-        self.tokens_forwarded += positions.numel()
-        below = inputs
-        if not inputs.is_floating_point():
-            below = self._run(self._trunk, inputs, positions, visible, key_positions, cache)
+        self.tokens_forwarded += tokens.positions.numel()
+        if not tokens.inputs.is_floating_point():
+            tokens = tokens._replace(inputs=self._run(self._trunk, tokens, cache))
         with acting_on_every_token(self._top):
-            return self._run(self._top, below, positions, visible, key_positions, cache), below
+            return self._run(self._top, tokens, cache), tokens.inputs
 
     def _part_of_reply(self, tree: TokenTree) -> Part:
         return tree.context_length if self.history_is_frozen else _HISTORY
@@ -163,41 +157,37 @@ class PrefixCache(Transformer):
         ids = [torch.tensor(tree.history[size:], dtype=torch.long) for tree, size in zip(trees, read, strict=True)]
         decisions = None
         if with_decisions and any(known.decisions is None for known in known_of.values()):
-            decisions = Batch.from_trees(trees)
+            decisions = Batch.from_trees(trees).nodes
         elif not any(map(len, ids)):
             return
         prefix = self.prefix(trees[0].prefix)[0]
         new_of = self._extend(self._trunk, prefix, [known.trunk for known in known_of.values()], ids, decisions)
         for (tree, known), (new, nodes) in zip(known_of.items(), new_of, strict=True):
-            path = tree.prefix + tree.history
-            if len(new):
-                self._tree.put(path, _TRUNK, len(path) - len(new), new)
-                known.trunk.append(new)
+            self._keep(tree, _TRUNK, known.trunk, new)
             if decisions is not None and known.decisions is None:
                 known.decisions, first = nodes[: tree.node_count], 0
                 for decision in tree.decisions:
                     own, first = nodes[first : first + len(decision.ids)], first + len(decision.ids)
-                    before = path[: decision.start]
+                    before = (tree.prefix + tree.history)[: decision.start]
                     self._tree.put(before + decision.ids, _part_of(decision), decision.start, own)
 
     def _run_top(self, known_of: dict[TokenTree, Prefilled]) -> None:
         """Add what the layers above the trunk make of histories."""
-        states = []
-        for tree, known in known_of.items():
-            size = _length(known.history)
-            states.append(Activations.cat(known.trunk).hidden[size:] if size < len(tree.history) else None)
-        if all(state is None for state in states):
+        behind = {tree: known for tree, known in known_of.items() if _length(known.history) < len(tree.history)}
+        if not behind:
             return
-        nothing = next(state for state in states if state is not None)[:0]
-        prefix = self.prefix(next(iter(known_of)).prefix)[1]
-        inputs = [nothing if state is None else state for state in states]
-        rows = [known.history for known in known_of.values()]
-        new_of = self._extend(self._top, prefix, rows, inputs)
-        for (tree, known), (new, _) in zip(known_of.items(), new_of, strict=True):
-            if len(new):
-                path = tree.prefix + tree.history
-                self._tree.put(path, _HISTORY, len(path) - len(new), new)
-                known.history.append(new)
+        rows = [known.history for known in behind.values()]
+        inputs = [Activations.cat(known.trunk).hidden[_length(known.history) :] for known in behind.values()]
+        prefix = self.prefix(next(iter(behind)).prefix)[1]
+        for (tree, known), (new, _) in zip(behind.items(), self._extend(self._top, prefix, rows, inputs), strict=True):
+            self._keep(tree, _HISTORY, known.history, new)
+
+    def _keep(self, tree: TokenTree, part: Part, known: list[Activations], new: Activations) -> None:
+        """Add what some layers made of a history's last tokens to what is known of it."""
+        if len(new):
+            path = tree.prefix + tree.history
+            self._tree.put(path, part, len(path) - len(new), new)
+            known.append(new)
 
     def _extend(
         self,
@@ -205,7 +195,7 @@ class PrefixCache(Transformer):
         prefix: Tensor,
         rows: Sequence[Sequence[Activations]],
         inputs: Sequence[Tensor],
-        decisions: Batch | None = None,
+        decisions: Tokens | None = None,
     ) -> Iterator[tuple[Activations, Activations]]:
         """Run over tokens that follow known ones.
 
@@ -223,12 +213,11 @@ class PrefixCache(Transformer):
         fed, lengths = pad_sequence(list(inputs), batch_first=True), torch.tensor([len(own) for own in inputs])[:, None]
         marks = torch.tensor([_length(row) for row in rows])[:, None]
         (count, size), shared, seen = fed.shape[:2], prefix.shape[2], int(marks.max())
-        width = 0 if decisions is None else decisions.ids.shape[1]
+        width = 0 if decisions is None else decisions.inputs.shape[1]
         # Those that pass the upper layers alone were counted when they passed the trunk.
         self.tokens_forwarded += count * size if part is (self._trunk or self._top) else 0
-        known = [[piece.entries for piece in row] for row in rows]
         is_shared = self.shares(prefix, count * (size + width))
-        buffer = KVBuffer.filled(prefix, known, seen, size + width, is_shared)
+        buffer = KVBuffer.filled(prefix, rows, seen, size + width, is_shared)
         positions = shared + marks + torch.arange(size)
         keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
         before = torch.arange(shared + seen) < shared + marks
@@ -239,9 +228,10 @@ class PrefixCache(Transformer):
             context = filled[:, None] & (keys[:, None] < starts[:, :, None])
             of_history = torch.cat([visible, torch.zeros(count, size, width, dtype=torch.bool)], dim=2)
             visible = torch.cat([of_history, torch.cat([context, own], dim=2)], dim=1)
-            fed, positions = torch.cat([fed, decisions.ids], dim=1), torch.cat([positions, decisions.positions], dim=1)
-            keys = torch.cat([keys, decisions.positions], dim=1)
-        hidden = self._run(part, fed, positions, visible, keys, buffer.cache(slice(None), shared + seen, first_layer))
+            fed = torch.cat([fed, decisions.inputs], dim=1)
+            positions, keys = (torch.cat([part, decisions.positions], dim=1) for part in (positions, keys))
+        cache = buffer.cache(slice(None), shared + seen, first_layer)
+        hidden = self._run(part, Tokens(fed, positions, visible, keys), cache)
         for row, own in enumerate(inputs):
             entries = buffer.entries(row, shared + seen, shared + seen + size + width)
             new = Activations(entries, hidden[row])

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..conversation.episode import Prompt, Reply, Segment
+from .masks import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +53,23 @@ class Decision:
 
     @classmethod
     def from_turn(cls, start: int, prompt: Prompt, reply: Reply | None) -> Decision:
-        """Lay out a turn's decision, leaving out tokens that nothing is read from."""
+        """Lay out a turn's decision: outcomes that begin alike share nodes, and no node ends one."""
         ids = list(prompt.ids[-prompt.opening_length :])
         parents = list(range(-1, len(ids) - 1))
-        end = len(ids) - 1
-        if prompt.choices is not None:
-            outcomes = _grow_branches(ids, parents, end, prompt.choices)
-        else:
-            said = reply.ids if reply else ()
-            outcomes = (tuple(Step(end + offset, token) for offset, token in enumerate(said)),)
-            ids += said[:-1]
-            parents += range(end, end + len(said[:-1]))
-        return cls(start, tuple(ids), tuple(parents), end, outcomes, prompt.choices)
+        end, outcomes = len(ids) - 1, []
+        children: dict[tuple[int, int], int] = {}
+        said = reply.ids if reply else ()
+        for tokens in (said,) if prompt.choices is None else prompt.choices:
+            node, steps = end, [Step(end, token) for token in tokens[:1]]
+            for token, following in pairwise(tokens):
+                if (node, token) not in children:
+                    children[node, token] = len(ids)
+                    ids.append(token)
+                    parents.append(node)
+                node = children[node, token]
+                steps.append(Step(node, following))
+            outcomes.append(tuple(steps))
+        return cls(start, tuple(ids), tuple(parents), end, tuple(outcomes), prompt.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +122,6 @@ class TokenTree:
         return cls(tuple(ids[:shared]), tuple(ids[shared:start]), tuple(decisions))
 
 
-def _grow_branches(
-    ids: list[int], parents: list[int], end: int, choices: Sequence[tuple[int, ...]]
-) -> tuple[tuple[Step, ...], ...]:
-    """Append the choices' tokens as a trie below `end`; choices that begin alike share nodes."""
-    nodes: dict[tuple[int, ...], int] = {(): end}
-    outcomes = []
-    for choice in choices:
-        steps = []
-        for depth, token in enumerate(choice):
-            prefix = choice[:depth]
-            if prefix not in nodes:
-                parents.append(nodes[prefix[:-1]])
-                ids.append(prefix[-1])
-                nodes[prefix] = len(ids) - 1
-            steps.append(Step(nodes[prefix], token))
-        outcomes.append(tuple(steps))
-    return tuple(outcomes)
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Trees with the same prefix as padded rectangles; padding is id 0, and no other token attends to it.
@@ -141,30 +129,19 @@ class Batch:
     Attributes:
         prefix: The shared ids, int64 (1, P).
         history: Ids, int64 (B, S).
-        ids: Decision nodes, int64 (B, D).
-        positions: Where each node stands in its context, int64 (B, D).
-        visible: True where a node (query) sees a key, bool (B, D, P + S + D).
+        nodes: Decision nodes, (B, D), whose keys are those of prefix, history and nodes, P + S + D.
         places: Flat index (row * D + column) of each node that is no padding, int64 (N,).
     """
 
     prefix: Tensor
     history: Tensor
-    ids: Tensor
-    positions: Tensor
-    visible: Tensor
+    nodes: Tokens
     places: Tensor
 
     @property
     def prefix_length(self) -> int:
         """P."""
         return self.prefix.shape[1]
-
-    @property
-    def key_positions(self) -> Tensor:
-        """Positions of prefix, history and decision nodes, int64 (B, P + S + D)."""
-        count, size = self.history.shape
-        context = torch.arange(self.prefix_length + size).expand(count, -1)
-        return torch.cat([context, self.positions], dim=1)
 
     @classmethod
     def from_trees(cls, trees: Sequence[TokenTree]) -> Batch:
@@ -188,9 +165,10 @@ class Batch:
                         own[row, node] |= own[row, base + parent]
                         positions[row, node] = positions[row, base + parent] + 1
                 base = end
-        seen = np.arange(shared + size) < starts[:, :, None]
-        visible = np.concatenate([seen, own], axis=2)
+        context = np.arange(shared + size)
+        visible = np.concatenate([context < starts[:, :, None], own], axis=2)
+        key_positions = np.concatenate([np.tile(context, (count, 1)), positions], axis=1)
         counts = np.array([tree.node_count for tree in trees])
         places = np.flatnonzero(np.arange(width) < counts[:, None])
-        parts = np.array([prefix], np.int64), history, ids, positions, visible, places
-        return cls(*map(torch.from_numpy, parts))
+        nodes = Tokens(*map(torch.from_numpy, (ids, positions, visible, key_positions)))
+        return cls(torch.tensor([prefix], dtype=torch.long), torch.from_numpy(history), nodes, torch.from_numpy(places))

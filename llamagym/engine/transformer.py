@@ -3,7 +3,7 @@
 The body is called with explicit positions and an explicit mask, so padding, shared prefixes and branches mean the same
 to every architecture.
 
-Shapes: B rows, T tokens, S columns of keys and values, H width, M states that logits are read from, K targets, V
+Shapes: B rows, T tokens, S columns of keys, L layers, H width, M states that logits are read from, K targets, V
 vocabulary.
 """
 
@@ -26,7 +26,7 @@ from .acceleration import Acceleration
 from .attention import register, sharing
 from .kv_cache import KVBuffer, entries_of
 from .layers import first_trained_layer, split
-from .masks import attention_mask, causal
+from .masks import Tokens, attention_mask, causal
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,7 @@ class Transformer:
         self._trunk: Any = None
         self._top = self._body
         self._first_top_layer = 0
-        self._check_parts()
-        self._nothing = self._no_entries()
+        self._nothing = self._check_parts()
         if not self._sees_as_alone(is_shared=False):
             logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
             self._acceleration.unfuse()
@@ -102,8 +101,7 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (M, V) of hidden states (M, H), in the model's dtype or in float32."""
         with self.ready():
-            logits: Tensor = self._head(hidden)
-        return logits if self._softcap is None else self._cap(logits)
+            return self._cap(self._head(hidden))
 
     def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Logits in float32, (M, K), of the target tokens (M, K) alone."""
@@ -128,52 +126,41 @@ class Transformer:
         return self._can_share and queries * prefix.shape[2] >= _SHARED_SCORES
 
     def _cap(self, logits: Tensor) -> Tensor:
-        logits = logits.float()
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits.float() / self._softcap)
 
-    def _run(
-        self,
-        part: nn.Module | None,
-        inputs: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        key_positions: Tensor,
-        cache: Cache,
-    ) -> Tensor:
-        """Last hidden states (B, T, H) of `part`, given token ids (B, T) or hidden states (B, T, H).
+    def _run(self, part: nn.Module | None, tokens: Tokens, cache: Cache) -> Tensor:
+        """Last hidden states (B, T, H) of `part`; without a part, they are the embeddings.
 
-        Without a part, they are the embeddings.
+        `cache` holds the S - T entries before, and is added to.
         """
-        device = self.device
+        tokens = Tokens(*(tensor.to(self.device) for tensor in tokens))
+        hidden: Tensor
         if part is None:
-            embeddings: Tensor = self._body.get_input_embeddings()(inputs.to(device))
-            return embeddings
-        mask = attention_mask(
-            visible.to(device),
-            positions.to(device),
-            key_positions.to(device),
-            self._window,
-            self._layer_types,
-            self._lm.dtype,
-        )
+            hidden = self._body.get_input_embeddings()(tokens.inputs)
+            return hidden
+        mask = attention_mask(tokens, self._window, self._layer_types, self._lm.dtype)
         with self.ready(), sharing(self._body, cache) as shared:
             output = part(
-                **{"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs.to(device)},
-                position_ids=positions.to(device),
+                **{"inputs_embeds" if tokens.inputs.is_floating_point() else "input_ids": tokens.inputs},
+                position_ids=tokens.positions,
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
                 **shared,
             )
-        hidden: Tensor = output.last_hidden_state
+        hidden = output.last_hidden_state
         return hidden
 
     @torch.no_grad()
-    def _check_parts(self) -> None:
-        """Compare with the model's own forward pass, and raise if they disagree."""
-        ids, positions, visible = probe()
-        expected = self._lm(input_ids=ids.to(self.device)).logits[0].float()
-        received = self.logits(self._run(self._body, ids, positions, visible, positions, DynamicCache())[0]).float()
+    def _check_parts(self) -> Tensor:
+        """Compare with the model's own forward pass, and raise if they disagree.
+
+        Returns:
+            Keys and values of no tokens, (2L, heads, 0, head size).
+        """
+        tokens, cache = probe(), DynamicCache()
+        expected = self._lm(input_ids=tokens.inputs.to(self.device)).logits[0].float()
+        received = self.logits(self._run(self._body, tokens, cache)[0]).float()
         # Kernels differ in rounding; an architecture that scales or caps its logits elsewhere is off by far more.
         if not torch.allclose(received, expected, atol=0.05 * expected.std().item(), rtol=0):
             raise ModelLoadError(
@@ -181,24 +168,19 @@ class Transformer:
                 f"difference is {(received - expected).abs().max().item():.3g}. Use one of the registry's families, or "
                 "report the architecture as an issue."
             )
-
-    def _no_entries(self) -> Tensor:
-        """Keys and values of no tokens, (2L, heads, 0, head size)."""
-        cache, token = DynamicCache(), torch.zeros(1, 1, dtype=torch.long)
-        with torch.no_grad():
-            self._run(self._body, token, token, causal(0, 1)[None], token, cache)
         return entries_of(cache, slice(0, 0))[0]
 
     def _sees_as_alone(self, is_shared: bool, is_learning: bool = False) -> bool:
         """Whether tokens attend to a cache, shared or not, as they would in a plain sequence."""
-        ids, positions, visible = probe()
+        tokens = probe()
         alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
         with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
-            self._run(self._body, ids, positions, visible, positions, alone)
+            self._run(self._body, tokens, alone)
             prefix = entries_of(alone, slice(0, 2))[0].detach()
             cache = KVBuffer(prefix, 2, 5, is_shared).cache(slice(None), 2)
-            ids, positions, visible = (part.expand(2, *part.shape[1:]) for part in (ids, positions, visible))
-            self._run(self._body, ids[:, 2:], positions[:, 2:], visible[:, 2:], positions, cache)
+            tokens = Tokens(*(part.expand(2, *part.shape[1:]) for part in tokens))
+            last = Tokens(*(part[:, 2:] for part in tokens))._replace(key_positions=tokens.key_positions)
+            self._run(self._body, last, cache)
             # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16
             # drifts as far as an error would.
             expected, received = (entries_of(of, slice(-3, -1), 1)[:, :2] for of in (alone, cache))
@@ -212,17 +194,18 @@ class Transformer:
         if first == 0:
             return
         trunk, top = split(self._body, first)
-        ids, positions, visible = probe()
-        expected = self._run(self._body, ids, positions, visible, positions, DynamicCache())
+        tokens = probe()
+        expected = self._run(self._body, tokens, DynamicCache())
         with suppress(TypeError, ValueError):
-            hidden = self._run(trunk, ids, positions, visible, positions, DynamicCache())
-            received = self._run(top, hidden, positions, visible, positions, DynamicCache())
+            hidden = self._run(trunk, tokens, DynamicCache())
+            received = self._run(top, tokens._replace(inputs=hidden), DynamicCache())
             if torch.equal(received, expected):
                 self._trunk, self._top, self._first_top_layer = trunk, top, first
         if self._trunk is None:
             logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
 
 
-def probe() -> tuple[Tensor, Tensor, Tensor]:
-    """Five tokens to compare computations on: ids (1, 5), positions (1, 5), a causal mask (1, 5, 5)."""
-    return torch.arange(1, 6)[None], torch.arange(5)[None], causal(0, 5)[None]
+def probe() -> Tokens:
+    """Five tokens in a row to compare computations on."""
+    positions = torch.arange(5)[None]
+    return Tokens(positions + 1, positions, causal(0, 5)[None], positions)

@@ -52,7 +52,7 @@ class WeightsState:
         """See the weights as they are now."""
         self._model = model
         self.number = 0
-        self._record()
+        self.keep()
 
     def change(self) -> Change:
         """What has changed since the last state that was accepted."""
@@ -76,13 +76,10 @@ class WeightsState:
     def accept(self) -> None:
         """Take the weights as they are now for another state."""
         self.number += 1
-        self._record()
+        self.keep()
 
     def keep(self) -> None:
         """Take the weights as they are now for the same state: what changed does not change the policy."""
-        self._record()
-
-    def _record(self) -> None:
         modules = list(self._model.modules())
         self._holders: list[dict[str, Any]] = [holder for module in modules for holder in held_by(module)]
         self._held = list(chain.from_iterable(map(dict.values, self._holders)))

@@ -5,31 +5,21 @@ demonstrated replies, token by token, as `Policy.evaluate` has it. So what is tr
 activated LoRA from each reply's opening on, no dropout. And what makes acting fast makes this fast: histories are read
 once and shared, the frozen layers run once (a usual step of TRL's reads each sample's whole prompt again).
 
-Nothing else is changed. TRL and transformers patch `forward`, set token ids and `use_cache` in configurations, tag the
-model, cast adapters of quantised models and seed every generator; all of it is put back.
+Nothing but weights is changed: what else TRL and transformers touch is put back (`trl_internals`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import random
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset
-from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PrinterCallback
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
+from transformers import PreTrainedTokenizerBase
 
 from ..conversation.episode import Episode, Segment
 from ..errors import ConfigError
@@ -37,6 +27,7 @@ from ..models.lora import is_fresh, set_aside_
 from ..options import Options
 from ..policy.policy import Policy
 from .guard import diverged
+from .trl_internals import LossTrainer, nothing_but_weights_changed, trainer_config
 
 logger = logging.getLogger(__name__)
 
@@ -135,86 +126,27 @@ def _measure(policy: Policy, segments: Sequence[Segment]) -> dict[str, float]:
 def _train(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment], config: WarmStartConfig
 ) -> None:
-    with _otherwise_untouched(policy.model.pretrained_model), tempfile.TemporaryDirectory() as folder:
-        dtypes = [(weight, weight.dtype) for weight in policy.model.parameters()]
-        trainer = _Trainer(policy, tokenizer, segments, _trainer_config(folder, policy.device, config))
-        if trainer.accelerator.num_processes > 1:
-            raise ConfigError(
-                f"{trainer.accelerator.num_processes} processes would each learn for themselves. Start warm in one, "
-                "save the model, and load it in all."
-            )
-        for weight, dtype in dtypes:
-            weight.data = weight.data.to(dtype)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    policy.model.eval()
+    def loss(chosen: list[Segment]) -> Tensor:
+        """Mean negative log-probability of the replies' tokens."""
+        parts = [policy.evaluate(chunk) for chunk in policy.chunks(chosen, _NODES)]
+        return -torch.cat([now.logprobs[now.mask] for now in parts]).mean()
 
-
-def _trainer_config(folder: str, device: torch.device, config: WarmStartConfig) -> SFTConfig:
-    with warnings.catch_warnings():
-        # transformers has renamed gradient_checkpointing; TRL, and earlier versions, know only the old name.
-        warnings.simplefilter("ignore", FutureWarning)
-        return SFTConfig(
-            output_dir=folder,
+    model = policy.model.pretrained_model
+    with nothing_but_weights_changed(model), tempfile.TemporaryDirectory() as folder:
+        options = trainer_config(
+            folder,
             num_train_epochs=config.epochs,
             learning_rate=config.learning_rate,
             per_device_train_batch_size=config.batch_size,
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
-            use_cpu=device.type == "cpu",
-            dataloader_pin_memory=False,
-            remove_unused_columns=False,
-            dataset_kwargs={"skip_prepare_dataset": True},
-            # As in acting: the weights' own dtype, nothing computed twice.
-            bf16=False,
-            gradient_checkpointing=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            use_cpu=policy.device.type == "cpu",
         )
-
-
-class _Trainer(SFTTrainer):
-    """TRL's trainer on recorded segments, with the policy's loss."""
-
-    def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment], args: SFTConfig
-    ) -> None:
-        self._policy = policy
-        super().__init__(
-            policy.model.pretrained_model,
-            args,
-            # A dataset holds plain data only: rows are drawn, and looked up here.
-            data_collator=lambda rows: {"segments": [segments[row["index"]] for row in rows]},
-            train_dataset=Dataset.from_dict({"index": list(range(len(segments)))}),
-            processing_class=tokenizer,
-        )
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Mean negative log-probability of the replies' tokens; the trainer has just switched dropout on."""
-        model.eval()
-        parts = [self._policy.evaluate(chunk) for chunk in self._policy.chunks(inputs["segments"], _NODES)]
-        return -torch.cat([now.logprobs[now.mask] for now in parts]).mean()
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not counted: there is no rectangle of ids to count them by."""
-        return 0
-
-
-@contextmanager
-def _otherwise_untouched(model: Any) -> Iterator[None]:
-    """Put back what training changes besides weights: attributes of the model, and the global random generators."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    changed = (model, base, base.config, base.config.get_text_config(), base.generation_config)
-    attributes = [(thing, dict(vars(thing))) for thing in changed]
-    random_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(random_state)
-        np.random.set_state(numpy_state)
-        for thing, before in attributes:
-            vars(thing).clear()
-            vars(thing).update(before)
+        trainer = LossTrainer(model, tokenizer, segments, loss, options)
+        if trainer.accelerator.num_processes > 1:
+            raise ConfigError(
+                f"{trainer.accelerator.num_processes} processes would each learn for themselves. Start warm in one, "
+                "save the model, and load it in all."
+            )
+        trainer.train()
+    policy.model.eval()

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .peft_internals import count_active, double_ranks_, projections
+from .peft_internals import count_active, double_ranks_, is_low_rank, projections
 from .torch_internals import has_hooks
 
 # No component is amplified more than this many times over an average input: beyond it lies rounding, not observation.
@@ -47,9 +47,7 @@ def is_activated(model: nn.Module) -> bool:
     config = model.active_peft_config
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     return (
-        isinstance(config, LoraConfig)
-        and config.alora_invocation_tokens is not None
-        and all(".lora_A." in name or ".lora_B." in name for name in trained)
+        isinstance(config, LoraConfig) and config.alora_invocation_tokens is not None and all(map(is_low_rank, trained))
     )
 
 

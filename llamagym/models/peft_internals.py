@@ -39,6 +39,21 @@ def projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     ]
 
 
+def is_low_rank(name: str) -> bool:
+    """Whether a parameter of this name is one of LoRA's matrices."""
+    return is_down(name) or is_up(name)
+
+
+def is_down(name: str) -> bool:
+    """Whether a parameter of this name is an A (r, I)."""
+    return ".lora_A." in name
+
+
+def is_up(name: str) -> bool:
+    """Whether a parameter of this name is a B (O, r)."""
+    return ".lora_B." in name
+
+
 def count_active(model: nn.Module) -> int:
     """How many active LoRA there are, on layers of any kind."""
     return sum(name in layer.r for layer in lora_layers(model) for name in layer.active_adapters)

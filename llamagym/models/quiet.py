@@ -1,13 +1,23 @@
-"""Keeps quiet what other libraries tell each other, not the user, while a model is loaded."""
+"""Keeps quiet what other libraries tell each other, not the user, when a model is loaded."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers.utils import logging as transformers_logging
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether the warning is about more than a CPU kernel for 4-bit weights, which this library never uses."""
+    return "gemm_4bit_forward" not in str(record.msg)
+
+
+# PEFT imports bitsandbytes wherever it is installed, and on some processors bitsandbytes warns as it is imported.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
 
 
 @contextmanager

@@ -240,7 +240,7 @@ def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
             it by its name.
     """
     text_config = config.get_text_config()
-    name = getattr(config, "_name_or_path", "") or f"a {config.model_type} model"
+    name = config.name_or_path or f"a {config.model_type} model"
     family = _FAMILY_OF_MODEL_TYPE.get(text_config.model_type)
     if family == "llama" and "smollm" in name.casefold():
         family = "smollm"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .lora import is_set_aside, set_aside_
+from .peft_internals import is_down, is_up
 from .value_head import AutoModelForCausalLMWithValueHead
 
 # Of each frozen tensor so many numbers at each end are looked at.
@@ -65,9 +66,9 @@ def _trained(model: AutoModelForCausalLMWithValueHead) -> dict[str, Tensor]:
 
 def _grown(name: str, shape: tuple[int, ...], growth: int) -> tuple[int, ...]:
     """The shape of a weight once the rank of its LoRA has grown."""
-    if ".lora_A." in name:
+    if is_down(name):
         return (growth * shape[0], *shape[1:])
-    return (shape[0], growth * shape[1]) if ".lora_B." in name else shape
+    return (shape[0], growth * shape[1]) if is_up(name) else shape
 
 
 def _mark_of_frozen(model: AutoModelForCausalLMWithValueHead) -> str:

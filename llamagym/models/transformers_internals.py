@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer as DynamicLayer
 
 VERSIONS = ">=5.20,<5.24"
 """Versions of transformers that this file is known to fit."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..engine.backbone import Backbone
 from ..engine.likelihood import logprobs_and_entropy
-from ..engine.token_tree import Batch, TokenTree
+from ..engine.token_tree import TokenTree
 from .choices import ChoiceLength, choice_logprobs, choice_scores
 from .read_plan import ReadPlan
 
@@ -71,7 +71,7 @@ def read(
             by different lengths it is no longer the same, so a `length` implies it.
     """
     plan = ReadPlan.from_trees(trees).to(backbone.device)
-    flat = backbone.hidden_states(trees, Batch.from_trees(trees), adapted)
+    flat = backbone.hidden_states(trees, adapted)
     # The critic learns on the policy's features but does not shape them: its gradient stops here.
     features = flat[plan.value_nodes].detach()
     values = v_head(features).squeeze(-1)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from common import RESULTS, save
 from torch.nn import functional
 from workload import feign_update
@@ -26,10 +27,12 @@ from workloads import WORKLOADS, agent_of, round_of, take_batch
 from llamagym.cpu import fused_layer
 from llamagym.engine import likelihood
 from llamagym.engine.radix_tree import RadixTree
+from llamagym.policy.weighed import WeighedChoices
 
 # A conversation's round takes a minute otherwise, and the picture is the same.
 MEASURED = {
     "repeated": WORKLOADS["repeated"],
+    "choices": WORKLOADS["repeated-choices"],
     "unique": WORKLOADS["unique"],
     "conversation": replace(WORKLOADS["conversation"], envs=4, turns=4),
     "single": WORKLOADS["single"],
@@ -78,6 +81,16 @@ def _without_rowwise(agent: Any) -> Iterator[None]:
         yield
 
 
+def _add_low_rank(product: Any, inputs: Any, low_rank: Any) -> Any:
+    for down, up, scale in low_rank:
+        product = product + scale * functional.linear(functional.linear(inputs.to(down.dtype), down), up)
+    return product.to(inputs.dtype)
+
+
+def _without_space(agent: Any) -> AbstractContextManager[Any]:
+    return patch.multiple(agent.policy._backbone.space, _max_bytes=0, _kept=torch.empty(0))
+
+
 @contextmanager
 def _without_attention_backward(agent: Any) -> Iterator[None]:
     layers = _acceleration(agent)._fused._layers.values()
@@ -94,10 +107,13 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/fused_layer": lambda agent: patch.object(_acceleration(agent), "_fused", None),
     "cpu/likelihood": lambda agent: patch.object(likelihood, "likelihood_kernels", lambda logits: None),
     "cpu/rowwise": _without_rowwise,
+    "cpu/low_rank": lambda agent: patch.object(fused_layer, "add_low_rank", _add_low_rank),
     "cpu/attention_kernel": lambda agent: patch.multiple(fused_layer, _MANY_TOKENS=0, _MANY_COLUMNS=0),
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
+    "engine/space": _without_space,
     "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone, "_can_share", False),
+    "policy/weighed": lambda agent: patch.object(agent.policy, "_weighed", WeighedChoices(0)),
 }
 
 

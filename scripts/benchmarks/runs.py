@@ -40,6 +40,11 @@ def runs_by_name(folder: Path | None = None) -> dict[str, list[Run]]:
     return {name: sorted(runs, key=lambda run: int(run["seed"])) for name, runs in found.items()}
 
 
+def table_row(*cells: str) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
 def half_width(values: Sequence[float]) -> float:
     """Half the 95 % interval of the mean of two or more values, by Student's t.
 

@@ -1,0 +1,132 @@
+"""Tables of what was learnt, from the results in `learning/results`."""
+
+from __future__ import annotations
+
+import statistics
+
+from runs import ABLATIONS, RESULTS, TITLES, Run, half_width, runs_by_name, table_row
+
+# The results' folder as pages in docs/ link to it.
+_LINK = "../scripts/benchmarks/learning/results"
+# What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
+_GOAL = -0.12
+# What was to be reached, set before the runs, in any dtype; by the name of the result files.
+_TARGETS = {
+    "blackjack": "greedy -0.060, worst -0.075",
+    "blackjack-free-text": "greedy -0.080",
+    "frozenlake": "0.65",
+    "cartpole": "450, worst 300",
+    "text-world": "0.9",
+    "babyai": "0.9",
+    "taxi": "7.5",
+    "guess_number": "0.95",
+}
+# Variants of a recipe, by the name of their result files; a learning rate of 0 is the control.
+_VARIANTS = {
+    "blackjack-ppo": "Blackjack: PPO, the default",
+    "blackjack-grpo": "Blackjack: GRPO",
+    "blackjack-no-calibration": "Blackjack: choices not calibrated",
+    "blackjack-no-entropy-bonus": "Blackjack: no entropy bonus",
+    "blackjack-warm-start": "Blackjack: after a warm start",
+    "blackjack-rate-0": "Blackjack: learning rate 0",
+    "cartpole-grpo": "CartPole: GRPO, stopped after 12 minutes",
+}
+
+
+def summary() -> str:
+    """What was learnt, an experiment a line, for the README."""
+    lines = [
+        "| task | before | after (worst seed) | random | optimum | minutes | hardware |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in runs_by_name().items():
+        after = [run["expected_return_after"] for run in runs]
+        baselines, hardware = runs[0]["baselines"], runs[0]["hardware"]
+        native = "bfloat16" if "with native bfloat16" in hardware["processor"] else "float32"
+        cells = [
+            TITLES.get(name, name).removesuffix(", bfloat16").removesuffix(" in bfloat16"),
+            number(statistics.mean(run["expected_return_before"] for run in runs)),
+            f"{number(statistics.mean(after))} ({number(min(after))})",
+            *(number(baselines[baseline]) if baseline in baselines else "" for baseline in ("random", "optimum")),
+            f"{statistics.mean(run['minutes'] for run in runs):.1f}",
+            f"{hardware['cores']} cores, {native}",
+        ]
+        lines.append(table_row(*cells))
+    return "\n".join(lines)
+
+
+def results() -> str:
+    """What was learnt: an experiment a line, its plot, and what all ran on."""
+    lines = [
+        "| runs, by seed | before | sampled (worst) | greedy (worst) | target | baselines | minutes | GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    plots = []
+    for name, runs in runs_by_name().items():
+        seeds = " ".join(f"[{run['seed']}]({_LINK}/{run['file']})" for run in runs)
+        title = TITLES.get(name, name)
+        cells = [
+            f"{title} {seeds}",
+            number(statistics.mean(run["expected_return_before"] for run in runs)),
+            *(over_seeds([run[f"expected_return_{how}"] for run in runs]) for how in ("after", "greedy")),
+            _TARGETS.get(name.removesuffix("-bfloat16"), ""),
+            ", ".join(
+                f"{baseline.replace('_', ' ')} {number(value)}" for baseline, value in runs[0]["baselines"].items()
+            ),
+            f"{statistics.mean(run['minutes'] for run in runs):.1f}",
+            f"{max(run['peak_memory_gib'] for run in runs):.1f}",
+        ]
+        lines.append(table_row(*cells))
+        if (RESULTS / f"{name}.png").exists():
+            plots += ["", f"![Learning curves: {title}]({_LINK}/{name}.png)"]
+    hardware = [run["hardware"] for runs in runs_by_name().values() for run in runs]
+    machines = dict.fromkeys(f"{of_run['cores']} cores of an {of_run['processor']}" for of_run in hardware)
+    lines += [
+        "",
+        "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval,",
+        "and the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
+        f"On {' or '.join(machines)}. Each file holds its command and machine;",
+        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's.",
+        *time_to_goal(runs_by_name()["blackjack"]),
+    ]
+    return "\n".join([*lines, *plots])
+
+
+def time_to_goal(runs: list[Run]) -> list[str]:
+    """A sentence on how long Blackjack takes to its first goal."""
+    minutes = [first_reach(run, "minutes", ".1f") for run in runs]
+    return [f"Blackjack passed {_GOAL}, sampled, after minutes: {', '.join(minutes)}."]
+
+
+def first_reach(run: Run, axis: str, style: str) -> str:
+    """Where along `axis` a Blackjack run first reached the goal."""
+    reached = (point[axis] for point in run["curve"] if point.get("expected_return", _GOAL - 1) >= _GOAL)
+    return next((format(at, style) for at in reached), "never")
+
+
+def ablations() -> str:
+    """What each part of the recipe buys: a variant a line, its seeds one after the other."""
+    lines = [f"| variant, by seed | before | sampled | greedy | episodes to {_GOAL} |", "|---|---|---|---|---|"]
+    found = runs_by_name(ABLATIONS)
+    for name in (name for name in _VARIANTS if name in found):
+        runs = found[name]
+        links = " ".join(f"[{run['seed']}]({_LINK}/ablations/{run['file']})" for run in runs)
+        cells = [
+            f"{_VARIANTS[name]} {links}",
+            *(", ".join(number(run[f"expected_return_{at}"]) for run in runs) for at in ("before", "after", "greedy")),
+            ", ".join(first_reach(run, "step", ",d") for run in runs) if name.startswith("blackjack") else "",
+        ]
+        lines.append(table_row(*cells))
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Three decimals where returns are small, one where they are large."""
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def over_seeds(values: list[float]) -> str:
+    """Mean, half-width of its 95 % interval and the worst; a single value stands alone."""
+    if len(values) == 1:
+        return number(values[0])
+    return f"{number(statistics.mean(values))} ± {number(half_width(values))} ({number(min(values))})"

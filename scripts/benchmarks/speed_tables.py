@@ -1,0 +1,166 @@
+"""Tables of speed, from the results in `results`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runs import table_row
+
+_RESULTS = Path(__file__).resolve().parent / "results"
+# The results' folder as pages in docs/ link to it.
+_LINK = "../scripts/benchmarks/results"
+# What users do, by the name in the results, from the best case to the worst.
+_WORKLOADS = {
+    "repeated": "Blackjack's observations, 64 environments, up to 8 tokens",
+    "repeated-choices": "the same, choices",
+    "unique": "every observation new, 64 environments, up to 8 tokens",
+    "unique-choices": "the same, choices",
+    "conversation": "conversations of 10 turns, 16 environments, up to 32 tokens",
+    "single": "one environment, up to 64 tokens",
+}
+
+
+def speed() -> str:
+    """Acting on what users do, the worst as well as the best, and learning end to end, for the README."""
+    result, learnt = speed_result("workloads-bfloat16"), speed_result("end-to-end-bfloat16")
+    lines = ["| acting | turns per second | times `generate` | of the hardware's limit |", "|---|---|---|---|"]
+    for name, label in _WORKLOADS.items():
+        row = result["workloads"][name]
+        over = f"{row['over_generate']:.1f}" if "over_generate" in row else ""
+        rate = f"{row['turns_per_second']['median']:.1f}"
+        lines.append(table_row(label, rate, over, f"{of_limit(result, name):.2f}"))
+    times = {name: learnt[name]["ours_over"] for name in ("trl_1.16", "agilerl_2.58", "llamagym_0.1.1")}
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Acting and learning together: {times['trl_1.16']:.0f} times TRL 1.16's GRPOTrainer and "
+            f"{times['agilerl_2.58']:.0f} times AgileRL 2.58's LLM PPO",
+            f"on the same task, {times['llamagym_0.1.1']:.0f} times LlamaGym 0.1.1 on its own script. On",
+            f"{machine(result)}. The limit is a bare forward pass; for one environment, memory's bandwidth.",
+        ]
+    )
+
+
+def workloads() -> str:
+    """Acting on what users do, the worst as well as the best, against the hardware and others."""
+    lines = [
+        "| acting | turns per second | tokens per second | of the hardware's limit | times `generate` |",
+        "|---|---|---|---|---|",
+    ]
+    result = speed_result("workloads-bfloat16")
+    for name, label in _WORKLOADS.items():
+        row = result["workloads"][name]
+        cells = (
+            label,
+            f"{row['turns_per_second']['median']:.1f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{of_limit(result, name):.2f}",
+            f"{row['over_generate']:.1f}" if "over_generate" in row else "",
+        )
+        lines.append(table_row(*cells))
+    limits = result["limits"]
+    forward, alone = limits["forward_tokens_per_second"]["median"], limits["single_stream_tokens_per_second"]
+    others = [
+        f"{rate['median']:.0f} ({name.removeprefix('llama.cpp ')})"
+        for name, rate in result["llama_cpp_tokens_per_second"].items()
+    ]
+    lines += [
+        "",
+        f"[Result]({_LINK}/workloads-bfloat16.json), in bfloat16 on {machine(result)}.",
+        f"The limit of a batch is a bare forward pass of 64 rows of 40 tokens, without logits: {forward:.0f} tokens a",
+        f"second. One reply alone can be decoded at {alone:.0f}, memory's bandwidth over the weights' bytes; it is",
+        f"here at {decoded_alone(result):.0f}. llama.cpp, with the same weights in 4 bit, makes",
+        f"{', '.join(others)} tokens a second.",
+    ]
+    return "\n".join(lines)
+
+
+def decoded_alone(result: dict[str, Any]) -> float:
+    """Tokens a second of a single environment's replies, which are 64 tokens long."""
+    return 64 * float(result["workloads"]["single"]["turns_per_second"]["median"])
+
+
+def of_limit(result: dict[str, Any], workload: str) -> float:
+    """Tokens a second as a share of what the hardware allows: memory's bandwidth for one reply alone, else compute."""
+    if workload == "single":
+        return decoded_alone(result) / float(result["limits"]["single_stream_tokens_per_second"])
+    return float(result["workloads"][workload]["of_forward"])
+
+
+def end_to_end() -> str:
+    """Acting and learning together, against others."""
+    result = speed_result("end-to-end-bfloat16")
+    lines = ["| turns learnt per second | llamagym | the other | times |", "|---|---|---|---|"]
+    for name, ours, label in (
+        ("trl_1.16", "llamagym", "TRL 1.16's GRPOTrainer, the same task"),
+        ("agilerl_2.58", "llamagym", "AgileRL 2.58's LLM PPO, the same task"),
+        ("llamagym_0.1.1", "llamagym script", "LlamaGym 0.1.1, its own script"),
+    ):
+        rates = [f"{result[of]['median']:.2f}" for of in (ours, name)]
+        lines.append(table_row(label, *rates, f"{result[name]['ours_over']:.1f}"))
+    link = f"[Result]({_LINK}/end-to-end-bfloat16.json)"
+    return "\n".join(
+        [*lines, "", f"{link}, on {machine(result)}; AgileRL and LlamaGym in float32, the others in bfloat16."]
+    )
+
+
+def pieces() -> str:
+    """What each cache and each kernel is good for: turns a second without it over those with it."""
+    result = speed_result("ablation")
+    workloads = ("repeated", "choices", "unique", "conversation", "single")
+    works = [f"{work} {of}" for work in ("act", "learn") for of in workloads]
+    works = [work for work in works if any(work in row for row in result["rows"].values())]
+    lines = [table_row("without", *works), "|---" * (1 + len(works)) + "|"]
+    for name, row in result["rows"].items():
+        cells = (f"{row[work]['without_over_with']:.2f}" if work in row else "" for work in works)
+        lines.append(table_row(name, *cells))
+    return "\n".join([*lines, "", f"[Result]({_LINK}/ablation.json), on {machine(result)}."])
+
+
+def benchmarks() -> str:
+    """Acting and learning against others, from one run each."""
+    lines = ["| turns per second | free text, 8 tokens | choices |", "|---|---|---|"]
+    names = {
+        "transformers_batch_1": "times transformers' `generate`, one at a time",
+        "transformers_batch_64": "times transformers' `generate`, batch of 64",
+        "plain_step": "times a plain PPO step with full logits, batch of 16",
+        "llamagym_0.1.1": "times LlamaGym 0.1.1",
+        "agilerl_2.58": "times AgileRL 2.58's LLM PPO",
+    }
+    files = {
+        "acting": "acting, 64 environments",
+        "learning": "learning",
+        "acting-bfloat16": "acting in bfloat16",
+        "learning-bfloat16": "learning in bfloat16",
+    }
+    for file, what in files.items():
+        result = speed_result(file)
+        free, choices = (result[f"llamagym_{kind}"]["median"] for kind in ("free_text", "choices"))
+        lines.append(table_row(f"[{what}]({_LINK}/{file}.json)", f"{free:.1f}", f"{choices:.0f}"))
+        for rival, label in names.items():
+            if rival in result:
+                ratios = (result[f"{kind}_over_{rival}"] for kind in ("free_text", "choices"))
+                rate = result[rival]["median"]
+                lines.append(table_row(f"{label} ({rate:.2f})", *(f"{ratio:.1f}" for ratio in ratios)))
+    lines += [
+        "",
+        f"On {machine(result)}, in float32 where nothing",
+        "else is said; LlamaGym 0.1.1 and AgileRL 2.58 always in float32.",
+    ]
+    if (_RESULTS / "memory.png").exists():
+        lines += ["", "![Resident memory of a Blackjack run](../scripts/benchmarks/results/memory.png)"]
+    return "\n".join(lines)
+
+
+def speed_result(name: str) -> dict[str, Any]:
+    """What a benchmark of speed has found."""
+    result: dict[str, Any] = json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def machine(result: dict[str, Any]) -> str:
+    """What a result was measured on."""
+    return f"{result['hardware']['cores']} cores of an {result['hardware']['processor']}"
