@@ -493,9 +493,17 @@ def killed_at(point: int, folder: Path) -> bool:
     ("options", "message"),
     [
         ({"family": "qwen2"}, "other frozen weights"),
-        ({"activated": False, "ppo": {"critic": "lstd"}}, "PPO with 1 learning rates"),
-        ({"algorithm": "grpo"}, "GRPO with 1"),
-        ({"replay_config_dict": {}}, "learns from replay"),
+        ({"activated": False}, "under a LoRA that is activated or scaled otherwise"),
+        ({"ppo": {"critic": "lstd"}}, r"ppo_config_dict.critic was 'gradient' and is now 'lstd'\. Pass those"),
+        ({"ppo": {"learning_rate": 0.1, "gamma": 0.5}}, r"learning_rate was 0\.0003 and is now 0\.1.*gamma was 1\.0"),
+        ({"algorithm": "grpo"}, "algorithm was 'ppo' and is now 'grpo'"),
+        ({"replay_config_dict": {}}, "replay_config_dict was None and is now {"),
+        ({"generate": {"temperature": 2.0}}, "generate_config_dict.temperature was 1.0 and is now 2.0"),
+        (
+            {"context": "turn", "response_prefix": "I"},
+            "context was 'episode' and is now 'turn'; response_prefix was ''",
+        ),
+        ({"calibrate_choices": False}, "calibrate_choices was True"),
     ],
 )
 def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, options, message):
@@ -505,6 +513,30 @@ def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, 
     with pytest.raises(CheckpointError, match=message):
         other.load_checkpoint(tmp_path / "checkpoint")
     assert str(other.state_dict()) == before
+
+
+def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
+    make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
+    options = {"seed": 2, "ppo": {"microbatch_nodes": 64, "seed": 5}, "invalid_action_penalty": -0.5}
+    make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
+    # Nor need an option be known to the version that wrote a checkpoint.
+    break_manifest(tmp_path / "now", options={"algorithm": "ppo", "of another version": 1})
+    make_agent(WordAgent, ppo={"gamma": 0.5}).load_checkpoint(tmp_path / "now")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_envs": 4}, "num_envs was 2 and is now 4"),
+        ({"group_size": 2}, "group_size was 1 and is now 2"),
+        ({"seed": None}, "seed was 0 and is now None"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another_one(tmp_path, options, message):
+    _, done = learning(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        learning(tmp_path, resume=True, **options)
+    assert learning(tmp_path, resume=True)[1] == done
 
 
 @pytest.mark.parametrize("env_id", [object(), [1], ("a", {}), b"x"])

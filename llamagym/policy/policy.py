@@ -149,7 +149,7 @@ class Policy:
         if seed is None:
             self.rng.seed()
         else:
-            self.rng.manual_seed(seed)
+            self.rng.manual_seed(int(seed))
 
     def enable_reference(self) -> None:
         """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""

@@ -22,6 +22,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
+from ..options import as_json
 
 EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
 
@@ -117,7 +118,7 @@ class Copies:
 
     def saved_actions(self, actions: Sequence[Any]) -> Any:
         """Actions as JSON holds them."""
-        return _plain(self._envs.single_action_space.to_jsonable(list(actions)))
+        return as_json(self._envs.single_action_space.to_jsonable(list(actions)))
 
     def actions_from(self, saved: Any) -> list[Any]:
         """The actions that `saved_actions` gave."""
@@ -226,12 +227,3 @@ def _registered(name: str) -> gymnasium.Env[Any, Any]:
             f"env={name!r} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that makes "
             "the environment."
         ) from error
-
-
-def _plain(part: Any) -> Any:
-    """Without numpy's numbers and arrays."""
-    if isinstance(part, np.generic | np.ndarray):
-        return part.tolist()
-    if isinstance(part, dict):
-        return {key: _plain(value) for key, value in part.items()}
-    return [_plain(value) for value in part] if isinstance(part, (list, tuple)) else part
