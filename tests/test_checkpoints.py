@@ -245,6 +245,16 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     assert len(resumed.returns) == 12
 
 
+def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
+    with pytest.raises(SystemExit):
+        stop_after_steps(tmp_path, 3)
+    hangs = type("Broken", (Broken,), {"fails_at": 1, "hangs": True})
+    with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
+        learning(tmp_path, env=lambda: hangs(1), env_timeout=1.5, resume=True)
+    # Nothing was lost by that.
+    assert len(learning(tmp_path, resume=True)[1].returns) == 12
+
+
 # How Gymnasium says which worker failed; the tests make errors of warnings.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_copies_in_processes_of_their_own_play_the_same(tmp_path):

@@ -83,8 +83,8 @@ def train(
         resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`; without any, training begins.
         handle_signals: With `checkpoint_dir`: at Ctrl-C or SIGTERM finish the step, save, and exit with status 130; a
             second one stops at once.
-        env_timeout: Seconds that a step or reset may take; copies then run in processes of their own. None steps them
-            in this one, without a limit.
+        env_timeout: Seconds that a step or reset may take, when episodes are played again too; copies then run in
+            processes of their own. None steps them in this one, without a limit.
 
     Returns:
         Returns and statistics.
