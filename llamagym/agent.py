@@ -258,7 +258,11 @@ class Agent(LearningActor):
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         agent = cls(model, tokenizer, **{**state["options"], **options})
-        restore_prior(agent.policy, state["choice_prior"])
+        # Priors of scores that are measured otherwise are no priors of these.
+        if all(
+            agent._options[name] == state["options"][name] for name in ("calibrate_choices", "choice_normalization")
+        ):
+            restore_prior(agent.policy, state["choice_prior"])
         agent.policy.rng.set_state(state["rng"])
         return agent
 
