@@ -33,7 +33,7 @@ from .models.lock import alone
 from .models.lora import redraw_
 from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
-from .options import check_arguments, check_seed
+from .options import as_json, check_arguments, check_seed
 from .policy.choices import ChoiceNormalization, choice_length
 from .policy.export import KIND, write_export
 from .policy.policy import Policy
@@ -135,7 +135,7 @@ class Agent(LearningActor):
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
         self._seeds = np.random.default_rng(seed)
-        self._options = {
+        given = {
             "generate_config_dict": generation.given(),
             "algorithm": algorithm,
             f"{algorithm}_config_dict": learner.config.given(),
@@ -148,6 +148,7 @@ class Agent(LearningActor):
             "replay_config_dict": None if replay is None else replay.given(),
             "seed": seed,
         }
+        self._options = as_json(given)
         if sft_warm_start:
             self.sft_from_jsonl()
 
@@ -257,7 +258,11 @@ class Agent(LearningActor):
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         agent = cls(model, tokenizer, **{**state["options"], **options})
-        restore_prior(agent.policy, state["choice_prior"])
+        # Priors of scores that are measured otherwise are no priors of these.
+        if all(
+            agent._options[name] == state["options"][name] for name in ("calibrate_choices", "choice_normalization")
+        ):
+            restore_prior(agent.policy, state["choice_prior"])
         agent.policy.rng.set_state(state["rng"])
         return agent
 

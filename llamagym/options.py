@@ -9,6 +9,8 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from .errors import ConfigError, did_you_mean
 
 OptionsT = TypeVar("OptionsT", bound="Options")
@@ -117,6 +119,19 @@ def as_number(value: object) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         # Arrays and tensors of several numbers say so in many ways.
         return math.nan
+
+
+def as_json(part: Any) -> Any:
+    """The same as JSON holds it: lists for tuples, and nothing of numpy's.
+
+    >>> as_json({"seed": np.int64(3), "actions": (np.zeros(2), None)})
+    {'seed': 3, 'actions': [[0.0, 0.0], None]}
+    """
+    if isinstance(part, np.generic | np.ndarray):
+        return part.tolist()
+    if isinstance(part, Mapping):
+        return {key: as_json(value) for key, value in part.items()}
+    return [as_json(value) for value in part] if isinstance(part, (list, tuple)) else part
 
 
 def _check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:

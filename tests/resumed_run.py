@@ -57,8 +57,10 @@ CASES: dict[str, tuple[type[Agent], dict[str, Any]]] = {
     "all weights": (ChoiceAgent, {"ppo": _REFERENCE, "adapter": False}),
     "plain LoRA": (ChoiceAgent, {"activated": False}),
     "warm start": (ChoiceAgent, {}),
+    "warm start, adaptive KL": (ChoiceAgent, {"ppo": _REFERENCE}),
     "free text": (Talker, {}),
     "whole conversations": (Talker, {"context": "episode"}),
+    "choices in whole conversations": (ChoiceAgent, {"context": "episode"}),
 }
 
 
@@ -85,11 +87,16 @@ def demonstrations(folder: Path) -> Path:
 
 
 def run(name: str, folder: Path, updates: int, resume: bool) -> dict[str, Any]:
-    """Learn for so many updates."""
+    """Make a case's agent, which learns for so many updates."""
     kind, options = CASES[name]
     agent = make(kind, **dict(options))
-    if name == "warm start" and not resume:
+    if name.startswith("warm start") and not resume:
         agent.sft_from_jsonl(demonstrations(folder), epochs=1)
+    return learn(agent, updates, checkpoint_dir=folder / name, resume=resume)
+
+
+def learn(agent: Agent, updates: int, **options: Any) -> dict[str, Any]:
+    """Learn for so many updates; returns all that tells one run from another."""
     actions: list[Any] = []
     act = agent.act_batch
     agent.act_batch = lambda *args: actions.append(act(*args)) or actions[-1]  # type: ignore[method-assign,func-returns-value]
@@ -99,12 +106,10 @@ def run(name: str, folder: Path, updates: int, resume: bool) -> dict[str, Any]:
         counts.append(len(actions))
         return len(counts) == updates
 
-    result = train(
-        agent, DiceEnv, 1000, 4, on_update=count, checkpoint_dir=folder / name, checkpoint_every=1, resume=resume
-    )
+    result = train(agent, DiceEnv, 1000, **{"num_envs": 4, "on_update": count, "checkpoint_every": 1, **options})
     digest = hashlib.sha256()
     for weight in (*agent.policy.model.parameters(), *agent.policy.model.v_head.buffers()):
-        digest.update(weight.detach().numpy().tobytes())
+        digest.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     stats = [{key: value for key, value in of.items() if not key.endswith("_s")} for of in result.updates]
     prior = sorted(agent.policy.choice_prior.items())
     return {

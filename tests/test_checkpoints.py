@@ -26,6 +26,7 @@ from llamagym.models.checkpoints import best, find, newest, path_of, prune
 from llamagym.models.state_files import read_state, write_state
 from llamagym.training.tracking import JsonlTracker, MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.killed import killed_at
 from tests.resumed_run import CASES, SIZES, DiceEnv
 
 ROOT = Path(__file__).parent.parent
@@ -244,6 +245,16 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     assert len(resumed.returns) == 12
 
 
+def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
+    with pytest.raises(SystemExit):
+        stop_after_steps(tmp_path, 3)
+    hangs = type("Broken", (Broken,), {"fails_at": 1, "hangs": True})
+    with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
+        learning(tmp_path, env=lambda: hangs(1), env_timeout=1.5, resume=True)
+    # Nothing was lost by that.
+    assert len(learning(tmp_path, resume=True)[1].returns) == 12
+
+
 # How Gymnasium says which worker failed; the tests make errors of warnings.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
@@ -453,37 +464,27 @@ def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_p
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path):
-    write(path_of(tmp_path, 1), "old")
-    points = 0
-    while not (done := killed_at(points, tmp_path)):
+@pytest.mark.parametrize("replaces", [False, True])
+def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path, monkeypatch, replaces):
+    # Every tensor takes several writes, the manifest too.
+    monkeypatch.setattr(atomic, "_PIECE", 64)
+
+    def save(turns: int, number: float) -> None:
+        with written_whole(path_of(tmp_path, turns), "checkpoint") as whole:
+            write_state(whole, "state", {"a": torch.full((30,), number), "b": [number, torch.ones(3)]})
+
+    save(1, 1.0)
+    points, found = 0, set()
+    while not killed_at(points, lambda: save(1 if replaces else 2, 2.0)):
         kept = newest(tmp_path)
         assert kept is not None
-        verify(kept, "checkpoint")
+        state = read_state(kept, "state")
+        assert state["a"].tolist() == [state["b"][0]] * 30
+        found.add(state["b"][0])
         points += 1
-    assert done
-    assert points > 10
-    assert newest(tmp_path) == path_of(tmp_path, 2)
-
-
-def killed_at(point: int, folder: Path) -> bool:
-    """Save in a child that is killed where it opens, flushes, renames or deletes for the nth time; whether it ends."""
-    child = os.fork()
-    if not child:
-        left = [point]
-
-        def count(event: str, _: Any = ()) -> None:
-            if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync"):
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        flush = os.fsync
-        os.fsync = lambda descriptor: (count("os.fsync"), flush(descriptor))[1]
-        sys.addaudithook(count)
-        write(path_of(folder, 2), "new")
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
+    assert points > 30
+    # Whatever comes after the rename is no loss either.
+    assert found == {1.0, 2.0}
 
 
 # What does not fit
@@ -493,9 +494,17 @@ def killed_at(point: int, folder: Path) -> bool:
     ("options", "message"),
     [
         ({"family": "qwen2"}, "other frozen weights"),
-        ({"activated": False, "ppo": {"critic": "lstd"}}, "PPO with 1 learning rates"),
-        ({"algorithm": "grpo"}, "GRPO with 1"),
-        ({"replay_config_dict": {}}, "learns from replay"),
+        ({"activated": False}, "under a LoRA that is activated or scaled otherwise"),
+        ({"ppo": {"critic": "lstd"}}, r"ppo_config_dict.critic was 'gradient' and is now 'lstd'\. Pass those"),
+        ({"ppo": {"learning_rate": 0.1, "gamma": 0.5}}, r"learning_rate was 0\.0003 and is now 0\.1.*gamma was 1\.0"),
+        ({"algorithm": "grpo"}, "algorithm was 'ppo' and is now 'grpo'"),
+        ({"replay_config_dict": {}}, "replay_config_dict was None and is now {"),
+        ({"generate": {"temperature": 2.0}}, "generate_config_dict.temperature was 1.0 and is now 2.0"),
+        (
+            {"context": "turn", "response_prefix": "I"},
+            "context was 'episode' and is now 'turn'; response_prefix was ''",
+        ),
+        ({"calibrate_choices": False}, "calibrate_choices was True"),
     ],
 )
 def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, options, message):
@@ -505,6 +514,30 @@ def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, 
     with pytest.raises(CheckpointError, match=message):
         other.load_checkpoint(tmp_path / "checkpoint")
     assert str(other.state_dict()) == before
+
+
+def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
+    make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
+    options = {"seed": 2, "ppo": {"microbatch_nodes": 64, "seed": 5}, "invalid_action_penalty": -0.5}
+    make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
+    # Nor need an option be known to the version that wrote a checkpoint.
+    break_manifest(tmp_path / "now", options={"algorithm": "ppo", "of another version": 1})
+    make_agent(WordAgent, ppo={"gamma": 0.5}).load_checkpoint(tmp_path / "now")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_envs": 4}, "num_envs was 2 and is now 4"),
+        ({"group_size": 2}, "group_size was 1 and is now 2"),
+        ({"seed": None}, "seed was 0 and is now None"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another_one(tmp_path, options, message):
+    _, done = learning(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        learning(tmp_path, resume=True, **options)
+    assert learning(tmp_path, resume=True)[1] == done
 
 
 @pytest.mark.parametrize("env_id", [object(), [1], ("a", {}), b"x"])

@@ -106,6 +106,30 @@ def test_the_card_s_lines_give_the_choices_the_same_probabilities(base, tmp_path
         assert dict(zip(names, space["probabilities"].tolist(), strict=True)) == pytest.approx(probabilities, abs=1e-5)
 
 
+def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp_path):
+    agent = trained(ChoiceAgent, base, calibrate_choices=False)
+    agent.save_pretrained(tmp_path / "agent")
+    (space,) = replies_by_card(tmp_path / "agent", [7])
+    assert [(choice, prior) for choice, _, prior in space["choices"]] == [(choice, 0.0) for choice in agent.choices]
+    expected = list(agent.action_probabilities([7])[0].values())
+    assert space["probabilities"].tolist() == pytest.approx(expected, abs=1e-5)
+    # Loaded to be calibrated, or no longer, it starts from no prior of the other kind.
+    other = ChoiceAgent.load(tmp_path / "agent", "cpu", "float32", calibrate_choices=True)
+    other.action_probabilities([7])
+    assert all(other.policy.choice_prior.values())
+    by_token = ChoiceAgent.load(
+        tmp_path / "agent", "cpu", "float32", calibrate_choices=True, choice_normalization="token"
+    )
+    by_token.action_probabilities([7])
+    by_token.save(tmp_path / "by token")
+    again = ChoiceAgent.load(tmp_path / "by token", "cpu", "float32", choice_normalization="none")
+    again.action_probabilities([7])
+    assert again.policy.choice_prior == pytest.approx(other.policy.choice_prior)
+    other.save(tmp_path / "other")
+    again = ChoiceAgent.load(tmp_path / "other", "cpu", "float32", calibrate_choices=False)
+    assert list(again.action_probabilities([7])[0].values()) == pytest.approx(expected, abs=1e-5)
+
+
 def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
     agent = trained(ChoiceAgent, base)
     # Single bytes of longer characters: both decode to the replacement character.

@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..conversation.episode import Episode, Segment
-from ..errors import CheckpointError
 from ..models.hardware import is_out_of_memory
 from ..models.lora import hold_back_
 from ..policy.evaluation import Evaluation
@@ -139,22 +138,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, beside weights."""
-        return {"kind": self._kind, "nodes": self._nodes, "learning": state_of(self, ("optimizer", *_STEERED))}
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse another learner's state.
-
-        Raises:
-            CheckpointError: It is one's.
-        """
-        if state["kind"] != self._kind:
-            raise CheckpointError(
-                f"The saved learner is {state['kind']}, this one {self._kind}. Pass the algorithm and the critic that "
-                "the run was begun with."
-            )
+        return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *_STEERED))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `check_state` has seen, once the policy has its weights."""
+        """Take the state of a learner with these options, once the policy has its weights."""
         self.watch_weights()
         self._nodes = min(self._nodes, state["nodes"])  # memory may have run out before
         restore(self, state["learning"])
@@ -163,10 +150,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _value_unit(self) -> float:
         """What the value head's learning rate is measured in, in reward units."""
         return 1.0
-
-    @property
-    def _kind(self) -> str:
-        return f"{type(self).__name__} with {len(self._rates)} learning rates"
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
         """One update on a batch of whole episodes; an error in it leaves no trace.

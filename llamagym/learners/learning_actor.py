@@ -14,7 +14,7 @@ from ..conversation.arguments import check_flags, check_keys, environment_ids, l
 from ..conversation.chat_template import ChatTemplate
 from ..conversation.episode import Context, Episode, commonest_reply
 from ..conversation.records import IdTable, episode_from, episode_record
-from ..errors import CheckpointError, EpisodeError
+from ..errors import EpisodeError
 from ..models import checkpoints
 from ..models.atomic import written_whole
 from ..models.lock import alone
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Name of a checkpoint's files.
 _STATE = "state"
+# Options that may differ from the saved ones: the random numbers of a checkpoint go on whatever the seeds say.
+_FREE = frozenset({"seed", "microbatch_nodes"})
 # Of an action: in float32 the squares of the returns of a large batch of long episodes still add up to a finite number.
 _LARGEST_REWARD = 1e12
 
@@ -58,6 +60,8 @@ class LearningActor(Actor):
         self._replay = None if replay is None else Replay(policy, replay)
         self._alarms = Alarms(policy.model.pretrained_model.dtype)
         self._buffer: list[Episode] = []
+        # What the constructor was given, as JSON holds it.
+        self._options: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """What to save: policy, learner, replay, alarms, and the episodes that await an update."""
@@ -70,20 +74,6 @@ class LearningActor(Actor):
             "buffer": [episode_record(episode, table) for episode in self._buffer],
             "buffer_ids": table.state_dict(),
         }
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit.
-
-        Raises:
-            CheckpointError: It is another model's or learner's.
-        """
-        super().check_state(state)
-        self.learner.check_state(state["learner"])
-        if (state["replay"] is None) != (self._replay is None):
-            raise CheckpointError(
-                "Only one of the saved run and this one learns from replay. Pass the replay_config_dict that the run "
-                "was begun with."
-            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `check_state` has seen."""
@@ -107,15 +97,17 @@ class LearningActor(Actor):
         Args:
             folder: What to write; a checkpoint that lies there is replaced.
             loop: What the caller's own loop goes on from, as JSON holds it; `load_checkpoint` returns it.
-            facts: What the manifest says, to be read without loading.
+            facts: What the manifest says beside the agent's options, to be read without loading.
         """
         self.policy.drop_caches()
-        with written_whole(Path(folder), checkpoints.KIND, facts) as whole:
+        with written_whole(Path(folder), checkpoints.KIND, {"options": self._options, **(facts or {})}) as whole:
             write_state(whole, _STATE, {"agent": self.state_dict(), "loop": loop or {}})
 
     @alone
     def load_checkpoint(self, folder: str | Path, *, keep_episodes: bool = False) -> dict[str, Any]:
         """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
+
+        Seeds and `microbatch_nodes` are yours to change.
 
         Args:
             folder: What it wrote, or a folder of checkpoints, of which the newest whole one is taken.
@@ -126,9 +118,12 @@ class LearningActor(Actor):
             The `loop` that was saved.
 
         Raises:
-            CheckpointError: It is damaged, of a later version, or another model's or learner's; nothing has changed.
+            CheckpointError: It is damaged, of a later version, another model's, or an agent's with other options;
+                nothing has changed.
         """
-        state = read_state(checkpoints.find(Path(folder)), _STATE)
+        folder = checkpoints.find(Path(folder))
+        checkpoints.check_options(folder, "options", self._options, _FREE)
+        state = read_state(folder, _STATE)
         self.check_state(state["agent"])
         self.load_state_dict(state["agent"])
         if not keep_episodes:

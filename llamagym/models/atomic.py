@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +27,7 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 """Version of what is written; raised when older versions could not read it."""
 
+_PIECE = 2**20
 _SCRATCH, _ASIDE = ".writing-", ".replaced-"
 # What is an hour old was left by a process that was killed.
 _STALE_S = 3600.0
@@ -61,6 +62,19 @@ def written_whole(
         _flush(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_file(path: Path, parts: Iterable[Any]) -> None:
+    """Write a file from buffers of bytes, by `os.write` in pieces of a megabyte at most.
+
+    Raises:
+        OSError: The disk is full, or cannot be written.
+    """
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[os.write(file.fileno(), left[:_PIECE]) :]
 
 
 def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]:
@@ -156,7 +170,7 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
     for path in paths:
         _flush(path)
     files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in paths}
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1) + "\n", encoding="utf-8")
+    write_file(folder / MANIFEST, [json.dumps({**manifest, "files": files}, indent=1).encode() + b"\n"])
     _flush(folder / MANIFEST)
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         _flush(inner)
@@ -176,7 +190,7 @@ def _flush(path: Path) -> None:
 def _checksum(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        while block := file.read(_PIECE):
             digest.update(block)
     return digest.hexdigest()
 

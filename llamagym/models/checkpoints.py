@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,28 @@ def find(folder: Path) -> Path:
     if found is None:
         raise CheckpointError(f"{str(folder)!r} is no checkpoint and holds none. Pass what save_checkpoint() wrote.")
     return found
+
+
+def check_options(folder: Path, name: str, options: Mapping[str, Any], free: Collection[str] = ()) -> None:
+    """Refuse to go on from a checkpoint with other options than those its manifest holds under a name.
+
+    Options that only one of the two knows are left out: they are another version's.
+
+    Args:
+        folder: The checkpoint.
+        name: What its manifest calls them.
+        options: Those of now, as JSON holds them.
+        free: Options that may differ.
+
+    Raises:
+        CheckpointError: Some differ.
+    """
+    saved = verify(folder, KIND, checksums=False).get(name, {})
+    if changed := list(_changed("", saved, options, free)):
+        raise CheckpointError(
+            f"{str(folder)!r} is a checkpoint of a run with other options: {'; '.join(changed)}. Pass those that were "
+            "saved to go on with that run, or begin another run in another folder."
+        )
 
 
 def newest(root: Path) -> Path | None:
@@ -116,3 +138,12 @@ def _manifests(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _fact(manifest: dict[str, Any], name: str) -> float:
     value = manifest.get(name)
     return math.nan if value is None else float(value)
+
+
+def _changed(path: str, saved: Any, passed: Any, free: Collection[str]) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(passed, dict):
+        for name in saved:
+            if name in passed and name not in free:
+                yield from _changed(f"{path}.{name}".lstrip("."), saved[name], passed[name], free)
+    elif saved != passed:
+        yield f"{path} was {saved!r} and is now {passed!r}"

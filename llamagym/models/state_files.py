@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .atomic import write_file
 
+# The format's names of what a state may hold.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 # How JSON says what it has no word for; no state has a dictionary with one of these as its only key.
 _TENSOR, _NUMBER = "__tensor__", "__number__"
 
@@ -31,11 +46,8 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     """
     tensors: dict[str, Tensor] = {}
     plain = _split(state, "", tensors)
-    try:
-        save_file(tensors, folder / f"{name}.safetensors")
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    (folder / f"{name}.json").write_text(json.dumps(plain, allow_nan=False), encoding="utf-8")
+    write_file(folder / f"{name}.safetensors", _safetensors(tensors))
+    write_file(folder / f"{name}.json", [json.dumps(plain, allow_nan=False).encode()])
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
@@ -51,6 +63,24 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"the state {name!r} in {str(folder)!r} cannot be read: {error!r}.") from error
     return state
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
+    """A safetensors file in pieces, one tensor at a time, so that no second copy of all is made.
+
+    See https://github.com/huggingface/safetensors#format: the header's length, the header in JSON, the tensors' bytes.
+    """
+    # Wide numbers first: each then begins at a multiple of its width.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    header, end = {}, 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    yield len(said).to_bytes(8, "little") + said
+    for _, tensor in ordered:
+        yield tensor.flatten().view(torch.uint8).numpy()
 
 
 def _split(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:

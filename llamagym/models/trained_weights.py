@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .lora import is_set_aside, set_aside_
-from .peft_internals import is_down, is_up
+from .lora import is_activated, is_set_aside, set_aside_
+from .peft_internals import is_down, is_up, lora_layers
 from .value_head import AutoModelForCausalLMWithValueHead
 
 # Of each frozen tensor so many numbers at each end are looked at.
@@ -35,8 +35,8 @@ def check_fits(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any
     """
     if state["frozen"] != _mark_of_frozen(model):
         raise CheckpointError(
-            "It was saved with other frozen weights: another base model, or the same in another dtype. Load the model "
-            "that it was saved with."
+            "It was saved with other frozen weights: another base model, the same in another dtype, or under a LoRA "
+            "that is activated or scaled otherwise. Load the model that it was saved with."
         )
     growth = 2 if state["set_aside"] and not is_set_aside(model.pretrained_model) else 1
     saved = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
@@ -72,8 +72,12 @@ def _grown(name: str, shape: tuple[int, ...], growth: int) -> tuple[int, ...]:
 
 
 def _mark_of_frozen(model: AutoModelForCausalLMWithValueHead) -> str:
-    """Tells one model's frozen weights from another's, by names, shapes, dtypes and the first and last few numbers."""
-    digest = hashlib.sha256()
+    """Tells one model's frozen weights from another's, by names, shapes, dtypes and the first and last few numbers.
+
+    How LoRA is applied to them belongs to it.
+    """
+    scales = [layer.scaling for layer in lora_layers(model.pretrained_model)]
+    digest = hashlib.sha256(f"{is_activated(model.pretrained_model)} {scales}".encode())
     for name, weight in model.pretrained_model.named_parameters():
         if not weight.requires_grad:
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())

@@ -21,9 +21,10 @@ from ..conversation.interface import TextInterface
 from ..conversation.records import IdTable, conversation_record, key_from, restore_conversation
 from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
+from ..models.trained_weights import check_fits
 from .policy import Policy
 from .sampling import redrawn_on_error
-from .saved import check_policy, policy_state, restore_policy
+from .saved import policy_state, restore_policy
 
 
 class Actor(TextInterface):
@@ -217,7 +218,7 @@ class Actor(TextInterface):
         Raises:
             CheckpointError: It is another model's.
         """
-        check_policy(self.policy, state["policy"])
+        check_fits(self.policy.model, state["policy"]["model"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `check_state` has seen, the episodes under way too."""

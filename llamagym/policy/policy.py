@@ -52,7 +52,7 @@ class Policy:
 
     Attributes:
         generation: How replies are sampled.
-        choice_prior: Mean score of each choice under the reference, frozen once measured.
+        choice_prior: Mean score of each choice under the reference, frozen once measured; 0 where none is measured.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         num_updates: How often a learner has changed the weights.
         rng: Draws replies.
@@ -149,7 +149,7 @@ class Policy:
         if seed is None:
             self.rng.seed()
         else:
-            self.rng.manual_seed(seed)
+            self.rng.manual_seed(int(seed))
 
     def enable_reference(self) -> None:
         """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
@@ -332,12 +332,11 @@ class Policy:
 
     def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
         """Measure the mean score of choices never met before, on the contexts that offer them now."""
-        if not self._calibrate:
-            return
         fresh = [
             tree for tree in trees if any(choice not in self.choice_prior for choice in tree.decisions[0].choices or ())
         ]
-        if not fresh:
+        if not self._calibrate:
+            self.choice_prior.update((choice, 0.0) for tree in fresh for choice in tree.decisions[0].choices or ())
             return
         chunks_of_trees = ([fresh[row] for row in rows] for rows in self._chunks(fresh))
         readings = (self._read(chunk, reference=True, normalized=True) for chunk in chunks_of_trees)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..models.trained_weights import check_fits, restore_trained_, trained_state
+from ..models.trained_weights import restore_trained_, trained_state
 from .policy import Policy
 
 
@@ -26,23 +25,9 @@ def policy_state(policy: Policy) -> dict[str, Any]:
     }
 
 
-def check_policy(policy: Policy, state: Mapping[str, Any]) -> None:
-    """Refuse a state that does not fit.
-
-    Raises:
-        CheckpointError: It is another model's, or only one of the two has a reference.
-    """
-    check_fits(policy.model, state["model"])
-    if (state["reference"] is None) != (policy.reference is None):
-        raise CheckpointError(
-            "Only one of the saved run and this one has a frozen copy of the model as its reference. Pass the "
-            "init_kl_coef that the run was begun with."
-        )
-
-
 @torch.no_grad()
 def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
-    """Take a state that `check_policy` has seen."""
+    """Take the state of a policy with this model and these options."""
     restore_trained_(policy.model, state["model"])
     if policy.reference is not None:
         for name, weight in _weights(policy.reference.pretrained_model).items():

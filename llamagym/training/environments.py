@@ -22,6 +22,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
+from ..options import as_json
 
 EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
 
@@ -93,9 +94,8 @@ class Copies:
             options[_REPLAY] = replay
         if isinstance(self._envs, AsyncVectorEnv):
             self._envs.reset_async(seed=list(seeds), options=options or None)
-            # Played again, an episode takes as long as it took.
-            limit = None if replay or self._timeout is None else self._timeout
-            observations, _ = self._within(self._envs.reset_wait, limit)
+            longest = max(map(len, replay.values())) if replay else 0
+            observations, _ = self._within(self._envs.reset_wait, steps=1 + longest)
         else:
             observations, _ = self._envs.reset(seed=list(seeds), options=options or None)
         return list(iterate(self._envs.observation_space, observations))
@@ -110,14 +110,14 @@ class Copies:
         batch = concatenate(space, actions, create_empty_array(space, self.count))  # type: ignore[arg-type]
         if isinstance(self._envs, AsyncVectorEnv):
             self._envs.step_async(batch)
-            observations, rewards, terminated, truncated, _ = self._within(self._envs.step_wait, self._timeout)
+            observations, rewards, terminated, truncated, _ = self._within(self._envs.step_wait)
         else:
             observations, rewards, terminated, truncated, _ = self._envs.step(batch)
         return list(iterate(self._envs.observation_space, observations)), rewards, terminated, truncated
 
     def saved_actions(self, actions: Sequence[Any]) -> Any:
         """Actions as JSON holds them."""
-        return _plain(self._envs.single_action_space.to_jsonable(list(actions)))
+        return as_json(self._envs.single_action_space.to_jsonable(list(actions)))
 
     def actions_from(self, saved: Any) -> list[Any]:
         """The actions that `saved_actions` gave."""
@@ -135,16 +135,19 @@ class Copies:
             warnings.simplefilter("ignore")
             self._envs.close(terminate=at_once, timeout=self._timeout)
 
-    def _within(self, wait: Callable[..., Any], limit: float | None) -> Any:
+    def _within(self, wait: Callable[..., Any], steps: int = 1) -> Any:
+        """Wait for so many steps at most, of which a reset is one."""
         assert isinstance(self._envs, AsyncVectorEnv)
+        limit = None if self._timeout is None else steps * self._timeout
         try:
             return wait(timeout=limit)
         except multiprocessing.TimeoutError as error:
             late = [number for number, pipe in enumerate(self._envs.parent_pipes) if not pipe.poll(0)]
             self.close(at_once=True)
             raise EnvironmentTimeoutError(
-                f"Copies {late} of the environment did not answer within env_timeout={limit} seconds, and all copies "
-                "have been stopped. Look for what they wait for, or pass a longer env_timeout."
+                f"Copies {late} of the environment did not answer within {limit} seconds (env_timeout={self._timeout} "
+                "for each step), and all copies have been stopped. Look for what they wait for, or pass a longer "
+                "env_timeout."
             ) from error
 
 
@@ -226,12 +229,3 @@ def _registered(name: str) -> gymnasium.Env[Any, Any]:
             f"env={name!r} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that makes "
             "the environment."
         ) from error
-
-
-def _plain(part: Any) -> Any:
-    """Without numpy's numbers and arrays."""
-    if isinstance(part, np.generic | np.ndarray):
-        return part.tolist()
-    if isinstance(part, dict):
-        return {key: _plain(value) for key, value in part.items()}
-    return [_plain(value) for value in part] if isinstance(part, (list, tuple)) else part

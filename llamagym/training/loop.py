@@ -83,8 +83,8 @@ def train(
         resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`; without any, training begins.
         handle_signals: With `checkpoint_dir`: at Ctrl-C or SIGTERM finish the step, save, and exit with status 130; a
             second one stops at once.
-        env_timeout: Seconds that a step or reset may take; copies then run in processes of their own. None steps them
-            in this one, without a limit.
+        env_timeout: Seconds that a step or reset may take, when episodes are played again too; copies then run in
+            processes of their own. None steps them in this one, without a limit.
 
     Returns:
         Returns and statistics.
@@ -92,7 +92,8 @@ def train(
     Raises:
         ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of `group_size`, or
             `env` cannot be made or copied.
-        CheckpointError: There are checkpoints, and `resume` is False, or none of them can be read or fits this agent.
+        CheckpointError: There are checkpoints, and `resume` is False, none of them can be read, or the newest is of
+            another model or of a run with other options.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
         SystemExit: A signal ended the training, with status 130.
     """
@@ -124,7 +125,10 @@ def train(
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):
         play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size)
-        saved = None if checkpoint_dir is None else SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play)
+        saved = None
+        if checkpoint_dir is not None:
+            options = {"num_envs": num_envs, "group_size": size, "seed": seed}
+            saved = SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play, options)
         before = saved.read() if saved and resume else None
         if before is None:
             play.begin()

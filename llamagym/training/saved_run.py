@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..agent import Agent
 from ..errors import CheckpointError
 from ..learners.base import Stats
-from ..models.checkpoints import newest, path_of, prune
+from ..models.checkpoints import check_options, newest, path_of, prune
+from ..options import as_json
 from .play import Play
 
 logger = logging.getLogger(__name__)
@@ -19,9 +20,17 @@ logger = logging.getLogger(__name__)
 class SavedRun:
     """Writes and reads the checkpoints of a run."""
 
-    def __init__(self, root: Path, keep: int, agent: Agent, play: Play) -> None:
-        """Keep the newest `keep` checkpoints, and the best, in a folder."""
-        self._root, self._keep, self._agent, self._play = root, keep, agent, play
+    def __init__(self, root: Path, keep: int, agent: Agent, play: Play, options: Mapping[str, Any]) -> None:
+        """Keep the newest `keep` checkpoints, and the best, in a folder.
+
+        Args:
+            root: The folder.
+            keep: How many.
+            agent: Who learns.
+            play: Where.
+            options: What the run must be resumed with.
+        """
+        self._root, self._keep, self._agent, self._play, self._options = root, keep, agent, play, as_json(options)
         self._latest = -1
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
@@ -33,6 +42,7 @@ class SavedRun:
         facts = {
             "turns": turns,
             "updates": len(updates),
+            "train": self._options,
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
         path = path_of(self._root, turns)
@@ -56,6 +66,7 @@ class SavedRun:
         if path is None:
             logger.info("no checkpoint in %s: training begins", self._root)
             return None
+        check_options(path, "train", self._options)
         loop = self._agent.load_checkpoint(path, keep_episodes=True)
         self._play.resume(loop["play"])
         logger.info("going on from %s, after %d turns", path, loop["turns"])

@@ -6,7 +6,8 @@ A tiny model of random weights learns with a checkpoint after every update (`tes
 
 1. `kill -9` at random moments. After each, the newest checkpoint must be whole and hold all updates but the last one
    that was reported; at the end the statistics of all updates must be those of a run that was never killed.
-2. `kill -9` at every file that a save opens, flushes, renames or deletes. After each, a checkpoint must be whole.
+2. `kill -9` at everything that a save opens, writes, flushes, renames or deletes. After each, a checkpoint must be
+   whole.
 
 Writes results/kill_and_resume.json.
 """
@@ -15,27 +16,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from common import ROOT, setting
 
+from llamagym import train
 from llamagym.models.atomic import MANIFEST
 from llamagym.models.checkpoints import newest, path_of
 from llamagym.models.state_files import read_state
 from tests.agents import ChoiceAgent, make_agent
+from tests.killed import killed_at
+from tests.resumed_run import DiceEnv
 
 HERE = Path(__file__).resolve().parent
-_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync")
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -84,37 +85,18 @@ def uninterrupted(folder: Path, count: int) -> list[dict[str, float]]:
     return updates_of(folder, count)
 
 
-def killed_at(point: int, agent: Any, folder: Path, turns: int) -> bool:
-    """Save in a child that is killed at its nth event; whether it came to its end."""
-    child = os.fork()
-    if not child:
-        left = [point]
-
-        def count(event: str, _: Any = ()) -> None:
-            if event in _EVENTS:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        flush = os.fsync
-        os.fsync = lambda descriptor: (count("os.fsync"), flush(descriptor))[1]
-        sys.addaudithook(count)
-        agent.save_checkpoint(path_of(folder, turns))
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
-
-
 def killed_at_every_event(folder: Path) -> int:
     """How many events there were; after each kill, the old checkpoint or the new one was whole."""
-    agent = make_agent(ChoiceAgent)
+    agent = make_agent(ChoiceAgent, replay_config_dict={})
+    train(agent, DiceEnv, 12, 2, seed=0)
     agent.save_checkpoint(path_of(folder, 1))
-    point = 0
-    while not killed_at(point, agent, folder, 2):
+    save, point = partial(agent.save_checkpoint, path_of(folder, 2)), 0
+    while not killed_at(point, save):
         assert newest(folder) is not None
         point += 1
     # The same where a checkpoint is replaced, which then is the old one or the new one.
     replaced = 0
-    while not killed_at(replaced, agent, folder, 2):
+    while not killed_at(replaced, save):
         assert newest(folder) == path_of(folder, 2)
         replaced += 1
     return point + replaced
