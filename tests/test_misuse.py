@@ -28,6 +28,7 @@ from llamagym.models.generation import GenerationConfig
 from llamagym.models.registry import register
 from llamagym.training import evaluate
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.faults import FAULTS, FaultyEnv, returns
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
 
@@ -302,6 +303,46 @@ def test_options_of_a_training_that_are_none(option: dict[str, Any]):
 def test_environments_that_no_one_knows(run, name: str, said: str):
     with pytest.raises(ConfigError, match=rf"env='{name}'.*{said}"):
         run(make_agent(ChoiceAgent), name, episodes=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"), [(method, fault) for method in ("reset", "step") for fault in FAULTS[method][:-2]]
+)
+def test_environments_that_return_junk(method: str, fault: Any):
+    """`FAULTS` ends with errors."""
+    for run in (train, evaluate):
+        agent = make_agent(ChoiceAgent)
+        with pytest.raises(LlamaGymError):
+            run(agent, lambda: FaultyEnv(method, 1, fault), episodes=3, num_envs=2)
+        assert agent._conversations == {}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
+def test_junk_is_named():
+    def run(method: str, fault: Any, **options: Any) -> None:
+        train(make_agent(ChoiceAgent), lambda: FaultyEnv(method, 1, fault), episodes=2, **options)
+
+    for options in ({}, {"env_timeout": 60}):
+        with pytest.raises(ConfigError, match=r"step\(\) returned None. Return \(observation, reward"):
+            run("step", returns(None, None), **options)
+        with pytest.raises(ConfigError, match="observations do not fit Discrete"):
+            run("step", returns(0, "x"), **options)
+    with pytest.raises(ConfigError, match=r"reset\(\) returned .*Return \(observation, info\)"):
+        run("reset", returns(1, None))
+
+
+def test_actions_that_an_environment_does_not_know():
+    agent = make_agent(ChoiceAgent)
+    agent.extract_action = lambda text: text
+    with pytest.raises(ConfigError, match=r"actions \['.*'\] do not fit Discrete"):
+        train(agent, CountdownEnv, episodes=1)
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_environments_without_a_space(name: str, monkeypatch):
+    monkeypatch.setattr(CountdownEnv, name, None)
+    with pytest.raises(ConfigError, match=name):
+        train(make_agent(ChoiceAgent), CountdownEnv, episodes=1)
 
 
 def test_a_time_limit_leaves_ctrl_c_to_the_caller():
