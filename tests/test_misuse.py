@@ -21,6 +21,7 @@ from llamagym import (
     load_model_and_tokenizer,
     train,
 )
+from llamagym.conversation.episode import Episode
 from llamagym.learners.ppo_trainer import PPOTrainer
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
@@ -66,9 +67,26 @@ def test_options_of_wrong_type_or_range(config, options):
         config.from_dict(options)
 
 
-def test_numbers_of_numpy_and_whole_numbers_are_numbers():
+def test_numbers_of_numpy_and_whole_numbers_are_numbers(tmp_path):
     config = PPOConfig(batch_size=np.int64(8), learning_rate=np.float32(0.1), horizon=5, target_kl=None)
     assert (config.batch_size, config.horizon) == (8, 5)
+    two, options = np.int64(2), {"recent_updates": np.int64(2), "steps": np.int64(1)}
+    agent = make_agent(ChoiceAgent, seed=two, invalid_action_penalty=np.float32(-1), replay_config_dict=options)
+    train(agent, CountdownEnv, two, two, two, checkpoint_dir=tmp_path / "run", checkpoint_every=two)
+    assert agent.policy.num_updates == 2
+    assert evaluate(agent, CountdownEnv, two, two, two).returns
+    agent.save(tmp_path / "agent")
+
+
+@pytest.mark.parametrize("config", [PPOConfig, GRPOConfig, ReplayConfig, WarmStartConfig])
+def test_numbers_beyond_what_is_computed_with(config: Any):
+    for options in ({"learning_rate": 3.5e37}, {"max_grad_norm": 1e39}, {"batch_size": 2**63}, {"seed": -1}):
+        (name,) = options
+        with pytest.raises(ConfigError, match=name):
+            config(**options)
+    config(learning_rate=3e37)
+    with pytest.raises(ConfigError, match="Unknown option 5"):
+        config.from_dict({5: 5})
 
 
 @pytest.mark.parametrize(
@@ -356,6 +374,15 @@ def test_a_time_limit_leaves_ctrl_c_to_the_caller():
 def test_counts_that_are_none(run, counts: dict[str, Any]):
     with pytest.raises(ConfigError, match=next(iter(counts))):
         run(make_agent(ChoiceAgent), CountdownEnv, **{"episodes": 1, **counts})
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_an_update_needs_episodes_with_turns(algorithm: Any):
+    agent = make_agent(ChoiceAgent, algorithm=algorithm)
+    for episodes in ([], [Episode((), True, False, 0.0, None)]):
+        with pytest.raises(EpisodeError, match=f"given {len(episodes)} episodes"):
+            agent.learner.update(episodes)
+    assert agent.policy.num_updates == 0
 
 
 @pytest.mark.parametrize("dtype", [123, "float7", None])

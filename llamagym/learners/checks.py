@@ -9,8 +9,22 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..conversation.episode import Episode
+from ..errors import ConfigError, EpisodeError
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+
+
+def check_episodes(episodes: Sequence[Episode]) -> None:
+    """Refuse a batch that has nothing to learn from.
+
+    Raises:
+        EpisodeError: There are no episodes, or one has no turns.
+    """
+    if not episodes or not all(episode.turns for episode in episodes):
+        raise EpisodeError(
+            f"An update was given {len(episodes)} episodes of {[len(episode.turns) for episode in episodes]} turns. "
+            "Pass at least one, and none without turns."
+        )
 
 
 def check_samples(
