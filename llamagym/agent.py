@@ -33,7 +33,7 @@ from .models.lock import alone
 from .models.lora import redraw_
 from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
-from .options import as_json, check_arguments, check_seed
+from .options import as_json, as_seed, check_arguments
 from .policy.choices import ChoiceNormalization, choice_length
 from .policy.export import KIND, write_export
 from .policy.policy import Policy
@@ -119,7 +119,7 @@ class Agent(LearningActor):
                 "AutoModelForCausalLMWithValueHead.from_pretrained(model)."
             )
         check_arguments(Agent.__init__, locals())
-        check_seed(seed)
+        seed = as_seed(seed)
         generation = GenerationConfig.from_dict(generate_config_dict or {})
         check_vocabulary(model.pretrained_model, tokenizer)
         template = ChatTemplate(tokenizer, append_only=context == "episode")
@@ -141,7 +141,7 @@ class Agent(LearningActor):
             f"{algorithm}_config_dict": learner.config.given(),
             "context": context,
             "response_prefix": response_prefix,
-            "invalid_action_penalty": invalid_action_penalty,
+            "invalid_action_penalty": float(invalid_action_penalty),
             "calibrate_choices": calibrate_choices,
             "choice_normalization": choice_normalization,
             "aim_lora": aim_lora,

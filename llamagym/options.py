@@ -14,6 +14,9 @@ import numpy as np
 from .errors import ConfigError, did_you_mean
 
 OptionsT = TypeVar("OptionsT", bound="Options")
+# Whole numbers are counted in 64 bits, all others end up in float32.
+_LARGEST_WHOLE, _LARGEST_NUMBER = 2**63 - 1, 3.4e38
+_LARGEST_RATE = 3.4e37
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,18 @@ class Options:
     advice: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        """Check the types."""
-        _check_types(get_type_hints(type(self)), {field.name: getattr(self, field.name) for field in fields(self)})
+        """Check types, and that numbers are not too large to compute with; all become Python's own."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        _check_types(get_type_hints(type(self)), values)
+        for name, value in values.items():
+            if isinstance(value, Real) and not isinstance(value, bool):
+                plain = int(value) if isinstance(value, Integral) else float(value)
+                largest = _LARGEST_WHOLE if isinstance(value, Integral) else _LARGEST_NUMBER
+                if largest < abs(plain) < math.inf:
+                    raise ConfigError(f"{name}={value} is too large. Pass a number up to {largest:.1e}.")
+                # NumPy's numbers are not taken everywhere, and not saved.
+                object.__setattr__(self, name, plain)
+        as_seed(values.get("seed"))
 
     @classmethod
     def from_dict(cls: type[OptionsT], options: Mapping[str, Any] | Options) -> OptionsT:
@@ -44,7 +57,7 @@ class Options:
         known = {field.name for field in fields(cls) if field.init}
         for key in options:
             if key not in known:
-                raise ConfigError(f"Unknown option {key!r} of {cls.__name__}. {cls._hint(key, known)}")
+                raise ConfigError(f"Unknown option {key!r} of {cls.__name__}. {cls._hint(str(key), known)}")
         return cls(**options)
 
     def given(self) -> dict[str, Any]:
@@ -73,6 +86,15 @@ class Options:
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value} is negative or infinite.")
 
+    def _require_rate(self, *names: str) -> None:
+        self._require_finite(*names)
+        for name in names:
+            if getattr(self, name) > _LARGEST_RATE:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is more than {_LARGEST_RATE:.1e}: Adam's first step is up to ten "
+                    "times that, which float32 cannot hold. Rates from 1e-5 to 1e-2 are usual."
+                )
+
     def _require_fraction(self, *names: str) -> None:
         for name in names:
             if not 0 <= getattr(self, name) <= 1:
@@ -96,14 +118,15 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> N
     _check_types(get_type_hints(function), given)
 
 
-def check_seed(seed: int | None) -> None:
-    """Refuse seeds that not every generator of random numbers takes.
+def as_seed(seed: int | None) -> int | None:
+    """A seed that every generator of random numbers takes, as Python's own number.
 
     Raises:
         ConfigError: It is negative or has more than 63 bits.
     """
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ConfigError(f"seed={seed} is out of range. Pass a whole number from 0 to 2**63 - 1.")
+    if seed is None or 0 <= seed < 2**63:
+        return None if seed is None else int(seed)
+    raise ConfigError(f"seed={seed} is out of range. Pass a whole number from 0 to 2**63 - 1.")
 
 
 def as_number(value: object) -> float:

@@ -21,6 +21,7 @@ from llamagym import (
     load_model_and_tokenizer,
     train,
 )
+from llamagym.conversation.episode import Episode
 from llamagym.learners.ppo_trainer import PPOTrainer
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
@@ -28,6 +29,7 @@ from llamagym.models.generation import GenerationConfig
 from llamagym.models.registry import register
 from llamagym.training import evaluate
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.faults import FAULTS, FaultyEnv, returns
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
 
@@ -65,9 +67,26 @@ def test_options_of_wrong_type_or_range(config, options):
         config.from_dict(options)
 
 
-def test_numbers_of_numpy_and_whole_numbers_are_numbers():
+def test_numbers_of_numpy_and_whole_numbers_are_numbers(tmp_path):
     config = PPOConfig(batch_size=np.int64(8), learning_rate=np.float32(0.1), horizon=5, target_kl=None)
     assert (config.batch_size, config.horizon) == (8, 5)
+    two, options = np.int64(2), {"recent_updates": np.int64(2), "steps": np.int64(1)}
+    agent = make_agent(ChoiceAgent, seed=two, invalid_action_penalty=np.float32(-1), replay_config_dict=options)
+    train(agent, CountdownEnv, two, two, two, checkpoint_dir=tmp_path / "run", checkpoint_every=two)
+    assert agent.policy.num_updates == 2
+    assert evaluate(agent, CountdownEnv, two, two, two).returns
+    agent.save(tmp_path / "agent")
+
+
+@pytest.mark.parametrize("config", [PPOConfig, GRPOConfig, ReplayConfig, WarmStartConfig])
+def test_numbers_beyond_what_is_computed_with(config: Any):
+    for options in ({"learning_rate": 3.5e37}, {"max_grad_norm": 1e39}, {"batch_size": 2**63}, {"seed": -1}):
+        (name,) = options
+        with pytest.raises(ConfigError, match=name):
+            config(**options)
+    config(learning_rate=3e37)
+    with pytest.raises(ConfigError, match="Unknown option 5"):
+        config.from_dict({5: 5})
 
 
 @pytest.mark.parametrize(
@@ -306,6 +325,46 @@ def test_environments_that_no_one_knows(run, name: str, said: str):
         run(make_agent(ChoiceAgent), name, episodes=1)
 
 
+@pytest.mark.parametrize(
+    ("method", "fault"), [(method, fault) for method in ("reset", "step") for fault in FAULTS[method][:-2]]
+)
+def test_environments_that_return_junk(method: str, fault: Any):
+    """`FAULTS` ends with errors."""
+    for run in (train, evaluate):
+        agent = make_agent(ChoiceAgent)
+        with pytest.raises(LlamaGymError):
+            run(agent, lambda: FaultyEnv(method, 1, fault), episodes=3, num_envs=2)
+        assert agent._conversations == {}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
+def test_junk_is_named():
+    def run(method: str, fault: Any, **options: Any) -> None:
+        train(make_agent(ChoiceAgent), lambda: FaultyEnv(method, 1, fault), episodes=2, **options)
+
+    for options in ({}, {"env_timeout": 60}):
+        with pytest.raises(ConfigError, match=r"step\(\) returned None. Return \(observation, reward"):
+            run("step", returns(None, None), **options)
+        with pytest.raises(ConfigError, match="observations do not fit Discrete"):
+            run("step", returns(0, "x"), **options)
+    with pytest.raises(ConfigError, match=r"reset\(\) returned .*Return \(observation, info\)"):
+        run("reset", returns(1, None))
+
+
+def test_actions_that_an_environment_does_not_know():
+    agent = make_agent(ChoiceAgent)
+    agent.extract_action = lambda text: text
+    with pytest.raises(ConfigError, match=r"actions \['.*'\] do not fit Discrete"):
+        train(agent, CountdownEnv, episodes=1)
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_environments_without_a_space(name: str, monkeypatch):
+    monkeypatch.setattr(CountdownEnv, name, None)
+    with pytest.raises(ConfigError, match=name):
+        train(make_agent(ChoiceAgent), CountdownEnv, episodes=1)
+
+
 def test_a_time_limit_leaves_ctrl_c_to_the_caller():
     before = signal.getsignal(signal.SIGINT)
     train(make_agent(ChoiceAgent), CountdownEnv, episodes=1, env_timeout=60)
@@ -317,6 +376,15 @@ def test_a_time_limit_leaves_ctrl_c_to_the_caller():
 def test_counts_that_are_none(run, counts: dict[str, Any]):
     with pytest.raises(ConfigError, match=next(iter(counts))):
         run(make_agent(ChoiceAgent), CountdownEnv, **{"episodes": 1, **counts})
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_an_update_needs_episodes_with_turns(algorithm: Any):
+    agent = make_agent(ChoiceAgent, algorithm=algorithm)
+    for episodes in ([], [Episode((), True, False, 0.0, None)]):
+        with pytest.raises(EpisodeError, match=f"given {len(episodes)} episodes"):
+            agent.learner.update(episodes)
+    assert agent.policy.num_updates == 0
 
 
 @pytest.mark.parametrize("dtype", [123, "float7", None])

@@ -12,10 +12,7 @@ from llamagym import EpisodeError, train
 from llamagym.errors import DivergedError
 from llamagym.training import evaluate
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
-
-
-class BrokenError(Exception):
-    """A user's own error."""
+from tests.faults import BrokenError, FaultyEnv, raises
 
 
 def state_of(agent: Any) -> list[Any]:
@@ -100,6 +97,18 @@ def test_a_final_observation_that_cannot_be_read_ends_nothing(monkeypatch):
     assert agent.buffered_turns == 2
 
 
+def test_an_update_that_fails_takes_back_the_final_observations_it_read(monkeypatch):
+    agent = make_agent(WordAgent, ppo={"batch_size": 2})
+    agent.act_batch(["a", "b"])
+    before = state_of(agent)
+    with monkeypatch.context() as context:
+        context.setattr(agent.learner, "_credit", failing_at(1, BrokenError, None))
+        with pytest.raises(BrokenError):
+            agent.terminate_episodes([0, 1], [True, False], ["x", None])
+    assert state_of(agent) == before
+    assert agent.terminate_episodes([0, 1], [True, False], ["x", None])
+
+
 def test_turns_taken_in_eval_are_not_learnt_from():
     agent = make_agent(ChoiceAgent)
     agent.eval()
@@ -135,6 +144,13 @@ def test_an_environment_that_fails_leaves_no_conversations_and_copies_are_closed
     assert agent._conversations == {}
     assert Breaking.closed == 2
     assert agent.learning
+
+
+def test_an_update_before_an_environment_that_cannot_be_reset_has_happened():
+    agent, seen = make_agent(ChoiceAgent), []
+    with pytest.raises(BrokenError):
+        train(agent, lambda: FaultyEnv("reset", 2, raises(BrokenError)), episodes=9, on_update=seen.append)
+    assert len(seen) == agent.policy.num_updates == 1
 
 
 def test_an_environment_of_the_caller_s_stays_open():

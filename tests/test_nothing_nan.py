@@ -128,6 +128,20 @@ def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], k
     agent.act("a")
 
 
+@pytest.mark.parametrize("rates", [{"learning_rate": 1e36}, {"value_learning_rate": 3e37}], ids=["policy", "value"])
+def test_a_last_step_of_the_trainer_that_leads_to_nonsense_is_undone(rates: dict[str, float], caplog):
+    config = PPOConfig(batch_size=2, mini_batch_size=2, ppo_epochs=1, **rates)
+    trainer = PPOTrainer(config, make_agent(WordAgent, activated=False).policy.model)
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    samples = [torch.tensor([1, 2])] * 2, [torch.tensor([3])] * 2, [0.0, 1.0]
+    for _ in range(2):
+        assert trainer.step(*samples)["skipped"] == 1.0
+        assert "that step is undone" in caplog.text
+        assert all(torch.equal(now, old) for now, old in zip(trainer.model.parameters(), before, strict=True))
+    with pytest.raises(DivergedError, match="After each of 3 updates"):
+        trainer.step(*samples)
+
+
 def test_looking_where_a_last_step_led_costs_little(monkeypatch):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 16, "mini_batch_size": 8, "target_kl": None})
     for turn in range(4):

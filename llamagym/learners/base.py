@@ -31,7 +31,7 @@ from ..models.lora import hold_back_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from .batches import Batching
-from .checks import check_precision
+from .checks import check_episodes, check_precision
 from .config import LearnerConfig
 from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
 from .guard import FiniteGuard
@@ -158,8 +158,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             Statistics; the README says how to read them.
 
         Raises:
+            EpisodeError: There are no episodes.
             DivergedError: Several steps in a row had losses or gradients that are not finite.
         """
+        check_episodes(episodes)
         with self.policy.lock:
             try:
                 with self.undone_on_error():
@@ -210,7 +212,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         sums: dict[str, list[float]] = defaultdict(list)
         ratio_error, largest_kl, steps, skipped = math.nan, 0.0, 0, 0
         region = self._trust_region
-        region.enter()
         size = self.config.mini_batch_size or math.ceil(len(sampled.row) / _MINIBATCHES)
         for minibatch in (m for _ in range(self._epochs) for m in minibatches(segments, size, self._rng)):
             stats, fresh_error = self._backward(minibatch, sampled, targets)

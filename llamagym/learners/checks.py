@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..conversation.episode import Episode
+from ..errors import ConfigError, EpisodeError
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 
 if TYPE_CHECKING:
@@ -30,6 +31,19 @@ class Sizes(NamedTuple):
         given = config.batch_size, config.mini_batch_size, config.value_learning_rate, config.cliprange_value
         own: dict[str, Any] = {name: value for name, value in zip(cls._fields, given, strict=True) if value is not None}
         return cls(**own)
+
+
+def check_episodes(episodes: Sequence[Episode]) -> None:
+    """Refuse a batch that has nothing to learn from.
+
+    Raises:
+        EpisodeError: There are no episodes, or one has no turns.
+    """
+    if not episodes or not all(episode.turns for episode in episodes):
+        raise EpisodeError(
+            f"An update was given {len(episodes)} episodes of {[len(episode.turns) for episode in episodes]} turns. "
+            "Pass at least one, and none without turns."
+        )
 
 
 def check_samples(

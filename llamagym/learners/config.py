@@ -89,7 +89,8 @@ class LearnerConfig(Options):
         """Check types and ranges."""
         super().__post_init__()
         self._require_at_least(1, "batch_size", "mini_batch_size", "warmup_steps", "microbatch_nodes")
-        self._require_finite("learning_rate", "entropy_coef", "init_kl_coef", "seed")
+        self._require_finite("entropy_coef", "init_kl_coef")
+        self._require_rate("learning_rate")
         self._require_positive("cliprange", "target", "horizon", "target_kl", "max_grad_norm")
         self._require_fraction("gamma", "entropy_decay")
         if self.entropy_floor is not None and self.entropy_coef <= 0:

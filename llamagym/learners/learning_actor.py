@@ -216,8 +216,9 @@ class LearningActor(Actor):
         before, stats = list(self._buffer), Stats()
         try:
             if self._learning and train:
-                self._buffer += self._ended(ids, cut, finals, group_of)
-                stats = self._learn()
+                with self.undone_on_error(ids):
+                    self._buffer += self._ended(ids, cut, finals, group_of)
+                    stats = self._learn()
         except BaseException:
             self._buffer[:] = before
             raise
@@ -239,14 +240,11 @@ class LearningActor(Actor):
 
     def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
         """The critic's estimate of each final observation, by index into `env_ids`."""
-        contexts = []
-        with ExitStack() as undone:
-            for index in cut:
-                conversation = self._conversations[env_ids[index]]
-                undone.enter_context(conversation.undone_on_error())
-                contexts.append(conversation.observe(self.format_observation(finals[index]), self.response_prefix))
-            values = self.policy.values(contexts)
-        return dict(zip(cut, values, strict=True))
+        contexts = [
+            self._conversations[env_ids[index]].observe(self.format_observation(finals[index]), self.response_prefix)
+            for index in cut
+        ]
+        return dict(zip(cut, self.policy.values(contexts), strict=True))
 
     def _learn(self) -> Stats:
         """Update once if the buffer holds a batch."""

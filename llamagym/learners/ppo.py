@@ -55,7 +55,8 @@ class PPOConfig(LearnerConfig):
         """Check the ranges."""
         super().__post_init__()
         self._require_at_least(1, "ppo_epochs")
-        self._require_finite("value_learning_rate", "vf_coef")
+        self._require_finite("vf_coef")
+        self._require_rate("value_learning_rate")
         self._require_positive("cliprange_value")
         self._require_fraction("lam")
         self._require_one_of(["reward", "loss"], "kl_placement")

@@ -18,13 +18,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError, did_you_mean
@@ -46,7 +45,9 @@ from .losses import (
     masked_whiten,
 )
 from .ppo import PPOConfig
+from .samples import Samples, pack, read
 from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, weights_of
+from .trust_region import TrustRegion
 from .undo import undone_on_error
 
 logger = logging.getLogger(__name__)
@@ -62,35 +63,6 @@ class Shuffler(Protocol):
 
     def permutation(self, x: int, /) -> np.ndarray:
         """The numbers below `x` in a random order."""
-
-
-class _Batch(NamedTuple):
-    """Queries and responses as a rectangle, padded on the right, and what the response tokens are trained towards.
-
-    ids and attention are int64 (B, T). mask is True at t where token t + 1 belongs to the response, bool (B, T - 1).
-    The rest, float (B, T - 1), belongs to the mask's positions; log-probabilities and values are those at the start.
-    """
-
-    ids: Tensor
-    attention: Tensor
-    mask: Tensor
-    logprobs: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-
-    def rows(self, index: Tensor) -> _Batch:
-        return _Batch(*(part[index] for part in self))
-
-
-def _pack(queries: Sequence[Tensor], responses: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The batch's ids, attention and mask."""
-    ids = pad_sequence([torch.cat(pair) for pair in zip(queries, responses, strict=True)], True, pad_id)
-    query_lengths = torch.tensor([len(query) for query in queries])[:, None]
-    lengths = query_lengths + torch.tensor([len(response) for response in responses])[:, None]
-    position = torch.arange(ids.shape[1])
-    attention = (position < lengths).long()
-    return ids, attention, ((position >= query_lengths) & (position < lengths))[:, 1:]
 
 
 class PPOTrainer:
@@ -173,6 +145,8 @@ class PPOTrainer:
         rates = self.config.learning_rate, self._sizes.value_learning_rate
         groups = [{"params": part, "lr": rate} for part, rate in zip((body, head), rates, strict=True)]
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
+        # TRL's early stopping undoes nothing; only what is not finite is undone.
+        self._trust_region = TrustRegion(body + head, target_kl=None)
 
     def _learning_weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The model's weights that learn, and the value head's."""
@@ -205,7 +179,8 @@ class PPOTrainer:
         Raises:
             ConfigError: The three are not `batch_size` long, a sequence is empty or holds ids that the model does not
                 know, or a score is not one finite number.
-            DivergedError: Several steps in a row had losses or gradients that are not finite; the model is as before.
+            DivergedError: Several steps in a row had losses or gradients that are not finite, or the last step of
+                several calls in a row left the model's output so; the model is as before.
         """
         started = time.perf_counter()
         embeddings: Any = self.model.pretrained_model.get_input_embeddings()
@@ -228,17 +203,17 @@ class PPOTrainer:
     @torch.no_grad()
     def _prepare(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Tensor
-    ) -> tuple[_Batch, dict[str, float]]:
+    ) -> tuple[Samples, dict[str, float]]:
         """Log-probabilities and values as the step begins, then rewards, advantages and returns."""
         config, device = self.config, self.model.device
         pad_id = getattr(self.tokenizer, "pad_token_id", None) or 0
-        ids, attention, mask = (part.to(device) for part in _pack(queries, responses, pad_id))
+        ids, attention, mask = (part.to(device) for part in pack(queries, responses, pad_id))
         logprobs, reference, values = (torch.zeros(mask.shape, device=device) for _ in range(3))
         every = torch.arange(len(ids), device=device)
         for rows in self._chunks(every, ids):
-            logprobs[rows], values[rows], _ = _read(self.model, ids[rows], attention[rows], mask[rows])
+            logprobs[rows], values[rows], _ = read(self.model, ids[rows], attention[rows], mask[rows])
             with self._without_adapter():
-                reference[rows], _, _ = _read(self.ref_model or self.model, ids[rows], attention[rows], mask[rows])
+                reference[rows], _, _ = read(self.ref_model or self.model, ids[rows], attention[rows], mask[rows])
         kl = kl_estimate(logprobs, reference, self._estimator)
         rewards = -self.kl_coef * kl
         penalty_mean = masked_mean(rewards, mask).item()
@@ -246,7 +221,7 @@ class PPOTrainer:
         advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
         if config.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
-        return _Batch(ids, attention, mask, logprobs, values, advantages, returns), {
+        return Samples(ids, attention, mask, logprobs, values, advantages, returns), {
             "ref_kl": mean_over_processes(self.accelerator, kl.sum(1).mean().item()),
             "kl_coef": self.kl_coef,
             "score_mean": scores.mean().item(),
@@ -255,7 +230,7 @@ class PPOTrainer:
             "explained_variance": explained_variance(values[mask], returns[mask]),
         }
 
-    def _optimize(self, batch: _Batch) -> dict[str, float]:
+    def _optimize(self, batch: Samples) -> dict[str, float]:
         config, device = self.config, batch.ids.device
         steps: list[dict[str, float]] = []
         epochs, stopped = 0, False
@@ -267,6 +242,12 @@ class PPOTrainer:
             if config.target_kl is not None:
                 moved = mean_over_processes(self.accelerator, steps[-1]["policy_kl"])
                 stopped = moved > _KL_TOLERANCE * config.target_kl
+        if made := [step for step in steps if not step["skipped"]]:
+            self._guard.settle(is_good := self._says_finite(batch))
+            if not is_good:
+                logger.warning("after the last step the model's output is not finite: that step is undone")
+                self._trust_region.return_to()
+                made[-1]["skipped"] = 1.0
         return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} | {
             "ratio_error": steps[0]["ratio_error"],
             "skipped": sum(step["skipped"] for step in steps),
@@ -275,7 +256,14 @@ class PPOTrainer:
             "stopped_early": float(stopped),
         }
 
-    def _step(self, rows: Tensor, batch: _Batch) -> dict[str, float]:
+    @torch.no_grad()
+    def _says_finite(self, batch: Samples) -> bool:
+        """Whether what the model says of the shortest sample is finite; no later minibatch shows it."""
+        shortest = batch.rows(batch.attention.sum(1).argmin()[None])
+        said = read(self.model, shortest.ids, shortest.attention, shortest.mask)
+        return mean_over_processes(self.accelerator, float(all(part.isfinite().all() for part in said))) == 1.0
+
+    def _step(self, rows: Tensor, batch: Samples) -> dict[str, float]:
         """One optimiser step on some rows; the chunks' losses add up to the mean over all their response tokens."""
         stats: dict[str, float] = defaultdict(float)
         ratio_error, total = 0.0, batch.mask[rows].sum().item()
@@ -296,16 +284,18 @@ class PPOTrainer:
             stats["policy_loss"] = stats["value_loss"] = 0.0
             # As in TRL the optimiser still takes its step: its moments decay, and carry the weights a little on.
             self.optimizer.zero_grad(set_to_none=False)
+        else:
+            self._trust_region.enter()
         average_gradients_(self.accelerator, self.optimizer)
         norm = self.accelerator.clip_grad_norm_(weights_of(self.optimizer), self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {**stats, "grad_norm": float(norm), "ratio_error": ratio_error, "skipped": float(skipped)}
 
-    def _loss(self, batch: _Batch) -> tuple[Tensor, dict[str, float], float]:
+    def _loss(self, batch: Samples) -> tuple[Tensor, dict[str, float], float]:
         """The loss of some rows, its parts, and the largest |ratio - 1|."""
         config, mask = self.config, batch.mask
-        logprobs, values, logits = _read(self.model, batch.ids, batch.attention, mask)
+        logprobs, values, logits = read(self.model, batch.ids, batch.attention, mask)
         policy = clipped_surrogate(logprobs, batch.logprobs, batch.advantages, mask, config.cliprange)
         value = clipped_value_loss(values, batch.values, batch.returns, mask, self._sizes.cliprange_value)
         with torch.set_grad_enabled(config.entropy_coef != 0):
@@ -335,14 +325,3 @@ class PPOTrainer:
             context: AbstractContextManager[None] = pretrained.disable_adapter()
             return context
         return nullcontext()
-
-
-def _read(
-    model: AutoModelForCausalLMWithValueHead, ids: Tensor, attention: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities and values at the mask, 0 elsewhere, float32 (B, T - 1), and the mask's logits (M, V)."""
-    logits, _, values = model(input_ids=ids, attention_mask=attention)
-    logits = logits[:, :-1][mask]
-    chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:][mask][:, None])[:, 0]
-    logprobs = torch.zeros(mask.shape, device=logits.device).masked_scatter(mask, chosen)
-    return logprobs, values[:, :-1].float().masked_fill(~mask, 0.0), logits

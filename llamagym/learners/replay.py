@@ -67,6 +67,7 @@ class ReplayConfig(Options):
         super().__post_init__()
         self._require_at_least(1, "episodes", "recent_updates", "steps", "batch_size", "microbatch_nodes")
         self._require_positive("learning_rate", "max_grad_norm")
+        self._require_rate("learning_rate")
 
 
 class Replay:

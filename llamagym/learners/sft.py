@@ -58,6 +58,7 @@ class WarmStartConfig(Options):
         super().__post_init__()
         self._require_at_least(1, "epochs", "batch_size")
         self._require_positive("learning_rate", "max_grad_norm")
+        self._require_rate("learning_rate")
 
 
 def fine_tune(

@@ -37,9 +37,12 @@ class TrustRegion:
         """
         return not math.isfinite(kl) or (self._target is not None and kl > _KL_TOLERANCE * self._target)
 
+    @torch.no_grad()
     def enter(self) -> None:
-        """Keep the weights as they are now."""
-        self._kept = [weight.detach().clone() for weight in self._weights]
+        """Keep the weights as they are now, in place of those kept before: new memory would take twice as long."""
+        self._kept = self._kept or [torch.empty_like(weight) for weight in self._weights]
+        for weight, kept in zip(self._weights, self._kept, strict=True):
+            kept.copy_(weight)
 
     @torch.no_grad()
     def return_to(self) -> None:

@@ -50,5 +50,5 @@ class GenerationConfig(Options):
         8
         """
         if isinstance(options, Mapping):
-            options = {key.removeprefix("generate/"): value for key, value in options.items()}
+            options = {str(key).removeprefix("generate/"): value for key, value in options.items()}
         return super().from_dict(options)

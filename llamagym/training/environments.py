@@ -8,12 +8,13 @@ be saved or not.
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import gymnasium
@@ -22,12 +23,14 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
-from ..options import as_json
+from ..options import as_json, as_number
 
 EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
 
 # The option of a reset that says which actions to play again.
 _REPLAY = "llamagym_replay"
+# What arrays raise at a value that they cannot hold.
+_MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError, AssertionError)
 # What an exception of an environment is marked with: the number of its copy.
 _MARK = "llamagym_copy"
 
@@ -45,15 +48,27 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         rest = dict(options or {})
         actions = rest.pop(_REPLAY, {}).get(self._number, [])
         with self._marked():
-            observation, info = self.env.reset(seed=seed, options=rest or None)
+            returned: Any = self.env.reset(seed=seed, options=rest or None)
+            if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+                raise _strange("reset", returned, "(observation, info)")
             for action in actions:
-                observation, _, _, _, info = self.env.step(action)
-        return observation, info
+                observation, _, _, _, info = self._stepped(action)
+                returned = observation, info
+        return returned
 
     def step(self, action: Any) -> Any:
         """Step; an error is marked with the copy's number."""
         with self._marked():
-            return self.env.step(action)
+            return self._stepped(action)
+
+    def _stepped(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        returned: Any = self.env.step(action)
+        if isinstance(returned, tuple) and len(returned) == 5:
+            _, reward, terminated, truncated, info = returned
+            are_flags = all(as_number(flag) in (0.0, 1.0) for flag in (terminated, truncated))
+            if are_flags and not math.isnan(as_number(reward)) and isinstance(info, dict):
+                return returned
+        raise _strange("step", returned, "(observation, reward, terminated, truncated, info)")
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
@@ -95,9 +110,11 @@ class Copies:
         if isinstance(self._envs, AsyncVectorEnv):
             self._envs.reset_async(seed=list(seeds), options=options or None)
             longest = max(map(len, replay.values())) if replay else 0
-            observations, _ = self._within(self._envs.reset_wait, steps=1 + longest)
+            with self._observed():
+                observations, _ = self._within(self._envs.reset_wait, steps=1 + longest)
         else:
-            observations, _ = self._envs.reset(seed=list(seeds), options=options or None)
+            with self._observed():
+                observations, _ = self._envs.reset(seed=list(seeds), options=options or None)
         return list(iterate(self._envs.observation_space, observations))
 
     def step(self, actions: Sequence[Any]) -> tuple[list[Any], Any, Any, Any]:
@@ -107,12 +124,14 @@ class Copies:
             EnvironmentTimeoutError: A copy did not answer in time; all of them have been stopped.
         """
         space = self._envs.single_action_space
-        batch = concatenate(space, actions, create_empty_array(space, self.count))  # type: ignore[arg-type]
-        if isinstance(self._envs, AsyncVectorEnv):
-            self._envs.step_async(batch)
-            observations, rewards, terminated, truncated, _ = self._within(self._envs.step_wait)
-        else:
-            observations, rewards, terminated, truncated, _ = self._envs.step(batch)
+        with _fitting(space, f"The agent's actions {actions!r}"):
+            batch = concatenate(space, actions, create_empty_array(space, self.count))  # type: ignore[arg-type]
+        with self._observed():
+            if isinstance(self._envs, AsyncVectorEnv):
+                self._envs.step_async(batch)
+                observations, rewards, terminated, truncated, _ = self._within(self._envs.step_wait)
+            else:
+                observations, rewards, terminated, truncated, _ = self._envs.step(batch)
         return list(iterate(self._envs.observation_space, observations)), rewards, terminated, truncated
 
     def saved_actions(self, actions: Sequence[Any]) -> Any:
@@ -135,6 +154,9 @@ class Copies:
             warnings.simplefilter("ignore")
             self._envs.close(terminate=at_once, timeout=self._timeout)
 
+    def _observed(self) -> AbstractContextManager[None]:
+        return _fitting(self._envs.single_observation_space, "The environment's observations")
+
     def _within(self, wait: Callable[..., Any], steps: int = 1) -> Any:
         """Wait for so many steps at most, of which a reset is one."""
         assert isinstance(self._envs, AsyncVectorEnv)
@@ -149,6 +171,26 @@ class Copies:
                 "for each step), and all copies have been stopped. Look for what they wait for, or pass a longer "
                 "env_timeout."
             ) from error
+
+
+def _strange(method: str, returned: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"The environment's {method}() returned {returned!r}. Return {expected}, as gymnasium.Env says: one number as "
+        "the reward, True or False for the two flags, a dictionary as info."
+    )
+
+
+@contextmanager
+def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
+    """While open, values are put into arrays of a space; an error says that they do not fit."""
+    try:
+        yield
+    except _MISFIT as error:
+        if failed_copy(error) is not None:
+            raise
+        raise ConfigError(
+            f"{what} do not fit {space}: {error}. Mend the environment's space, or what does not fit."
+        ) from error
 
 
 def failed_copy(error: BaseException) -> int | None:
@@ -200,6 +242,9 @@ def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child
         env = make()
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(f"env() made {env!r}, which is no environment. Pass a function that makes one.")
+        for name in ("observation_space", "action_space"):
+            if not isinstance(space := getattr(env, name, None), gymnasium.Space):
+                raise ConfigError(f"The {name} of {env} is {space!r}. Give it one of gymnasium.spaces.")
         return Copy(env, number)
 
     return made

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..agent import Agent
 from ..errors import ConfigError
-from ..options import check_arguments, check_seed
+from ..options import as_seed, check_arguments
 from .environments import EnvSource, opened
 from .play import Play
 
@@ -59,7 +59,7 @@ def evaluate(
     """
     require_positive(episodes=episodes, num_envs=num_envs)
     check_arguments(evaluate, locals())
-    check_seed(seed)
+    seed = as_seed(seed)
     num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]

@@ -14,7 +14,7 @@ from ..agent import Agent
 from ..errors import ConfigError
 from ..learners.base import Stats
 from ..models.checkpoints import require_none
-from ..options import check_arguments, check_seed
+from ..options import as_seed, check_arguments
 from .environments import EnvSource, failed_copy, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
@@ -101,7 +101,7 @@ def train(
         episodes=episodes, num_envs=num_envs, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints
     )
     check_arguments(train, locals())
-    check_seed(seed)
+    seed = as_seed(seed)
     size = agent.learner.group_size if group_size is None else group_size
     if size < 1 or num_envs % size:
         raise ConfigError(
@@ -138,7 +138,7 @@ def train(
         with _saved_on_error(run, saved):
             while not run.is_over:
                 ended, stats = play.step()
-                run.take(ended, stats, num_envs, progress)
+                run.take(ended, stats, len(ids), progress)
                 is_due = bool(stats) and len(run.updates) % checkpoint_every == 0
                 stops = interrupts.stops
                 if saved and (is_due or run.is_over or stops):

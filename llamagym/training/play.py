@@ -16,6 +16,7 @@ import numpy as np
 
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
+from ..errors import ActionParseError
 from ..learners.base import Stats
 from .environments import Copies
 
@@ -43,6 +44,8 @@ class Play:
         # The number of the group that each copy is in; a row's next group is `rows` further on.
         self._groups = np.arange(copies.count) // group_size
         self._totals = np.zeros(copies.count)
+        # Copies whose episode has ended, until the next step resets them.
+        self._over = np.zeros(copies.count, dtype=bool)
         # What was done in each copy since its reset.
         self._actions: list[list[Any]] = [[] for _ in self._ids]
         self._observations: list[Any] = []
@@ -54,14 +57,19 @@ class Play:
     def step(self) -> tuple[list[tuple[int, float]], Stats]:
         """One step in every copy, and an update if that fills a batch; an error takes the step back.
 
+        A copy whose episode has ended is reset at the next step: should that fail, this one has been taken.
+
         Returns:
             (copy, return) of the episodes that ended, and the statistics of an update.
         """
         agent, ids, seeds = self._agent, self._ids, self._seeds()
+        if self._over.any():
+            self._observations = self._copies.reset(seeds, self._over)
+            self._over[:] = False
         with agent.undone_on_error(ids):
             actions = agent.act_batch(self._observations, ids)
             if any(action is None for action in actions):
-                raise NotImplementedError(f"A reply names no action. {no_action_advice(agent)}")
+                raise ActionParseError(f"A reply names no action. {no_action_advice(agent)}")
             observations, rewards, terminated, truncated = self._copies.step(actions)
             agent.assign_rewards(rewards.tolist(), ids)
             over = terminated | truncated
@@ -76,13 +84,11 @@ class Play:
         ended = [(i, float(self._totals[i])) for i in done]
         for i, action in enumerate(actions):
             self._actions[i].append(action)
-        self._observations = observations
-        if done:
-            self._totals[done] = 0.0
-            self._groups[done] += self._rows
-            for i in done:
-                self._actions[i].clear()
-            self._observations = self._copies.reset(self._seeds(), over)
+        self._observations, self._over = observations, over
+        self._totals[done] = 0.0
+        self._groups[done] += self._rows
+        for i in done:
+            self._actions[i].clear()
         return ended, stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +98,11 @@ class Play:
             "groups": self._groups.tolist(),
             "totals": self._totals.tolist(),
             "actions": [self._copies.saved_actions(actions) for actions in self._actions],
-            "texts": [self._agent.format_observation(observation) for observation in self._observations],
+            # Of an episode that has yet to begin nothing was seen.
+            "texts": [
+                None if over else self._agent.format_observation(observation)
+                for observation, over in zip(self._observations, self._over, strict=True)
+            ],
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -102,7 +112,7 @@ class Play:
         self._actions = [self._copies.actions_from(actions) for actions in state["actions"]]
         self._observations = self._copies.reset(self._seeds(), replay=dict(enumerate(self._actions)))
         texts = [self._agent.format_observation(observation) for observation in self._observations]
-        changed = np.array([now != then for now, then in zip(texts, state["texts"], strict=True)])
+        changed = np.array([then not in (now, None) for now, then in zip(texts, state["texts"], strict=True)])
         if not changed.any():
             return
         logger.warning(
