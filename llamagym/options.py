@@ -89,7 +89,7 @@ class Options:
     def _require_rate(self, *names: str) -> None:
         self._require_finite(*names)
         for name in names:
-            if getattr(self, name) > _LARGEST_RATE:
+            if (getattr(self, name) or 0.0) > _LARGEST_RATE:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is more than {_LARGEST_RATE:.1e}: Adam's first step is up to ten "
                     "times that, which float32 cannot hold. Rates from 1e-5 to 1e-2 are usual."

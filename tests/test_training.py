@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from llamagym import ConfigError, evaluate, train
+from llamagym import ConfigError, TrainingResult, evaluate, train
 from llamagym.training.tracking import JsonlTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
@@ -182,3 +182,29 @@ def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     tracker.log({"x": 1.0, "undefined": float("nan")}, step=1)
     tracker.close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
+
+
+def test_time_ends_a_training_and_a_resumed_one_counts_what_was_spent(tmp_path):
+    def run(minutes: float) -> TrainingResult:
+        agent = make_agent(ChoiceAgent, ppo={"batch_size": 6})
+        where = {"checkpoint_dir": tmp_path / "run", "resume": True}
+        return train(agent, CountdownEnv, num_envs=2, seed=0, minutes=minutes, **where)
+
+    first = run(0.05)
+    assert first.updates
+    # Its time is over, so it ends with the first step.
+    assert run(0.05).turns - first.turns <= 2
+    assert run(0.1).turns - first.turns > 2
+
+
+def test_copies_where_no_number_is_given():
+    agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"batch_size": 6, "group_size": 3})
+    assert train(agent, CountdownEnv, episodes=1).turns == 63 * 3
+    assert train(agent, CountdownEnv(), episodes=1, group_size=1).turns == 3
+
+
+def test_something_says_how_long_to_train():
+    with pytest.raises(ConfigError, match="Pass episodes, minutes, or both"):
+        train(make_agent(ChoiceAgent), CountdownEnv)
+    with pytest.raises(ConfigError, match="minutes=0"):
+        train(make_agent(ChoiceAgent), CountdownEnv, minutes=0)

@@ -27,6 +27,8 @@ from ..options import as_json, as_number
 
 EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
 
+# More gain little.
+_COPIES = 64
 # The option of a reset that says which actions to play again.
 _REPLAY = "llamagym_replay"
 # What arrays raise at a value that they cannot hold.
@@ -200,6 +202,13 @@ def failed_copy(error: BaseException) -> int | None:
         if isinstance(each, BaseException) and hasattr(each, _MARK):
             return int(getattr(each, _MARK))
     return None
+
+
+def copies_for(env: EnvSource, group_size: int = 1) -> int:
+    """How many copies to act in at once where nothing is said: 64 in whole groups, or the one that cannot be copied."""
+    if isinstance(env, gymnasium.Env) and env.spec is None:
+        return 1
+    return max(group_size, _COPIES // group_size * group_size)
 
 
 @contextmanager

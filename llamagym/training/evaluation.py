@@ -12,7 +12,7 @@ import numpy as np
 from ..agent import Agent
 from ..errors import ConfigError
 from ..options import as_seed, check_arguments
-from .environments import EnvSource, opened
+from .environments import EnvSource, copies_for, opened
 from .play import Play
 
 
@@ -40,7 +40,12 @@ class EvaluationResult:
 
 
 def evaluate(
-    agent: Agent, env: EnvSource, episodes: int, seed: int | None = None, num_envs: int = 1, greedy: bool = True
+    agent: Agent,
+    env: EnvSource,
+    episodes: int,
+    seed: int | None = None,
+    num_envs: int | None = None,
+    greedy: bool = True,
 ) -> EvaluationResult:
     """Measure the agent without learning; what it was training on stays as it is.
 
@@ -51,14 +56,15 @@ def evaluate(
         env: As for `train`.
         episodes: How many to play.
         seed: Of the episodes' reset seeds, apart from those of `train` with any other seed; None draws one.
-        num_envs: Copies that are acted in at once.
+        num_envs: Copies that are acted in at once; None as for `train`.
         greedy: Take the most likely choice or token instead of sampling.
 
     Raises:
         ConfigError: An argument is of the wrong type or out of range, or `env` cannot be made or copied.
     """
-    require_positive(episodes=episodes, num_envs=num_envs)
     check_arguments(evaluate, locals())
+    num_envs = copies_for(env) if num_envs is None else num_envs
+    require_positive(episodes=episodes, num_envs=num_envs)
     seed = as_seed(seed)
     num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ..errors import ConfigError
 from ..learners.base import Stats
 from ..models.checkpoints import require_none
 from ..options import as_seed, check_arguments
-from .environments import EnvSource, failed_copy, opened
+from .environments import EnvSource, copies_for, failed_copy, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play
@@ -45,13 +46,14 @@ class TrainingResult:
 def train(
     agent: Agent,
     env: EnvSource,
-    episodes: int,
-    num_envs: int = 1,
+    episodes: int | None = None,
+    num_envs: int | None = None,
     seed: int | None = None,
     on_update: Callable[[Stats], bool | None] | None = None,
     tracker: Tracker | None = None,
     group_size: int | None = None,
     *,
+    minutes: float | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 10,
     keep_checkpoints: int = 3,
@@ -59,7 +61,7 @@ def train(
     handle_signals: bool = True,
     env_timeout: float | None = None,
 ) -> TrainingResult:
-    """Let the agent act and learn for a number of episodes.
+    """Let the agent act and learn for a number of episodes, or for some time.
 
     With `checkpoint_dir` a run can be stopped at any moment and resumed: a resumed run computes, bit for bit on a CPU,
     what it would have computed without the stop at its last checkpoint. Episodes under way go on where an environment
@@ -70,13 +72,15 @@ def train(
         agent: Who learns; switched to `train()`.
         env: An environment's id, an environment, or a function that makes one. With `num_envs` > 1 an environment must
             have a spec to be copied from.
-        episodes: Stop when this many have ended; unfinished ones are dropped.
-        num_envs: Copies that are acted in at once.
+        episodes: Stop when this many have ended; unfinished ones are dropped. None: when `minutes` are over.
+        num_envs: Copies that are acted in at once. None: 64, fewer if groups of episodes do not divide that, or 1 of an
+            environment that cannot be copied.
         seed: Of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update; returning True ends the training.
         tracker: Receives them first. If it fails, that is said, and training goes on.
         group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
             for a learner that compares none.
+        minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit.
         checkpoint_dir: Where checkpoints are written; None writes none.
         checkpoint_every: Updates between two checkpoints.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
@@ -97,12 +101,18 @@ def train(
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
         SystemExit: A signal ended the training, with status 130.
     """
-    require_positive(
-        episodes=episodes, num_envs=num_envs, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints
-    )
     check_arguments(train, locals())
+    limits = {"episodes": episodes, "num_envs": num_envs}
+    limits |= {"checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints}
+    require_positive(**{name: limit for name, limit in limits.items() if limit is not None})
+    if episodes is None and minutes is None:
+        raise ConfigError("Nothing says how long to train. Pass episodes, minutes, or both.")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ConfigError(f"minutes={minutes}. Pass a positive number, or None for no limit.")
     seed = as_seed(seed)
     size = agent.learner.group_size if group_size is None else group_size
+    if num_envs is None:
+        num_envs = copies_for(env, max(size, 1))
     if size < 1 or num_envs % size:
         raise ConfigError(
             f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
@@ -116,7 +126,7 @@ def train(
         require_none(Path(checkpoint_dir))
     agent.train()
     trackers = MultiTracker(*([] if tracker is None else [tracker]))
-    run = _Run(on_update, trackers, episodes)
+    run = _Run(on_update, trackers, episodes, minutes)
     ids = list(range(num_envs))
     with (
         opened(env, num_envs, env_timeout) as copies,
@@ -155,8 +165,16 @@ def train(
 class _Run:
     """How far a run has come."""
 
-    def __init__(self, on_update: Callable[[Stats], bool | None] | None, tracker: MultiTracker, episodes: int) -> None:
+    def __init__(
+        self,
+        on_update: Callable[[Stats], bool | None] | None,
+        tracker: MultiTracker,
+        episodes: int | None,
+        minutes: float | None,
+    ) -> None:
         self._on_update, self._tracker, self._episodes = on_update, tracker, episodes
+        self._seconds = math.inf if minutes is None else 60 * minutes
+        self._began = time.perf_counter()
         self.returns: list[float] = []
         self.updates: list[Stats] = []
         self.turns = 0
@@ -165,12 +183,20 @@ class _Run:
     @property
     def is_over(self) -> bool:
         """Whether enough has been played."""
-        return self._was_ended or len(self.returns) >= self._episodes
+        is_enough = self._episodes is not None and len(self.returns) >= self._episodes
+        return self._was_ended or is_enough or self._elapsed >= self._seconds
+
+    @property
+    def _elapsed(self) -> float:
+        """Seconds since the run began, without those in which it was stopped."""
+        return time.perf_counter() - self._began
 
     def take(self, ended: Sequence[tuple[int, float]], stats: Stats, turns: int, progress: Progress) -> None:
         """Take in a step: episodes that ended, and an update if there was one."""
         self.turns += turns
-        new = [value for _, value in ended][: self._episodes - len(self.returns)]
+        new = [value for _, value in ended]
+        if self._episodes is not None:
+            new = new[: self._episodes - len(self.returns)]
         self.returns += new
         progress.advance(new, stats)
         if stats:
@@ -184,10 +210,12 @@ class _Run:
             "updates": self.updates,
             "turns": self.turns,
             "tracker": self._tracker.position(),
+            "seconds": self._elapsed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
+        self._began = time.perf_counter() - state["seconds"]
         self._tracker.rewind(state["tracker"])
 
 

@@ -146,11 +146,11 @@ def default_tracker(
 class Progress:
     """How far a run is, on stderr: a bar in a terminal, elsewhere (a file, a pipe, CI) one line per update."""
 
-    def __init__(self, episodes: int, unit: str = "episode", window: int = 100) -> None:
+    def __init__(self, episodes: int | None, unit: str = "episode", window: int = 100) -> None:
         """Begin.
 
         Args:
-            episodes: How many there will be.
+            episodes: How many there will be; None is unknown.
             unit: What an episode is called.
             window: Over how many of the last episodes the mean return is taken.
         """
@@ -177,7 +177,7 @@ class Progress:
 
     def advance(self, returns: Sequence[float], stats: Mapping[str, float]) -> None:
         """Count episodes that ended, by their returns, and an update if there are statistics of one."""
-        new = min(len(returns), self._total - self._done)
+        new = len(returns) if self._total is None else min(len(returns), self._total - self._done)
         self._done += new
         self._recent.extend(returns)
         self._updates += bool(stats)
