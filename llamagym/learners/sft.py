@@ -161,7 +161,7 @@ def _trainer_config(folder: str, device: torch.device, config: WarmStartConfig) 
             learning_rate=config.learning_rate,
             per_device_train_batch_size=config.batch_size,
             max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
+            seed=config.seed % 2**32,  # transformers seeds NumPy's old generator, which takes no more.
             use_cpu=device.type == "cpu",
             dataloader_pin_memory=False,
             remove_unused_columns=False,
