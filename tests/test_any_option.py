@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,12 +14,13 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamagym import Agent, GRPOConfig, LlamaGymError, PPOConfig, evaluate, train
 from llamagym.learners.grpo import ReinforceConfig
 from llamagym.learners.replay import ReplayConfig
+from llamagym.learners.sft import WarmStartConfig
 from llamagym.models.generation import GenerationConfig
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
@@ -59,7 +61,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_options_of_configurations(name: str, data: st.DataObject):
     kind, others = CONFIGS[name]
@@ -75,10 +77,20 @@ def agent_with(**options: Any) -> Agent:
     return ChoiceAgent(made.policy.model, made.tokenizer, **options)
 
 
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(options=st.dictionaries(st.sampled_from([field.name for field in fields(WarmStartConfig)]), VALUES, max_size=2))
+@example(options={"seed": 2**63 - 1})
+def test_options_of_a_warm_start(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]):
+    path = tmp_path_factory.getbasetemp() / "demos.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "stay"}]
+    path.write_text(json.dumps({"messages": messages}))
+    tried(lambda: make_agent(ChoiceAgent).sft_from_jsonl(path, **{"epochs": 1, **options}))
+
+
 NAMES = [name for name in inspect.signature(Agent.__init__).parameters if name != "self"]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(options=st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=2))
 def test_options_of_an_agent(options: dict[str, Any]):
     made = make_agent(ChoiceAgent)
@@ -87,7 +99,7 @@ def test_options_of_an_agent(options: dict[str, Any]):
 
 
 @pytest.mark.parametrize("run", [train, evaluate])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_options_of_a_run(run: Callable[..., Any], data: st.DataObject):
     names = st.sampled_from([name for name in get_type_hints(run) if name != "return"])

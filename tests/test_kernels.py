@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,3 +275,33 @@ def test_the_first_process_computes_what_later_ones_do(tmp_path):
     run = partial(subprocess.run, [sys.executable, "-c", code], env=environment, capture_output=True, check=True)
     assert run().stdout == run().stdout
     assert list(tmp_path.rglob("*.nbc"))
+
+
+KERNELS = Path(compiling.__file__).parent
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in KERNELS.glob("*.py")))
+def test_a_change_of_any_source_is_another_stamp(name: str, tmp_path, monkeypatch):
+    for path in KERNELS.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "compiling.py"))
+    assert compiling._hash_of_sources() == compiling._SOURCES
+    changed = tmp_path / name
+    changed.write_text(changed.read_text() + "#")
+    assert compiling._hash_of_sources() != compiling._SOURCES
+
+
+def test_machine_code_of_another_version_is_not_run(tmp_path):
+    """A function changes that a kernel of another file calls, which numba does not see."""
+    package = tmp_path / "llamagym"
+    shutil.copytree(KERNELS.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import torch; from llamagym.cpu.rowwise import gated; print(gated(*torch.ones(2, 1, 1, 1)).item())"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    run = partial(subprocess.run, [sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+    before = float(run(capture_output=True).stdout)
+    source = (package / "cpu" / "compiling.py").read_text()
+    result = "return np.float32(0) if is_nothing else "
+    assert source.count(result) == 1
+    (package / "cpu" / "compiling.py").write_text(source.replace(result, result + "np.float32(2) * "))
+    after = float(run(capture_output=True).stdout)
+    assert (before, after) == pytest.approx((1 / (1 + math.exp(-1)), 1 / (1 + 2 * math.exp(-1))))

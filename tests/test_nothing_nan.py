@@ -15,6 +15,7 @@ from llamagym.learners import base
 from llamagym.learners.controllers import AdaptiveKLController, EntropyController, Whitening
 from llamagym.learners.losses import kl_estimate
 from llamagym.learners.ppo_trainer import PPOTrainer
+from llamagym.learners.trust_region import TrustRegion
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import tiny_model
 
@@ -126,6 +127,19 @@ def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], k
         update(agent)
     agent.discard_episodes(range(4))
     agent.act("a")
+
+
+def test_the_weights_kept_last_come_back_and_take_no_new_memory():
+    weight = torch.zeros(3)
+    region = TrustRegion([weight], None)
+    region.enter()
+    memory = region._kept[0].data_ptr()
+    weight.fill_(1.0)
+    region.enter()
+    assert region._kept[0].data_ptr() == memory
+    weight.fill_(math.nan)
+    region.return_to()
+    assert weight.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("rates", [{"learning_rate": 1e36}, {"value_learning_rate": 3e37}], ids=["policy", "value"])

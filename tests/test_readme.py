@@ -48,6 +48,19 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
+def test_reliability_names_tests_that_exist():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    assert [test for test in named if f"def {test[1]}(" not in (ROOT / "tests" / test[0]).read_text("utf-8")] == []
+    # Files and functions are named together.
+    assert (
+        len(named) == len(re.findall(r"\btest_\w+\.py", page)) == len(re.findall(r"\btest_\w+(?!\.py)\b(?!\.)", page))
+    )
+    tables = re.findall(r"^\|[^\n]*\| test \|\n\|[-|]+\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
+    assert len(tables) == 5
+    assert [row for table in tables for row in table.splitlines() if "::test_" not in row.rsplit(" | ", 1)[-1]] == []
+
+
 def test_the_architecture_names_files_that_exist_on_a_page():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     way = page.split("## One turn, from `act` to a gradient")[1].split("\n## ")[0]

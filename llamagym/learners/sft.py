@@ -140,7 +140,7 @@ def _train(
             learning_rate=config.learning_rate,
             per_device_train_batch_size=config.batch_size,
             max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
+            seed=config.seed % 2**32,  # transformers seeds NumPy's old generator, which takes no more.
             use_cpu=policy.device.type == "cpu",
         )
         trainer = LossTrainer(model, tokenizer, segments, loss, options)
