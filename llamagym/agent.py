@@ -128,7 +128,7 @@ class Agent(LearningActor):
         end = end_ids(model.pretrained_model, tokenizer)
         length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
         policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
-        if seed is not None and not policy.inputs_are_fit:
+        if seed is not None and not policy.is_initialized_from_data:
             redraw_(model.pretrained_model, seed)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
         learner = make_learner(policy, algorithm, options, use_target_kl, seed)
@@ -170,9 +170,9 @@ class Agent(LearningActor):
         episodes = read_demonstrations(path or self.demonstrations, self.new_conversation, self.response_prefix, end)
         with self.learner.undone_on_error():
             stats = fine_tune(self.policy, self.tokenizer, episodes, config)
-        self.learner.watch_weights()
+        self.learner.reset_optimizer()
         if self._replay is not None:
-            self._replay.watch_weights()
+            self._replay.reset_optimizer()
         return stats
 
     def weights_changed(self) -> None:

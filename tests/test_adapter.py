@@ -14,11 +14,11 @@ from torch import nn
 from llamagym.models.lora import (
     aim_,
     directions_of_difference,
+    freeze_and_extend_,
     fresh_rows,
     is_activated,
     is_fresh,
     latest_inputs,
-    set_aside_,
 )
 from llamagym.models.peft_internals import acting_on_every_token
 from tests.agents import ChoiceAgent, make_agent
@@ -86,7 +86,7 @@ def test_gradients_tell_observations_apart_once_aimed() -> None:
                 if "lora_B" in name:
                     weight.zero_()
         segments = [agent.conversation(i).observe(f"Observation {i}", "", ChoiceAgent.choices) for i in range(8)]
-        agent.policy.fit_inputs(segments)
+        agent.policy.initialize_from_data(segments)
         ups = [w for name, w in agent.policy.model.named_parameters() if "lora_B" in name]
         gradients = []
         for i, reply in enumerate(agent.policy.sample(segments)):
@@ -117,7 +117,7 @@ def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
 
 
 @pytest.mark.parametrize("activated", [True, False])
-def test_what_was_learnt_is_set_aside_and_a_fresh_adapter_beside_it_learns(activated: bool, tmp_path: Path) -> None:
+def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: bool, tmp_path: Path) -> None:
     options = {"batch_size": 4, "learning_rate": 0.01, "warmup_steps": 1}
     agent = make_agent(ChoiceAgent, "llama", activated, context="turn", ppo=options)
     model = agent.policy.model.pretrained_model
@@ -132,8 +132,8 @@ def test_what_was_learnt_is_set_aside_and_a_fresh_adapter_beside_it_learns(activ
     learnt = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
     before = agent.action_probabilities(["a", "bb"])
 
-    set_aside_(model)
-    agent.learner.watch_weights()
+    freeze_and_extend_(model)
+    agent.learner.reset_optimizer()
     assert not is_fresh(model)
     after = agent.action_probabilities(["a", "bb"])
     for one, other in zip(before, after, strict=True):

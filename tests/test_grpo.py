@@ -138,8 +138,10 @@ def test_an_update_leaves_the_value_head_alone_and_fits_inputs_once(kind, monkey
         head.summary.weight.zero_()
         head.summary.bias.zero_()
     fits = []
-    fit = agent.policy.fit_inputs
-    monkeypatch.setattr(agent.policy, "fit_inputs", lambda segments: (fits.append(len(segments)), fit(segments)))
+    fit = agent.policy.initialize_from_data
+    monkeypatch.setattr(
+        agent.policy, "initialize_from_data", lambda segments: (fits.append(len(segments)), fit(segments))
+    )
     before = {name: weight.detach().clone() for name, weight in agent.policy.model.named_parameters()}
     for _ in range(2):
         play(agent, [1.0, 1.0], "a")
@@ -155,7 +157,7 @@ def test_a_batch_of_one_observation_is_learnt_from_though_there_is_nothing_to_fi
     torch.nn.init.zeros_(agent.policy.model.v_head.summary.weight)
     play(agent, [1.0])
     assert play(agent, [0.0])["turns"] == 2.0
-    assert not agent.policy.inputs_are_fit
+    assert not agent.policy.is_initialized_from_data
 
 
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])

@@ -16,8 +16,8 @@ from llamagym import ModelLoadError, load_model_and_tokenizer
 from llamagym.conversation.episode import Prompt, Segment
 from llamagym.engine.token_tree import TokenTree
 from llamagym.models import hardware
+from llamagym.policy.choice_cache import ChoiceCache, ScoredChoices
 from llamagym.policy.choices import choice_length
-from llamagym.policy.weighed import Weighed, WeighedChoices
 from tests.agents import ChoiceAgent, make_agent
 
 
@@ -73,7 +73,7 @@ def held(*objects: Any) -> int:
     return sum(map(sys.getsizeof, seen.values()))
 
 
-def weighed_context(number: int, length: int, count: int, tokens: int) -> dict[TokenTree, Weighed]:
+def scored_context(number: int, length: int, count: int, tokens: int) -> dict[TokenTree, ScoredChoices]:
     """A context of some length that offers choices of some tokens; its ids are as large as a real vocabulary's."""
     draw = random.Random(number)
     choices = tuple(tuple(draw.randrange(1000, 50_000) for _ in range(tokens)) for _ in range(count))
@@ -84,40 +84,40 @@ def weighed_context(number: int, length: int, count: int, tokens: int) -> dict[T
 @pytest.mark.parametrize("count", [2, 300])
 @pytest.mark.parametrize("tokens", [1, 3, 12])
 @pytest.mark.parametrize("length", [20, 2000])
-def test_the_bytes_of_weighed_choices_are_counted(length: int, count: int, tokens: int):
-    weighed = WeighedChoices()
+def test_the_bytes_of_the_choice_cache_are_counted(length: int, count: int, tokens: int):
+    cache = ChoiceCache()
     for number in range(4):
-        weighed.update(weighed_context(number, length, count, tokens))
-    assert 0.8 < weighed.size / held(weighed._known) < 1.5
+        cache.update(scored_context(number, length, count, tokens))
+    assert 0.8 < cache.size / held(cache._known) < 1.5
 
 
 @pytest.mark.parametrize(("length", "count", "tokens"), [(40, 300, 3), (2000, 2, 1)])
-def test_weighed_choices_have_a_hundred_megabytes(length: int, count: int, tokens: int):
-    weighed, before = WeighedChoices(), -1
+def test_the_choice_cache_has_a_hundred_megabytes(length: int, count: int, tokens: int):
+    cache, before = ChoiceCache(), -1
     for number in range(2000):
-        weighed.update(weighed_context(number, length, count, tokens))
-        if len(weighed) == before:
+        cache.update(scored_context(number, length, count, tokens))
+        if len(cache) == before:
             break
-        before = len(weighed)
-    assert 60e6 < held(weighed._known) < 130e6
+        before = len(cache)
+    assert 60e6 < held(cache._known) < 130e6
 
 
-def test_weighed_choices_do_not_pile_up():
+def test_the_choice_cache_does_not_pile_up():
     agent, most = make_agent(ChoiceAgent), 200_000
     agent.eval()
     usual = agent.action_probabilities(["0"])
-    weighed = agent.policy._weighed = WeighedChoices(most)
+    cache = agent.policy._choice_cache = ChoiceCache(most)
     for observation in range(0, 300, 3):
         agent.action_probabilities([str(observation), str(observation + 1), str(observation + 2)])
-        assert held(weighed._known) < 2 * most
-    assert 10 < len(weighed) < 200
+        assert held(cache._known) < 2 * most
+    assert 10 < len(cache) < 200
     assert agent.action_probabilities(["0"])[0] == pytest.approx(usual[0], abs=1e-5)
     # More at once than there is room for.
     shown = agent.action_probabilities([str(observation) for observation in range(300)])
     assert shown[0] == pytest.approx(usual[0], abs=1e-5)
-    assert held(weighed._known) < 2 * most
+    assert held(cache._known) < 2 * most
     agent.weights_changed()
-    assert len(weighed) == weighed.size == 0
+    assert len(cache) == cache.size == 0
 
 
 def test_lengths_of_choices_do_not_pile_up():

@@ -188,7 +188,7 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind):
         agent.terminate_episode()
     agent.act("x")
     assert agent.policy.num_updates
-    assert agent.policy.inputs_are_fit
+    assert agent.policy.is_initialized_from_data
     copies = agent.policy._backbone._acceleration._packed._copies
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]
     assert {is_transposed for _, is_transposed in copied} == {True, False}

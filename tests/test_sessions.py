@@ -138,7 +138,7 @@ def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
     agent.policy.choice_logprobs([first])
     after = agent.policy.choice_logprobs([second])[0]
     agent.policy._backbone.forget_all()
-    agent.policy._weighed.clear()
+    agent.policy._choice_cache.clear()
     assert torch.allclose(after, agent.policy.choice_logprobs([second])[0], atol=TOLERANCE)
 
 

@@ -186,7 +186,7 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, m
     changed = set()
     for name, weight in model.named_parameters():
         same, before, requires_grad = weights[name]
-        # What LoRA has learnt is set aside: its matrices are new, and larger.
+        # What LoRA has learnt is frozen: its matrices are new, and larger.
         assert weight is same or "lora_" in name
         assert weight.dtype == before.dtype
         assert weight.requires_grad == requires_grad
@@ -224,11 +224,11 @@ def test_a_fresh_adapter_is_aimed_before_it_learns_and_the_critic_is_fitted_late
         agent.sft_from_jsonl(demos, learning_rate=1e-9)
         moved = [(layer.weight[: len(old)] - old).abs().max().item() for layer, old in zip(downs, before, strict=True)]
         assert min(moved) > 1e-3 if aim else max(moved) < 1e-6
-        # What was learnt is set aside: there is as much again.
+        # What was learnt is frozen: there is as much again.
         ranks = {layer: layer.out_features for layer in downs}
         assert {layer: 2 * len(rows) for layer, rows in fresh_rows(model).items()} == (ranks if aim else {})
         # The first update still standardises the features, which are now the trained adapter's.
-        assert not agent.policy.inputs_are_fit
+        assert not agent.policy.is_initialized_from_data
         assert not model.v_head.feature_mean.any()
         for reward in (1.0, 0.0):
             agent.act(reward)

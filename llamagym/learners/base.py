@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..conversation.episode import Episode, Segment
 from ..models.hardware import is_out_of_memory
-from ..models.lora import hold_back_
+from ..models.lora import mask_frozen_gradients_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from .batches import Batching
@@ -51,7 +51,7 @@ _ADAM_BETAS = (0.9, 0.95)
 # Of a batch, where no size is given.
 _MINIBATCHES = 4
 # What an update changes, beside weights and optimiser.
-_STEERED = ("_steps", "_guard", "_whiten", "_rate", "_entropy", "_kl", "_rng")
+_UPDATE_STATE = ("_steps", "_guard", "_whiten", "_rate", "_entropy", "_kl", "_rng")
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
 _ADAM_EPS = 1e-5
 
@@ -99,7 +99,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
         self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
-        self.watch_weights()
+        self.reset_optimizer()
         self._rate = RateController(config.target_kl)
         self._entropy = EntropyController(config.entropy_coef, config.entropy_decay, config.entropy_floor)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
@@ -107,9 +107,9 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if config.init_kl_coef:
             policy.enable_reference()
 
-    def watch_weights(self) -> None:
+    def reset_optimizer(self) -> None:
         """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
-        hold_back_(self.policy.model.pretrained_model)
+        mask_frozen_gradients_(self.policy.model.pretrained_model)
         parts = self._learning_weights()
         groups = [{"params": part} for part in parts]
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
@@ -129,20 +129,20 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """While open, an exception puts weights, optimiser and all that is steered or counted back to where it was."""
+        """While open, an exception restores weights, optimiser, controllers and counters."""
         head = self.policy.model.v_head
         weights = [*self._learning_weights()[0], *head.parameters(), *head.buffers()]
         counted = attributes_undone_on_error(self.policy, {"num_updates": int})
-        with undone_on_error(self, dict.fromkeys(_STEERED, deepcopy), weights), counted:
+        with undone_on_error(self, dict.fromkeys(_UPDATE_STATE, deepcopy), weights), counted:
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, beside weights."""
-        return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *_STEERED))}
+        return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *_UPDATE_STATE))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of a learner with these options, once the policy has its weights."""
-        self.watch_weights()
+        self.reset_optimizer()
         self._nodes = min(self._nodes, state["nodes"])  # memory may have run out before
         restore(self, state["learning"])
 
@@ -179,10 +179,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         segments = [segment for episode in episodes for segment in episode.segments()]
         if not holds_exactly(self.optimizer, (weight for part in self._learning_weights() for weight in part)):
             logger.warning("the weights that learn are others than before: the optimiser starts anew")
-            self.watch_weights()
+            self.reset_optimizer()
         self.policy.model.zero_grad()
-        if not self.policy.inputs_are_fit:
-            self.policy.fit_inputs(segments)
+        if not self.policy.is_initialized_from_data:
+            self.policy.initialize_from_data(segments)
         sampled = collect(
             self.policy,
             episodes,

@@ -99,7 +99,7 @@ def normal_equations(
 
 
 def _solve(system: Tensor, weights: Tensor) -> Tensor:
-    """The weights that solve a system, held back towards those that were."""
+    """The solution of a linear system, regularised towards the weights before (ridge regression)."""
     matrix, target = system[:, :-1], system[:, -1]
-    held = matrix + _PRIOR_TURNS * torch.eye(len(matrix), dtype=matrix.dtype)
-    return weights + torch.linalg.solve(held, target - matrix @ weights)
+    regularized = matrix + _PRIOR_TURNS * torch.eye(len(matrix), dtype=matrix.dtype)
+    return weights + torch.linalg.solve(regularized, target - matrix @ weights)

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError, did_you_mean
 from ..models.lock import lock_of
-from ..models.lora import hold_back_
+from ..models.lora import mask_frozen_gradients_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
 from .checks import Sizes, check_precision, check_samples, check_trainer
@@ -130,16 +130,16 @@ class PPOTrainer:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
         self.accelerator = Accelerator(cpu=model.device.type == "cpu")
-        self._watch_weights()
+        self._reset_optimizer()
         self._kl_controller = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._estimator = _ESTIMATORS[kl_penalty]
         self._ratio_threshold = ratio_threshold
         self._guard = FiniteGuard()
         self._rng: Shuffler = np.random.default_rng(config.seed) if rng is None else rng
 
-    def _watch_weights(self) -> None:
+    def _reset_optimizer(self) -> None:
         """Start the optimiser on the weights that learn now."""
-        hold_back_(self.model.pretrained_model)
+        mask_frozen_gradients_(self.model.pretrained_model)
         body, head = self._learning_weights()
         check_precision(body + head)
         rates = self.config.learning_rate, self._sizes.value_learning_rate
@@ -189,7 +189,7 @@ class PPOTrainer:
         with lock_of(self.model):
             if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
                 logger.warning("the weights that learn are others than before: the optimiser starts anew")
-                self._watch_weights()
+                self._reset_optimizer()
             self.model.zero_grad()
             # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
             self.model.eval()

@@ -113,7 +113,7 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
 
 @contextmanager
 def _untouched(actor: Actor) -> Iterator[None]:
-    """While open, random numbers, priors, mode and counters are lent."""
+    """Restores the random state, the priors, the mode and the caches on exit."""
     policy = actor.policy
     drawn, prior, mode = policy.rng.get_state(), dict(policy.choice_prior), (actor.learning, actor.greedy)
     actor.train()

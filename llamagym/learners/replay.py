@@ -83,12 +83,12 @@ class Replay:
         self.policy = policy
         self.config = config
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
-        self.watch_weights()
+        self.reset_optimizer()
         self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
         self._rng = np.random.default_rng(config.seed)
         self._guard = FiniteGuard()
 
-    def watch_weights(self) -> None:
+    def reset_optimizer(self) -> None:
         """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
         weights = self._learning_weights()
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(weights, lr=self.config.learning_rate))
@@ -109,7 +109,7 @@ class Replay:
 
     def load_state_dict(self, state: Mapping[str, Any], table: IdTable) -> None:
         """Take what was saved, once the policy has its weights."""
-        self.watch_weights()
+        self.reset_optimizer()
         recent = [[episode_from(record, table) for record in best] for best in state["recent"]]
         self._recent = deque(recent, maxlen=self.config.recent_updates)
         restore(self, state["learning"])
@@ -131,7 +131,7 @@ class Replay:
         started = time.perf_counter()
         if not holds_exactly(self.optimizer, self._learning_weights()):
             logger.warning("the weights that learn are others than before: replay's optimiser starts anew")
-            self.watch_weights()
+            self.reset_optimizer()
         self.policy.model.zero_grad()
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))

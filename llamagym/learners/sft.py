@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.episode import Episode, Segment
 from ..errors import ConfigError
-from ..models.lora import is_fresh, set_aside_
+from ..models.lora import freeze_and_extend_, is_fresh
 from ..options import Options
 from ..policy.policy import Policy
 from .guard import diverged
@@ -66,8 +66,8 @@ def fine_tune(
 ) -> dict[str, float]:
     """Raise the likelihood of the episodes' replies, token by token, whatever their rewards.
 
-    A fresh LoRA is first pointed at what differs between the observations; what it has learnt is set aside afterwards
-    (see `adapter`). The value head is left alone: its features are standardised at the first update, once they are the
+    A fresh LoRA is first pointed at what differs between the observations; what it has learnt is frozen afterwards
+    (see `lora`). The value head is left alone: its features are standardised at the first update, once they are the
     trained adapter's.
 
     Args:
@@ -89,7 +89,7 @@ def fine_tune(
     started = time.perf_counter()
     segments = [segment for episode in episodes for segment in episode.segments()]
     logger.info("Learning from %d demonstrations, %d times.", len(episodes), config.epochs)
-    policy.fit_inputs(segments, critic=False)
+    policy.initialize_from_data(segments, critic=False)
     before = _measure(policy, segments)
     was_fresh = policy.aims_lora and is_fresh(policy.model.pretrained_model)
     _train(policy, tokenizer, segments, config)
@@ -98,7 +98,7 @@ def fine_tune(
         raise diverged(f"After {config.epochs} epochs on demonstrations the loss is {after['loss']}")
     if was_fresh:
         # Neither replies nor their probabilities change by that.
-        set_aside_(policy.model.pretrained_model)
+        freeze_and_extend_(policy.model.pretrained_model)
     policy.num_updates += 1
     return {
         "loss_before": before["loss"],

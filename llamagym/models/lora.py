@@ -14,7 +14,7 @@ centred, orthogonal to their mean, each scaled to the same deviation. B is still
 change. (EVA, Paischer et al. 2024, https://arxiv.org/abs/2410.07170, takes components of all inputs, mean included.)
 
 What it has learnt before. Demonstrations teach what all observations share, the format above all, and through that the
-gradient moves them all together again, hundreds of times faster than apart. So what they taught is set aside, and
+gradient moves them all together again, hundreds of times faster than apart. So what they taught is frozen, and
 rewards move a fresh adapter beside it, aimed at what differs between observations by then.
 """
 
@@ -76,8 +76,8 @@ def redraw_(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def set_aside_(model: nn.Module) -> None:
-    """Keep what LoRA has learnt as it is, and put as much again beside it, fresh, for what is to be learnt now.
+def freeze_and_extend_(model: nn.Module) -> None:
+    """Freeze what LoRA has learnt, and extend it by as much again, fresh, for what is to be learnt now.
 
     The rank doubles, and the matrices are new: an optimiser must look at them anew. What is saved is an ordinary
     adapter; loaded again, all of it learns.
@@ -94,7 +94,7 @@ def set_aside_(model: nn.Module) -> None:
         up.weight = nn.Parameter(torch.cat([up.weight, torch.zeros_like(up.weight)], dim=1))
         down.out_features = up.in_features = 2 * rank
         down.register_buffer("learns", torch.arange(2 * rank, device=down.weight.device) >= rank, persistent=False)
-    hold_back_(model)
+    mask_frozen_gradients_(model)
     double_ranks_(model)
     adapted: Any = model
     config = adapted.active_peft_config
@@ -105,13 +105,13 @@ def set_aside_(model: nn.Module) -> None:
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
 
 
-def is_set_aside(model: nn.Module) -> bool:
-    """Whether a half of LoRA is kept as it is."""
+def has_frozen_half(model: nn.Module) -> bool:
+    """Whether a half of LoRA is frozen."""
     return any(hasattr(down, "learns") for down, _ in projections(model))
 
 
-def hold_back_(model: nn.Module) -> None:
-    """Let what was set aside stay as it is, in a model that is a deep copy as well, which has no hooks."""
+def mask_frozen_gradients_(model: nn.Module) -> None:
+    """Zero the gradients of LoRA's frozen half by hooks, in a deep copy of a model as well, which has none yet."""
     for down, up in projections(model):
         if hasattr(down, "learns") and not has_hooks(down.weight):
             down.weight.register_hook(lambda grad, down=down: grad * down.learns[:, None])

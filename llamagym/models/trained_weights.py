@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .lora import is_activated, is_set_aside, set_aside_
+from .lora import freeze_and_extend_, has_frozen_half, is_activated
 from .peft_internals import is_down, is_up, lora_layers
 from .value_head import AutoModelForCausalLMWithValueHead
 
@@ -22,7 +22,7 @@ def trained_state(model: AutoModelForCausalLMWithValueHead) -> dict[str, Any]:
     """Everything that learns, the value head's constants, and what the rest is like."""
     return {
         "weights": dict(_trained(model)),
-        "set_aside": is_set_aside(model.pretrained_model),
+        "set_aside": has_frozen_half(model.pretrained_model),
         "frozen": _mark_of_frozen(model),
     }
 
@@ -38,7 +38,7 @@ def check_fits(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any
             "It was saved with other frozen weights: another base model, the same in another dtype, or under a LoRA "
             "that is activated or scaled otherwise. Load the model that it was saved with."
         )
-    growth = 2 if state["set_aside"] and not is_set_aside(model.pretrained_model) else 1
+    growth = 2 if state["set_aside"] and not has_frozen_half(model.pretrained_model) else 1
     saved = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
     have = {name: _grown(name, tuple(weight.shape), growth) for name, weight in _trained(model).items()}
     if saved != have:
@@ -53,8 +53,8 @@ def check_fits(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any
 @torch.no_grad()
 def restore_trained_(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any]) -> None:
     """Take weights that `check_fits` has seen."""
-    if state["set_aside"] and not is_set_aside(model.pretrained_model):
-        set_aside_(model.pretrained_model)
+    if state["set_aside"] and not has_frozen_half(model.pretrained_model):
+        freeze_and_extend_(model.pretrained_model)
     for name, weight in _trained(model).items():
         weight.copy_(state["weights"][name])
 

@@ -32,15 +32,15 @@ from ..models.generation import GenerationConfig
 from ..models.lock import alone, lock_of
 from ..models.lora import aim_, fresh_rows
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import ChoiceLength
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
 from .sampling import draw, require_finite, write_text
 from .score import Reading, mean_scores, read
-from .weighed import Weighed, WeighedChoices
 
 # Contexts whose features are taken as a sample of all.
-_FIT_CONTEXTS = 512
+_INIT_CONTEXTS = 512
 # Nodes in one forward pass without gradients; their keys and values live until its end.
 _FORWARD_NODES = 1024
 # Keys and values of replies that are decoded together, each with room for its longest.
@@ -92,7 +92,7 @@ class Policy:
         self._backbone = Backbone(model)
         self.reference: AutoModelForCausalLMWithValueHead | None = None
         self._frozen: Backbone | None = None
-        self._weighed = WeighedChoices()
+        self._choice_cache = ChoiceCache()
         self._state = WeightsState(model)
         self.rng = torch.Generator()
         self.seed(seed)
@@ -115,7 +115,7 @@ class Policy:
 
     def weights_changed(self) -> None:
         """Drop all that was computed with the weights: they were edited where it cannot be noticed."""
-        self._start_anew(Change.FROZEN)
+        self._invalidate(Change.FROZEN)
 
     def drop_caches(self, version: int | None = None) -> None:
         """Drop all that was computed, and take the weights for the state of this number, by default the one they have.
@@ -123,7 +123,7 @@ class Policy:
         What is computed anew has another rounding, since batches fall otherwise.
         """
         self._notice_changes()
-        self._weighed.clear()
+        self._choice_cache.clear()
         self._backbone.forget_all()
         self._state.number = self._state.number if version is None else version
 
@@ -139,8 +139,8 @@ class Policy:
         return self._backbone.tokens_forwarded + frozen
 
     @property
-    def inputs_are_fit(self) -> bool:
-        """Whether `fit_inputs` has run, now or before the model was saved, or the value head was trained without it."""
+    def is_initialized_from_data(self) -> bool:
+        """Whether `initialize_from_data` has run, now or before the model was saved, or the value head was trained."""
         head = self.model.v_head
         return bool(head.summary.weight.any() or head.feature_mean.any())
 
@@ -189,7 +189,7 @@ class Policy:
                 replies[texts[row]] = Reply(
                     text.ids, text.logprobs, value, text.finish_reason, None, self._state.number
                 )
-        for row, (offer, value) in zip(choosing, self._weigh([trees[row] for row in choosing]), strict=True):
+        for row, (offer, value) in zip(choosing, self._score_choices([trees[row] for row in choosing]), strict=True):
             index = int(offer.argmax() if greedy else draw(offer.exp(), self.rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             replies[row] = Reply(ids, (offer[index].item(),), value, "choice", index, self._state.number)
@@ -213,7 +213,7 @@ class Policy:
         """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
         trees = [TokenTree.from_segment(context) for context in contexts]
         check_room(trees, self.max_length)
-        return [offer for offer, _ in self._weigh(trees)]
+        return [offer for offer, _ in self._score_choices(trees)]
 
     @alone
     @torch.no_grad()
@@ -228,8 +228,8 @@ class Policy:
 
     @alone
     @torch.no_grad()
-    def fit_inputs(self, segments: Sequence[Segment], critic: bool = True) -> None:
-        """Fit what is untrained to these segments, equal ones once; replies and values stay what they are.
+    def initialize_from_data(self, segments: Sequence[Segment], critic: bool = True) -> None:
+        """Data-dependent initialisation from these segments, equal ones once; replies and values stay what they are.
 
         A fresh adapter is pointed at what differs between observations (see `adapter`), and the value head's features
         are standardised.
@@ -238,7 +238,7 @@ class Policy:
             segments: Where replies are decided.
             critic: Whether the value head's features are standardised too.
         """
-        trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_FIT_CONTEXTS]
+        trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # In a single context nothing differs; a later batch may hold more.
             return
@@ -264,14 +264,14 @@ class Policy:
         """Rows in chunks for one forward pass each, of at most `most` nodes or a single row."""
         return chunks(trees, [self._backbone.size(tree) for tree in trees], most, equal_once=True)
 
-    def _weigh(self, trees: Sequence[TokenTree]) -> list[Weighed]:
+    def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
         """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.
 
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
         self._notice_changes()
-        weighed = {tree: self._weighed[tree] for tree in trees if tree in self._weighed}
-        fresh = [tree for tree in dict.fromkeys(trees) if tree not in weighed]
+        scored = {tree: self._choice_cache[tree] for tree in trees if tree in self._choice_cache}
+        fresh = [tree for tree in dict.fromkeys(trees) if tree not in scored]
         self._measure_priors(fresh)
         for rows in self._chunks(fresh):
             reading = self._read([fresh[row] for row in rows])
@@ -279,18 +279,18 @@ class Policy:
                 # A copy: a view would keep the rows of all other contexts.
                 offer = logprobs[: len(fresh[row].decisions[0].outcomes)].clone()
                 require_finite(offer)
-                weighed[fresh[row]] = offer, value
-        self._weighed.update({tree: weighed[tree] for tree in fresh})
-        return [weighed[tree] for tree in trees]
+                scored[fresh[row]] = offer, value
+        self._choice_cache.update({tree: scored[tree] for tree in fresh})
+        return [scored[tree] for tree in trees]
 
     def _notice_changes(self) -> None:
         """Drop what was computed with weights that have changed since."""
         if change := self._state.change():
-            self._start_anew(change)
+            self._invalidate(change)
 
-    def _start_anew(self, change: Change) -> None:
+    def _invalidate(self, change: Change) -> None:
         """Drop what depends on the weights that have changed."""
-        self._weighed.clear()
+        self._choice_cache.clear()
         if change is Change.TRAINED:
             self._backbone.forget()
         elif change is Change.FROZEN:
@@ -304,7 +304,7 @@ class Policy:
         self._state.accept()
 
     @contextmanager
-    def _as_reference(self) -> Iterator[None]:
+    def _without_adapter(self) -> Iterator[None]:
         """Switches a plain LoRA off; an activated one acts only where it is asked to."""
         pretrained: Any = self.model.pretrained_model
         if not self.model.is_peft_model or self._backbone.history_is_frozen:
@@ -318,7 +318,7 @@ class Policy:
     def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
         self._notice_changes()
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
-        with self._as_reference() if reference else nullcontext(), backbone.ready():
+        with self._without_adapter() if reference else nullcontext(), backbone.ready():
             return read(
                 backbone,
                 self.model.v_head,

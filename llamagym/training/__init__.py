@@ -1,4 +1,4 @@
-"""The visible loop: training, evaluation, and what a run leaves on the disk to go on from."""
+"""The visible loop: training, evaluation, and checkpoints to resume a run from."""
 
 from .environments import EnvSource
 from .evaluation import EvaluationResult, evaluate

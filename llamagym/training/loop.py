@@ -1,4 +1,4 @@
-"""Training: an agent, many copies of an environment, a bar, and a state on the disk to go on from."""
+"""Training: an agent, many copies of an environment, a progress bar, and checkpoints to resume from."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from workloads import WORKLOADS, agent_of, round_of, take_batch
 from llamagym.cpu import fused_layer
 from llamagym.engine import likelihood
 from llamagym.engine.radix_tree import RadixTree
-from llamagym.policy.weighed import WeighedChoices
+from llamagym.policy.choice_cache import ChoiceCache
 
 # A conversation's round takes a minute otherwise, and the picture is the same.
 MEASURED = {
@@ -113,7 +113,7 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "engine/radix_tree": _without_prefix_cache,
     "engine/space": _without_space,
     "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone, "_can_share", False),
-    "policy/weighed": lambda agent: patch.object(agent.policy, "_weighed", WeighedChoices(0)),
+    "policy/choice_cache": lambda agent: patch.object(agent.policy, "_choice_cache", ChoiceCache(0)),
 }
 
 

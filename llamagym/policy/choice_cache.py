@@ -1,4 +1,4 @@
-"""What weighed choices are remembered, up to a number of bytes."""
+"""A cache of distributions over choices, by context, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..engine.token_tree import TokenTree
 
 # Log-probabilities (C,) of the choices, and the value.
-Weighed = tuple[Tensor, float]
+ScoredChoices = tuple[Tensor, float]
 
 # An id of a context: its place in a tuple, and the number itself.
 _ID_BYTES = 40
@@ -21,8 +21,8 @@ _CHOICE_BYTES = 132
 _TREE_BYTES = 1000
 
 
-class WeighedChoices:
-    """Contexts with the distribution over their choices; the oldest are forgotten to stay within a number of bytes.
+class ChoiceCache:
+    """Distributions over choices by context; the oldest entries are evicted to stay within a budget of bytes.
 
     Attributes:
         size: About how many bytes are held.
@@ -31,7 +31,7 @@ class WeighedChoices:
     def __init__(self, most: int = 100 * 2**20) -> None:
         """Hold at most `most` bytes."""
         self._most, self.size = most, 0
-        self._known: dict[TokenTree, Weighed] = {}
+        self._known: dict[TokenTree, ScoredChoices] = {}
 
     def __len__(self) -> int:
         """How many contexts are held."""
@@ -41,14 +41,14 @@ class WeighedChoices:
         """Whether a context is held."""
         return tree in self._known
 
-    def __getitem__(self, tree: TokenTree) -> Weighed:
-        """What a context was weighed at."""
+    def __getitem__(self, tree: TokenTree) -> ScoredChoices:
+        """The distribution and the value of a cached context."""
         return self._known[tree]
 
-    def update(self, weighed: Mapping[TokenTree, Weighed]) -> None:
-        """Hold contexts that are new; one that is larger than all the room is not."""
-        for tree, what in weighed.items():
-            self._known[tree] = what
+    def update(self, scored: Mapping[TokenTree, ScoredChoices]) -> None:
+        """Add contexts that are new; one that is larger than the whole budget is not kept."""
+        for tree, choices in scored.items():
+            self._known[tree] = choices
             self.size += size_of(tree)
             while self.size > self._most:
                 oldest = next(iter(self._known))
