@@ -16,11 +16,14 @@ from transformers import AutoModelForCausalLM
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
 from llamagym.conversation.chat_template import end_ids
 from llamagym.models.atomic import MANIFEST
+from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.agents import ChoiceAgent, WordAgent
 from tests.resumed_run import SIZES, DiceEnv, Talker
 from tests.test_loading import hub  # noqa: F401 - a fixture
 from tests.tiny import tiny_base_model, tiny_tokenizer
+
+EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture
@@ -81,6 +84,9 @@ def lines_of(folder: Path) -> tuple[str, str]:
 def replies_by_card(folder: Path, observations: Sequence[Any], **changed: str) -> Iterator[dict[str, Any]]:
     """The names that the card's own lines define for each observation; `changed` are values in them."""
     loads, replies = lines_of(folder)
+    if EMBEDDED_ID in loads:
+        # What the hub has by this name, the package has too.
+        loads = loads.replace(EMBEDDED_ID, str(embedded_model_folder()))
     for name, value in changed.items():
         assert f"{name}=" in replies
         replies = re.sub(rf"{name}=\w+", f"{name}={value}", replies)
@@ -164,6 +170,32 @@ def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
             logits = space["model"](input_ids=torch.cat([space["prompt"], ids], 1)).logits[0, -len(reply.ids) - 1 : -1]
         logprobs = (logits / space["how"]["temperature"]).log_softmax(-1).gather(1, ids.T)[:, 0]
         assert logprobs.tolist() == pytest.approx(reply.logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+# Logits from 16 to 32 lie 0.125 apart in bfloat16: its rounding may decide between the two most likely tokens.
+@pytest.mark.parametrize(("dtype", "most", "other_texts"), [("float32", 1e-4, 0), ("bfloat16", 0.15, 3)])
+def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tmp_path, dtype, most, other_texts):
+    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", dtype)
+    options = {"generate_config_dict": {"max_new_tokens": 3}, "context": "turn", "seed": 0}
+    chooser = ChoiceAgent(model, tokenizer, device, ppo_config_dict={**SIZES, "learning_rate": 1e-3}, **options)
+    untrained = chooser.action_probabilities([0])[0]
+    train(chooser, DiceEnv, 4, 4, seed=0)
+    assert chooser.action_probabilities([0])[0] != pytest.approx(untrained, abs=2 * most)
+    chooser.save_pretrained(tmp_path / "choices")
+    observations = range(0, 100, 5)
+    expected = torch.tensor([list(row.values()) for row in chooser.action_probabilities(observations)])
+    found = torch.stack([space["probabilities"] for space in replies_by_card(tmp_path / "choices", observations)])
+    assert (found - expected).abs().max() < most
+    assert (found - expected).abs().mean() < most / 5
+    talker = Talker(model, tokenizer, device, **options)
+    talker.save_pretrained(tmp_path / "text")
+    talker.eval()
+    others = 0
+    for space in replies_by_card(tmp_path / "text", range(50), do_sample="False"):
+        ids = reply_of(talker, space["observation"].removeprefix("Observation ")).ids
+        others += ids != tuple(space["ids"][0, space["prompt"].shape[1] :].tolist())
+    assert others <= other_texts
 
 
 def test_the_card_says_how_the_agent_evaluates(base, tmp_path):

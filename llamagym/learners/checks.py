@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -12,25 +12,6 @@ from torch import Tensor
 from ..conversation.episode import Episode
 from ..errors import ConfigError, EpisodeError
 from ..models.value_head import AutoModelForCausalLMWithValueHead
-
-if TYPE_CHECKING:
-    from .ppo import PPOConfig
-
-
-class Sizes(NamedTuple):
-    """What a learner of episodes fits to them where a configuration says None, and a step on samples has as TRL did."""
-
-    batch: int = 128
-    mini_batch: int = 32
-    value_learning_rate: float = 3e-3
-    cliprange_value: float = 0.2
-
-    @classmethod
-    def of(cls, config: PPOConfig) -> Sizes:
-        """The configuration's own numbers, and TRL's where it has none."""
-        given = config.batch_size, config.mini_batch_size, config.value_learning_rate, config.cliprange_value
-        own: dict[str, Any] = {name: value for name, value in zip(cls._fields, given, strict=True) if value is not None}
-        return cls(**own)
 
 
 def check_episodes(episodes: Sequence[Episode]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,25 @@ class PPOConfig(LearnerConfig):
     def kl_in_loss(self) -> bool:
         """Whether the KL to the reference is a term of the loss."""
         return super().kl_in_loss and self.kl_placement == "loss"
+
+
+class Sizes(NamedTuple):
+    """What PPO fits to episodes where a configuration says None, in numbers: TRL's, for steps on samples."""
+
+    batch: int
+    mini_batch: int
+    value_learning_rate: float
+    cliprange_value: float
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> Sizes:
+        """The configuration's own numbers, and TRL's where it has none."""
+        return cls(
+            128 if config.batch_size is None else config.batch_size,
+            32 if config.mini_batch_size is None else config.mini_batch_size,
+            3e-3 if config.value_learning_rate is None else config.value_learning_rate,
+            0.2 if config.cliprange_value is None else config.cliprange_value,
+        )
 
 
 @dataclass(frozen=True)

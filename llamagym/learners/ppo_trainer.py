@@ -31,7 +31,7 @@ from ..models.lock import lock_of
 from ..models.lora import mask_frozen_gradients_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
-from .checks import Sizes, check_precision, check_samples, check_trainer
+from .checks import check_precision, check_samples, check_trainer
 from .controllers import AdaptiveKLController
 from .guard import FiniteGuard
 from .losses import (
@@ -44,7 +44,7 @@ from .losses import (
     masked_mean,
     masked_whiten,
 )
-from .ppo import PPOConfig
+from .ppo import PPOConfig, Sizes
 from .samples import Samples, pack, read
 from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, weights_of
 from .trust_region import TrustRegion
