@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -105,6 +105,28 @@ def test_episodes_of_a_group_begin_alike_and_groups_do_not(resets):
         longest = max(row, key=len)
         assert all(seeds == longest[: len(seeds)] for seeds in row)
     assert not {seed for seeds in first for seed in seeds} & {seed for seeds in second for seed in seeds}
+
+
+class TalkativeEnv(CountdownEnv):
+    """Says something else about itself each time, of another type in every copy."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+        self.info = {"note": 1 if self.made % 2 else "text"}
+
+    def reset(self, **given: Any) -> Any:
+        return super().reset(**given)[0], self.info
+
+    def step(self, action: int) -> Any:
+        return *super().step(action)[:4], self.info
+
+
+@pytest.mark.parametrize("env_timeout", [None, 60])
+def test_infos_may_be_anything(env_timeout):
+    assert len(train(make_agent(ChoiceAgent), TalkativeEnv, 2, 2, env_timeout=env_timeout).returns) == 2
 
 
 def test_every_episode_has_a_seed_of_its_own_and_another_run_plays_others(resets):

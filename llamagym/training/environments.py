@@ -38,7 +38,10 @@ _MARK = "llamagym_copy"
 
 
 class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset."""
+    """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset.
+
+    What it says as info is left out: nobody reads it, and it may differ between copies in what one array cannot hold.
+    """
 
     def __init__(self, env: gymnasium.Env[Any, Any], number: int) -> None:
         """Wrap the copy with this number."""
@@ -53,10 +56,10 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             returned: Any = self.env.reset(seed=seed, options=rest or None)
             if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
                 raise _strange("reset", returned, "(observation, info)")
+            observation = returned[0]
             for action in actions:
-                observation, _, _, _, info = self._stepped(action)
-                returned = observation, info
-        return returned
+                observation = self._stepped(action)[0]
+        return observation, {}
 
     def step(self, action: Any) -> Any:
         """Step; an error is marked with the copy's number."""
@@ -69,7 +72,7 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             _, reward, terminated, truncated, info = returned
             are_flags = all(as_number(flag) in (0.0, 1.0) for flag in (terminated, truncated))
             if are_flags and not math.isnan(as_number(reward)) and isinstance(info, dict):
-                return returned
+                return *returned[:4], {}
         raise _strange("step", returned, "(observation, reward, terminated, truncated, info)")
 
     @contextmanager
