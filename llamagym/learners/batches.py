@@ -8,7 +8,7 @@ from ..conversation.episode import Episode
 from .config import LearnerConfig
 
 # Where no batch size is given: so many turns that differ are enough, or so many in all.
-_DIFFERENT_TURNS, _MOST_TURNS = 1024, 8192
+_DIFFERENT_TURNS, _MOST_TURNS = 512, 8192
 
 
 class Batching:
