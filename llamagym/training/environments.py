@@ -66,13 +66,13 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         with self._marked():
             return self._stepped(action)
 
-    def _stepped(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def _stepped(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         returned: Any = self.env.step(action)
         if isinstance(returned, tuple) and len(returned) == 5:
-            _, reward, terminated, truncated, info = returned
-            are_flags = all(as_number(flag) in (0.0, 1.0) for flag in (terminated, truncated))
-            if are_flags and not math.isnan(as_number(reward)) and isinstance(info, dict):
-                return *returned[:4], {}
+            observation, *numbers, info = returned
+            reward, terminated, truncated = map(as_number, numbers)
+            if not math.isnan(reward) and {terminated, truncated} <= {0.0, 1.0} and isinstance(info, dict):
+                return observation, reward, bool(terminated), bool(truncated), {}
         raise _strange("step", returned, "(observation, reward, terminated, truncated, info)")
 
     @contextmanager
