@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from gymnasium.vector import AutoresetMode
 
 from llamagym import Agent, load_model_and_tokenizer, parse_choice
 from llamagym.models import checkpoints
+from llamagym.training.interrupts import EXIT_CODE, Interrupts
 from llamagym.training.tracking import Progress, default_tracker
 
 SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
@@ -140,14 +142,25 @@ def main() -> None:
     done = {"finished": 0, "turns": 0, "updates": 0, "minutes": 0.0}
     if newest is not None:
         done = agent.load_checkpoint(newest)
+        tracker.rewind(done["tracker"])
     finished, turns, updates = done["finished"], done["turns"], done["updates"]
     started = time.perf_counter() - 60 * done["minutes"]
+
+    def save() -> None:
+        counted = {"finished": finished, "turns": turns, "updates": updates, "tracker": tracker.position()}
+        path = checkpoints.path_of(args.checkpoint_dir, turns)
+        agent.save_checkpoint(path, {**counted, "minutes": (time.perf_counter() - started) / 60})
+        checkpoints.prune(args.checkpoint_dir, keep=3, written=path)
+
     # Hands under way are dealt anew when a run is resumed, and others than at its start.
     observations, _ = envs.reset(seed=args.seed + turns)
     # Hands that are dealt alike are what GRPO compares.
     dealt = list(zip(*(part.tolist() for part in observations), strict=True))
-    with Progress(args.episodes, unit="hand", window=1000) as progress:
-        while finished < args.episodes:
+    with (
+        Progress(args.episodes, unit="hand", window=1000) as progress,
+        Interrupts(listens=args.checkpoint_dir is not None) as interrupts,
+    ):
+        while finished < args.episodes and not interrupts.stops:
             hands = list(zip(*(part.tolist() for part in observations), strict=True))
             actions = agent.act_batch(hands)
             sample = agent.current_episode_messages
@@ -167,15 +180,16 @@ def main() -> None:
                 minutes = (time.perf_counter() - started) / 60
                 tracker.log({**stats, **exact, "minutes": minutes}, finished)
                 if args.checkpoint_dir and updates % args.checkpoint_every == 0:
-                    done = {"finished": finished, "turns": turns, "updates": updates, "minutes": minutes}
-                    path = checkpoints.path_of(args.checkpoint_dir, turns)
-                    agent.save_checkpoint(path, done)
-                    checkpoints.prune(args.checkpoint_dir, keep=3, written=path)
+                    save()
                 if updates % 5 == 1:
                     said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])
                     progress.note(f"update {updates}, {said}")
+    if args.checkpoint_dir:
+        save()
     minutes = (time.perf_counter() - started) / 60
     tracker.close()
+    if interrupts.stops:
+        sys.exit(EXIT_CODE)
     if not updates:
         print(agent.why_no_update())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import signal
 import sys
 
 import numpy as np
@@ -133,3 +135,36 @@ def test_text_world_learns_and_is_tested_on_different_games(start, tmp_path):
     summary, metrics = start("text-world", f"--episodes 1000 {options}")
     check(summary, metrics)
     assert {path.name for path in games.glob("*.z8")} == {"locked_door-seed0.z8", "locked_door-seed10000.z8"}
+
+
+def test_blackjack_is_saved_when_it_is_stopped_and_goes_on_from_there(model, tmp_path, monkeypatch):
+    blackjack, log = importlib.import_module("blackjack"), tmp_path / "run" / "metrics.jsonl"
+    options = "--episodes 60 --num-envs 2 --batch-size 8 --mini-batch-size 8 --checkpoint-every 2 --device cpu"
+    folders = f"--model {model} --run-dir {tmp_path / 'run'} --checkpoint-dir {tmp_path / 'saved'}"
+    command = ["blackjack.py", *options.split(), *folders.split()]
+    evaluate, left = blackjack.expected_return, [4]
+
+    def stopping(policy):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(policy)
+
+    monkeypatch.setattr(blackjack, "expected_return", stopping)
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as exit_:
+        blackjack.main()
+    assert exit_.value.code == 130
+    before = log.read_text()
+    assert before.count("\n") == 3
+    log.write_text(before + "lost\n")
+    monkeypatch.setattr(sys, "argv", [*command, "--resume"])
+    blackjack.main()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["episodes"] >= 60
+    lines = log.read_text().splitlines()
+    assert lines[:3] == before.splitlines()
+    assert summary["updates"] == len(lines) > 3
+    # It is over when it is resumed once more.
+    blackjack.main()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == len(lines)
