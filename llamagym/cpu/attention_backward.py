@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from numba import prange
-from numba.np.numpy_support import carray
 from torch import Tensor
 
 from .attention_kernel import of_rows, rotate
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .numba_internals import carray, pointer
 
 
 def attend_with_gradients(

@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numba import prange
-from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, pointer, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .numba_internals import carray, pointer
 
 
 def attend(

@@ -33,7 +33,6 @@ from numba.extending import overload
 from torch import Tensor
 
 from .numba_internals import cache_folder, cache_on_disk, has_thread_pool
-from .numba_internals import pointer as pointer
 
 # Empty arrays: they tell kernels which dtype lies at an address.
 _KINDS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
