@@ -75,10 +75,17 @@ def main() -> None:
         __doc__,
         episodes=4000,
         num_envs=64,
+        batch_size=16384,
+        mini_batch_size=4096,
+        learning_rate=1e-3,
+        target_kl=0.03,
+        entropy_coef=0.02,
+        entropy_decay=0.97,
         eval_every=10,
         eval_episodes=64,
     ).parse_args()
-    agent = script.load(args, CartPoleAgent)
+    # A reward of 1 a step: returns reach 50, and so must the critic's steps and clipping range.
+    agent = script.load(args, CartPoleAgent, gamma=0.98, ppo_epochs=2, cliprange_value=10.0, value_learning_rate=3e-3)
     score = script.play_held_out(agent, make, args)
     script.learn(args, agent, make, score, {"random": script.random_return(make), "optimum": 500.0})
 

@@ -10,12 +10,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium
 
-from llamagym import Agent, LlamaGymError, evaluate, load_model_and_tokenizer, train
+from llamagym import Agent, GRPOConfig, LlamaGymError, evaluate, load_model_and_tokenizer, train
 from llamagym.training import EnvSource
 from llamagym.training.tracking import Metrics, MultiTracker, default_tracker
 
@@ -74,19 +75,24 @@ def load(
     args: argparse.Namespace,
     kind: type[Agent],
     context: Literal["turn", "episode"] = "turn",
+    lora_layer_fraction: float | None = None,
+    **learning: Any,
 ) -> Agent:
-    """An agent with the options of the command line.
+    """An agent with the options of the command line; what is not given there or here is the library's default.
 
     Args:
         args: The command line.
         kind: The agent's class.
         context: Whether it sees the current observation only, or the whole conversation.
+        lora_layer_fraction: The share of the layers that LoRA adapts; None is the registry's.
+        learning: Other options of the learner; those that only PPO has are left out of GRPO's.
     """
     model, tokenizer, device = load_model_and_tokenizer(
         args.model,
         device=args.device,
         load_in_8bit=args.load_in_8bit,
         load_in_4bit=args.load_in_4bit,
+        lora_layer_fraction=lora_layer_fraction,
     )
     named = (
         "batch_size",
@@ -97,7 +103,11 @@ def load(
         "entropy_floor",
         "target_kl",
     )
-    options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in named if getattr(args, name) is not None} | learning
+    if args.algorithm == "grpo":
+        known = {option.name for option in fields(GRPOConfig)}
+        options |= {"epochs": options["ppo_epochs"]} if "ppo_epochs" in options else {}
+        options = {name: value for name, value in options.items() if name in known}
     configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options}
     return kind(model, tokenizer, device, algorithm=args.algorithm, context=context, seed=args.seed, **configs)
 

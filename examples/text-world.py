@@ -61,6 +61,11 @@ def main() -> None:
         __doc__,
         episodes=3_000,
         num_envs=64,
+        batch_size=2048,
+        mini_batch_size=512,
+        learning_rate=1e-3,
+        target_kl=0.03,
+        entropy_coef=0.01,
         eval_every=10,
         eval_episodes=100,
     )
@@ -74,7 +79,7 @@ def main() -> None:
         make_games(args.game, range(seed, seed + args.games), args.games_dir, args.level)
         for seed in (_TRAINING_SEED, _TEST_SEED)
     )
-    agent = script.load(args, TextWorldAgent)
+    agent = script.load(args, TextWorldAgent, gamma=0.95, ppo_epochs=2, value_learning_rate=3e-4, cliprange_value=0.2)
     test_in = functools.partial(TextWorldEnv, unseen, args.max_steps)
     score = script.play_held_out(agent, test_in, args)
     baselines = {"random": random_return(test_in(), 200), "optimum": 1.0}

@@ -329,3 +329,18 @@ def test_choices_must_be_distinct_strings():
 def test_statistics_can_be_logged_as_json():
     agent = make_agent(ppo={"batch_size": 1})
     assert json.loads(json.dumps(play_episode(agent, 1)))["turns"] == 1.0
+
+
+@pytest.mark.parametrize(("context", "turns"), [("turn", 8192), ("episode", 1024)])
+def test_a_batch_without_a_size_is_full_with_turns_that_differ_or_many(context: str, turns: int):
+    agent = make_agent(ChoiceAgent, context=context, ppo={"batch_size": None, "mini_batch_size": None, "ppo_epochs": 1})
+    played, stats = 0, {}
+    while not stats:
+        for _ in range(2):
+            agent.act_batch(["x"] * 256, range(256))
+            agent.assign_rewards([0.0] * 256, range(256))
+            played += 256
+        stats = agent.terminate_episodes(range(256))
+    # Three choices of one text are three turns; of a conversation only the first turn is one of three.
+    assert turns <= played <= turns + 512
+    assert stats["optimizer_steps"] == 4

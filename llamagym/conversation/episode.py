@@ -127,14 +127,6 @@ class Episode:
         """The episode cut wherever a turn starts a new context."""
         return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
 
-    def turn_keys(self) -> list[int]:
-        """A hash for each turn of what its context holds up to the reply's end: equal turns are computed once."""
-        keys: list[int] = []
-        for turn in self.turns:
-            before = 0 if turn.prompt.starts_context or not keys else keys[-1]
-            keys.append(hash((before, turn.prompt.ids, turn.reply.ids)))
-        return keys
-
 
 def commonest_reply(episodes: Sequence[Episode]) -> float:
     """Share of the turns whose reply is the commonest one; 1 where all replies are identical."""

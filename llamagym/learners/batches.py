@@ -8,7 +8,7 @@ from ..conversation.episode import Episode
 from .config import LearnerConfig
 
 # Where no batch size is given: so many turns that differ are enough, or so many in all.
-_DIFFERENT_TURNS, _MOST_TURNS = 512, 8192
+_DIFFERENT_TURNS, _MOST_TURNS = 768, 8192
 
 
 class Batching:
@@ -59,13 +59,20 @@ class Batching:
         # No turn adds more than one that differs, so there is nothing to count before as many have been added.
         before, different = self._counted
         if turns - before >= _DIFFERENT_TURNS - different:
-            different = len({key for episode in batch for key in episode.turn_keys()})
+            different = _count_different(batch)
             self._counted = (turns, different)
         return different >= _DIFFERENT_TURNS or turns >= _MOST_TURNS
 
     def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
         """Episodes that can be learnt from now, in the pieces that a batch is made of, the oldest first."""
         return [[episode] for episode in finished]
+
+
+def _count_different(episodes: Sequence[Episode]) -> int:
+    """Turns without those that open a context as others do, with the same reply; what goes on from there differs."""
+    turns = [turn for episode in episodes for turn in episode.turns]
+    opening = [(turn.prompt.ids, turn.reply.ids) for turn in turns if turn.prompt.starts_context]
+    return len(turns) - len(opening) + len(set(opening))
 
 
 def _count_turns(episodes: Sequence[Episode]) -> int:

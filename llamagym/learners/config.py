@@ -39,7 +39,7 @@ class LearnerConfig(Options):
     """Options of every learner; names follow TRL 0.11.
 
     Attributes:
-        batch_size: An update runs when finished episodes hold at least this many turns. None: 512 turns that differ,
+        batch_size: An update runs when finished episodes hold at least this many turns. None: 768 turns that differ,
             or 8,192 in all, since equal turns are computed once and more of them cost next to nothing.
         mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step. None: a quarter of the batch.
         learning_rate: Of the policy's weights (Adam).

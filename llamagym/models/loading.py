@@ -75,8 +75,8 @@ def load_model_and_tokenizer(
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
         attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
         lora_layer_fraction: The share of the layers, counted from the last, that the registry's LoRA adapts, in (0, 1];
-            None is the entry's own, half. A quarter takes half as long to learn from a turn, and is too shallow where
-            several turns of a conversation must be compared.
+            None is the entry's own, a quarter. Where several turns of a conversation must be compared, that is too
+            shallow: half of the layers learn it, and take twice as long to learn from a turn.
 
     Returns:
         Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's

@@ -4,7 +4,7 @@ An entry answers four questions before any weight is read: which modules get LoR
 training, which dtype suits a device, and how much memory the weights need. Names that are not in the table
 fall back to their architecture's family, and say so.
 
-LoRA's defaults: the attention's query and value projections (Hu et al. 2021, section 7.1) of the last half of the
+LoRA's defaults: the attention's query and value projections (Hu et al. 2021, section 7.1) of the last quarter of the
 layers. Autograd stops at the first adapted layer, so the frozen layers below cost no backward pass and give the
 same output in the rollout and in every epoch of an update.
 """
@@ -76,7 +76,7 @@ class ModelEntry:
     hub_id: str | None
     family: str
     lora_target_modules: tuple[str, ...] | str = ("q_proj", "o_proj", "down_proj")
-    lora_layer_fraction: float = 0.5
+    lora_layer_fraction: float = 0.25
     lora_r: int = 16
     lora_alpha: int = 32
     generation: GenerationConfig = field(default_factory=GenerationConfig)
