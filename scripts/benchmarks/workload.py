@@ -26,7 +26,8 @@ MAX_NEW_TOKENS = 8
 def make_agent(free_text: bool, context: Context = "turn", dtype: str = "auto", **ppo: Any) -> BlackjackAgent:
     """The example's agent on a freshly loaded model; `ppo` holds options of `PPOConfig`."""
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
-    settings = {"batch_size": 10**9, **ppo}
+    # The work of an update, and no trust region that ends it early.
+    settings = {"batch_size": 10**9, "target_kl": None, **ppo}
     agent = BlackjackAgent(
         model, tokenizer, device, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context=context, seed=0
     )

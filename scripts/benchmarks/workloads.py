@@ -110,7 +110,7 @@ def agent_of(workload: Workload, dtype: str = "auto", **ppo: Any) -> Agent:
     if workload.sentences is None:
         return make_agent(workload.free_text, workload.context, dtype, **ppo)
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
-    sampling, settings = {"max_new_tokens": workload.max_new_tokens}, {"batch_size": 10**9, **ppo}
+    sampling, settings = {"max_new_tokens": workload.max_new_tokens}, {"batch_size": 10**9, "target_kl": None, **ppo}
     agent = TextAgent(model, tokenizer, device, sampling, settings, context=workload.context, seed=0)
     agent.free_text = workload.free_text
     return agent
