@@ -187,6 +187,7 @@ class Probe:
     def _error_of(self, seed: int, algorithm: str, options: dict[str, Any], family: str) -> float:
         turns = COPIES * self.turns
         config = {"batch_size": turns, "mini_batch_size": turns, "learning_rate": 0.01, "target_kl": 0.05}
+        config |= {"entropy_coef": 0.01, "gamma": 1.0}
         options = {f"{algorithm}_config_dict": config | self.config, **options}
         model, tokenizer = tiny_model(family, seed), tiny_tokenizer(family)
         agent = self.agent(model, tokenizer, context=self.context, seed=seed, **options)

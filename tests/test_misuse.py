@@ -340,7 +340,7 @@ def test_environments_that_return_junk(method: str, fault: Any):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
 def test_junk_is_named():
     def run(method: str, fault: Any, **options: Any) -> None:
-        train(make_agent(ChoiceAgent), lambda: FaultyEnv(method, 1, fault), episodes=2, **options)
+        train(make_agent(ChoiceAgent), lambda: FaultyEnv(method, 1, fault), episodes=2, num_envs=1, **options)
 
     for options in ({}, {"env_timeout": 60}):
         with pytest.raises(ConfigError, match=r"step\(\) returned None. Return \(observation, reward"):

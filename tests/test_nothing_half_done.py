@@ -149,7 +149,7 @@ def test_an_environment_that_fails_leaves_no_conversations_and_copies_are_closed
 def test_an_update_before_an_environment_that_cannot_be_reset_has_happened():
     agent, seen = make_agent(ChoiceAgent), []
     with pytest.raises(BrokenError):
-        train(agent, lambda: FaultyEnv("reset", 2, raises(BrokenError)), episodes=9, on_update=seen.append)
+        train(agent, lambda: FaultyEnv("reset", 2, raises(BrokenError)), episodes=9, num_envs=1, on_update=seen.append)
     assert len(seen) == agent.policy.num_updates == 1
 
 

@@ -62,9 +62,10 @@ def evaluate(
     Raises:
         ConfigError: An argument is of the wrong type or out of range, or `env` cannot be made or copied.
     """
-    check_arguments(evaluate, locals())
+    given = dict(locals())
     num_envs = copies_for(env) if num_envs is None else num_envs
     require_positive(episodes=episodes, num_envs=num_envs)
+    check_arguments(evaluate, given)
     seed = as_seed(seed)
     num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]

@@ -1,0 +1,154 @@
+"""This version against an earlier one, in turn: turns acted and learnt from a second, and memory.
+
+git worktree add /tmp/before COMMIT
+python scripts/benchmarks/versions.py /tmp/before
+
+Each version is a process of its own that knows only what users know, with the same options; both have the packages of
+this environment. An update follows every round of turns, so each round acts with weights that are new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ENVIRONMENT, ROOT, Rate, Rival, rates_in_turn, save, serve
+
+WORDS = ("red", "green", "old", "new", "small", "large", "door", "key", "lamp", "river", "bridge", "tower", "stone")
+OPTIONS = {
+    "batch_size": 10**9,
+    "mini_batch_size": 64,
+    "ppo_epochs": 1,
+    "learning_rate": 1e-5,
+    "gamma": 1.0,
+    "entropy_coef": 0.01,
+    "target_kl": None,
+    "value_learning_rate": 3e-3,
+    "cliprange_value": 0.2,
+}
+# Environments, turns of an episode, words of an observation, longest reply in tokens (0: choices), and its context.
+WORKLOADS = {
+    "repeated": (64, 1, 0, 8, "turn"),
+    "repeated-choices": (64, 1, 0, 0, "turn"),
+    "unique": (64, 1, 30, 8, "turn"),
+    "unique-choices": (64, 1, 30, 0, "turn"),
+    "conversation": (16, 6, 30, 16, "episode"),
+    "single": (1, 4, 10, 32, "turn"),
+}
+
+
+def observations(words: int) -> Iterator[str]:
+    """Blackjack's states, which come again and again, or so many words at random, which do not."""
+    rng = np.random.default_rng(0)
+    while True:
+        if words:
+            yield " ".join(rng.choice(WORDS, words))
+        else:
+            yield f"You hold {rng.integers(12, 21)}, the dealer shows {rng.integers(1, 11)}."
+
+
+def serve_version(kind: str) -> None:
+    """Be one version: answer each line of the input by turns a second, `learn` those learnt from, or the memory."""
+    import llamagym  # of the path that this process was given
+
+    num_envs, turns, words, tokens, context = WORKLOADS[kind]
+
+    class Player(llamagym.Agent):
+        def get_system_prompt(self) -> str:
+            return "You play a game. Answer with one word: stick or hit."
+
+        def format_observation(self, observation: str) -> str:
+            return observation
+
+        def get_action_choices(self, observation: str) -> list[str] | None:
+            return None if tokens else ["stick", "hit"]
+
+        def extract_action(self, response: str) -> int:
+            return len(response) % 2
+
+    model, tokenizer, device = llamagym.load_model_and_tokenizer("smollm2-135m", device="cpu")
+    sampling = {"max_new_tokens": max(tokens, 1)}
+    agent: Any = Player(model, tokenizer, device, sampling, OPTIONS, context=context, seed=0)
+    texts, ids = observations(words), list(range(num_envs))
+    spent = {"act": 0.0, "learn": 0.0}
+
+    def play() -> None:
+        started = time.perf_counter()
+        for _ in range(turns):
+            agent.act_batch(list(itertools.islice(texts, num_envs)), ids)
+            agent.assign_rewards(np.arange(num_envs, dtype=float) % 3, ids)
+        agent.terminate_episodes(ids)
+        spent["act"] = time.perf_counter() - started
+        batch, agent._buffer = agent._buffer, []
+        started = time.perf_counter()
+        agent.learner.update(batch)
+        spent["learn"] = time.perf_counter() - started
+
+    def act() -> float:
+        play()
+        return num_envs * turns / spent["act"]
+
+    def learn() -> float:
+        return num_envs * turns / spent["learn"]
+
+    def memory() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+    rates: dict[str, Rate] = {"act": act, "learn": learn, "memory": memory}
+    serve(rates, "llamagym")
+
+
+def compare(kind: str, folders: dict[str, Path], rounds: int) -> dict[str, Any]:
+    """Both versions on one workload, in turn: medians, all rounds, and the ratios of the later one to the earlier."""
+    with ExitStack() as stack:
+        rivals = {
+            name: stack.enter_context(
+                Rival(name, [sys.executable, __file__, "--serve", kind], ENVIRONMENT | {"PYTHONPATH": str(folder)})
+            )
+            for name, folder in folders.items()
+        }
+        rates = {
+            (name, work): (lambda rival=rival, work=work: rival.rate(work))
+            for name, rival in rivals.items()
+            for work in ("act", "learn", "memory")
+        }
+        measured = rates_in_turn(rates, rounds)
+    result: dict[str, Any] = {}
+    for work in ("act", "learn", "memory"):
+        before, after = (measured[name, work] for name in ("before", "after"))
+        result[work] = {"before": before, "after": after, "ratio": after["median"] / before["median"]}
+        print(f"{kind} {work}: {before['median']:.2f} before, {after['median']:.2f} after", flush=True)
+    return result
+
+
+def main() -> None:
+    """Measure all workloads, or serve one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, nargs="?", help="a checkout of the earlier version")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=6, help="of which the first is not counted")
+    parser.add_argument("--serve", choices=WORKLOADS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve_version(args.serve)
+        return
+    if args.before is None:
+        parser.error("name a checkout of the earlier version")
+    git = ["git", "-C", str(args.before), "rev-parse", "HEAD"]
+    earlier = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    folders = {"before": args.before.resolve(), "after": ROOT}
+    results = {kind: compare(kind, folders, args.rounds) for kind in args.workloads}
+    save(f"versions-{earlier[:7]}", {"before": earlier, "options": OPTIONS, "workloads": results})
+
+
+if __name__ == "__main__":
+    main()
