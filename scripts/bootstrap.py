@@ -46,7 +46,7 @@ TEST_COMMANDS = (
         "-m",
         "equivalence",
     ),
-    ("OMP_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile"),
+    ("OMP_NUM_THREADS=1", "NUMBA_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile"),
 )
 
 

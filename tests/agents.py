@@ -51,7 +51,11 @@ def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: 
                 weight.normal_(std=0.2, generator=rng)
     settings = {"max_new_tokens": 6, **options.pop("generate", {})}
     algorithm = options.get("algorithm", "ppo")
-    epochs = {"ppo": {"ppo_epochs": 2}, "grpo": {"epochs": 2}, "reinforce": {}}[algorithm]
+    epochs = {
+        "ppo": {"ppo_epochs": 2, "value_learning_rate": 3e-3, "cliprange_value": 0.2},
+        "grpo": {"epochs": 2},
+        "reinforce": {},
+    }[algorithm]
     sizes = {"batch_size": 4} if algorithm == "reinforce" else {"batch_size": 4, "mini_batch_size": 4}
     options[f"{algorithm}_config_dict"] = {**PLAIN, **epochs, **sizes, **options.pop(algorithm, {})}
     return kind(model, tiny_tokenizer(family), None, settings, **{"seed": 0, **options})

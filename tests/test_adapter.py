@@ -118,7 +118,7 @@ def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
 
 @pytest.mark.parametrize("activated", [True, False])
 def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: bool, tmp_path: Path) -> None:
-    options = {"batch_size": 4, "learning_rate": 0.01, "warmup_steps": 1}
+    options = {"batch_size": 4, "learning_rate": 0.01, "warmup_steps": 1, "target_kl": None}
     agent = make_agent(ChoiceAgent, "llama", activated, context="turn", ppo=options)
     model = agent.policy.model.pretrained_model
     for name, weight in model.named_parameters():

@@ -35,8 +35,8 @@ def test_dry_run_lists_the_steps_in_order():
         "then: ruff format --check .",
         "then: ruff check .",
         "then: mypy llamagym",
-        "then: LLAMAGYM_CPU_KERNELS=0 OMP_NUM_THREADS=1 pytest -q -n 2 --dist loadfile -m equivalence",
-        "then: OMP_NUM_THREADS=1 pytest -q -n 2 --dist loadfile",
+        "then: LLAMAGYM_CPU_KERNELS=0 OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 pytest -q -n 2 --dist loadfile -m equivalence",
+        "then: OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 pytest -q -n 2 --dist loadfile",
     ]
 
 
@@ -214,7 +214,7 @@ def test_every_check_runs_even_if_one_fails_and_pytest_has_the_last_word(bootstr
 
     monkeypatch.setattr(bootstrap, "call", call)
     assert bootstrap.run_tests(Path("python")) == (0 if failing is None else 1)
-    one_thread = {"OMP_NUM_THREADS": "1"}
+    one_thread = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     without_kernels = {"LLAMAGYM_CPU_KERNELS": "0", **one_thread}
     assert ran == [("ruff", {}), ("ruff", {}), ("mypy", {}), ("pytest", without_kernels), ("pytest", one_thread)]
     output = capsys.readouterr().out

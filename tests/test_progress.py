@@ -52,7 +52,7 @@ def test_steps_that_were_skipped_are_in_the_line_and_in_the_file(monkeypatch, tm
     counts, usual = iter([0.0, 2.0, 0.0]), agent.learner.update
     monkeypatch.setattr(agent.learner, "update", lambda batch: usual(batch) | {name: next(counts)})
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
-        train(agent, CountdownEnv, 3, seed=0, tracker=tracker)
+        train(agent, CountdownEnv, 3, 1, seed=0, tracker=tracker)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("update ")]
     assert [f", {name} 2, " in line for line in lines] == [False, True, False]
     assert [name in line for line in lines] == [False, True, False]
