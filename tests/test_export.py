@@ -163,13 +163,19 @@ def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
     agent = trained(Talker, base)
     agent.save_pretrained(tmp_path / "agent")
     agent.eval(greedy=False)
+    compared = 0
     for space in replies_by_card(tmp_path / "agent", range(50)):
         reply = reply_of(agent, space["observation"].removeprefix("Observation "))
+        # Given a whole text at once, PEFT lets the adapter act from the last tokens that look like a reply's opening.
+        if set(space["model"].peft_config["default"].alora_invocation_tokens) & set(reply.ids):
+            continue
+        compared += 1
         ids = torch.tensor([reply.ids])
         with torch.no_grad():
             logits = space["model"](input_ids=torch.cat([space["prompt"], ids], 1)).logits[0, -len(reply.ids) - 1 : -1]
         logprobs = (logits / space["how"]["temperature"]).log_softmax(-1).gather(1, ids.T)[:, 0]
         assert logprobs.tolist() == pytest.approx(reply.logprobs, abs=1e-4)
+    assert compared > 25
 
 
 @pytest.mark.slow
