@@ -65,7 +65,7 @@ def test_without_a_hub_the_error_is_one_clear_line(tmp_path):
         port = server.getsockname()[1]  # free again, and closed, once the server is gone
     model = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
     away = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    result = run("--model", model, "--run-dir", str(tmp_path / "run"), limit_s=60, **away)
+    result = run("--model", model, "--run-dir", str(tmp_path / "run"), limit_s=240, **away)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert model in line
