@@ -106,8 +106,8 @@ def load(
     options = {name: getattr(args, name) for name in named if getattr(args, name) is not None} | learning
     if args.algorithm == "grpo":
         known = {option.name for option in fields(GRPOConfig)}
-        options |= {"epochs": options["ppo_epochs"]} if "ppo_epochs" in options else {}
-        options = {name: value for name, value in options.items() if name in known}
+        renamed = {"epochs" if name == "ppo_epochs" else name: value for name, value in options.items()}
+        options = {name: value for name, value in renamed.items() if name in known}
     configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options}
     return kind(model, tokenizer, device, algorithm=args.algorithm, context=context, seed=args.seed, **configs)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 
@@ -62,12 +61,10 @@ def evaluate(
     Raises:
         ConfigError: An argument is of the wrong type or out of range, or `env` cannot be made or copied.
     """
-    given = dict(locals())
-    num_envs = copies_for(env) if num_envs is None else num_envs
+    check_arguments(evaluate, locals())
     require_positive(episodes=episodes, num_envs=num_envs)
-    check_arguments(evaluate, given)
     seed = as_seed(seed)
-    num_envs = min(num_envs, episodes)
+    num_envs = min(copies_for(env) if num_envs is None else num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
     returns: list[list[float]] = [[] for _ in ids]
@@ -89,14 +86,14 @@ def evaluate(
     return EvaluationResult([value for done in returns for value in done])
 
 
-def require_positive(**counts: int) -> None:
-    """Refuse counts that are no whole numbers of at least 1.
+def require_positive(**counts: int | None) -> None:
+    """Refuse counts below 1; None is no count.
 
     Raises:
         ConfigError: One is.
     """
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+        if count is not None and count < 1:
             raise ConfigError(f"{name}={count!r}. Pass a whole number of at least 1.")
 
 

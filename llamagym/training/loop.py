@@ -101,11 +101,10 @@ def train(
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
         SystemExit: A signal ended the training, with status 130.
     """
-    given = dict(locals())
-    limits = {"episodes": episodes, "num_envs": num_envs}
-    limits |= {"checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints}
-    require_positive(**{name: limit for name, limit in limits.items() if limit is not None})
-    check_arguments(train, given)
+    check_arguments(train, locals())
+    require_positive(
+        episodes=episodes, num_envs=num_envs, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints
+    )
     if episodes is None and minutes is None:
         raise ConfigError("Nothing says how long to train. Pass episodes, minutes, or both.")
     if minutes is not None and not 0 < minutes < math.inf:
