@@ -301,7 +301,7 @@ class Policy:
         if change is not Change.TRAINED:
             # The reference is another one.
             self.choice_prior.clear()
-        self._state.accept()
+        self._state.accept(change)
 
     @contextmanager
     def _without_adapter(self) -> Iterator[None]:
