@@ -277,7 +277,7 @@ def test_a_state_is_another_only_after_a_change(activated: bool):
     assert state.change() is Change.NONE
     step(agent)
     assert state.change() is Change.TRAINED
-    state.accept()
+    state.accept(Change.TRAINED)
     assert state.change() is Change.NONE
     change_base(agent)
     assert state.change() is Change.FROZEN

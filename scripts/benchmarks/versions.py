@@ -4,7 +4,8 @@ git worktree add /tmp/before COMMIT
 python scripts/benchmarks/versions.py /tmp/before
 
 Each version is a process of its own that knows only what users know, with the same options; both have the packages of
-this environment. An update follows every round of turns, so each round acts with weights that are new.
+this environment. An update of several steps, as users have them, follows every few games, so acting meets new weights
+as often as it does for them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WORDS = ("red", "green", "old", "new", "small", "large", "door", "key", "lamp", 
 OPTIONS = {
     "batch_size": 10**9,
     "mini_batch_size": 64,
-    "ppo_epochs": 1,
+    "ppo_epochs": 2,
     "learning_rate": 1e-5,
     "gamma": 1.0,
     "entropy_coef": 0.01,
@@ -35,14 +36,15 @@ OPTIONS = {
     "value_learning_rate": 3e-3,
     "cliprange_value": 0.2,
 }
-# Environments, turns of an episode, words of an observation, longest reply in tokens (0: choices), and its context.
+# Environments, turns of an episode, episodes of each between updates, words of an observation, longest reply in tokens
+# (0: choices), and its context.
 WORKLOADS = {
-    "repeated": (64, 1, 0, 8, "turn"),
-    "repeated-choices": (64, 1, 0, 0, "turn"),
-    "unique": (64, 1, 30, 8, "turn"),
-    "unique-choices": (64, 1, 30, 0, "turn"),
-    "conversation": (16, 6, 30, 16, "episode"),
-    "single": (1, 4, 10, 32, "turn"),
+    "repeated": (64, 1, 4, 0, 8, "turn"),
+    "repeated-choices": (64, 1, 4, 0, 0, "turn"),
+    "unique": (64, 1, 4, 30, 8, "turn"),
+    "unique-choices": (64, 1, 4, 30, 0, "turn"),
+    "conversation": (16, 6, 2, 30, 16, "episode"),
+    "single": (1, 4, 16, 10, 32, "turn"),
 }
 
 
@@ -60,7 +62,7 @@ def serve_version(kind: str) -> None:
     """Be one version: answer each line of the input by turns a second, `learn` those learnt from, or the memory."""
     import llamagym  # of the path that this process was given
 
-    num_envs, turns, words, tokens, context = WORKLOADS[kind]
+    num_envs, turns, games, words, tokens, context = WORKLOADS[kind]
 
     class Player(llamagym.Agent):
         def get_system_prompt(self) -> str:
@@ -83,10 +85,11 @@ def serve_version(kind: str) -> None:
 
     def play() -> None:
         started = time.perf_counter()
-        for _ in range(turns):
-            agent.act_batch(list(itertools.islice(texts, num_envs)), ids)
-            agent.assign_rewards(np.arange(num_envs, dtype=float) % 3, ids)
-        agent.terminate_episodes(ids)
+        for _ in range(games):
+            for _ in range(turns):
+                agent.act_batch(list(itertools.islice(texts, num_envs)), ids)
+                agent.assign_rewards(np.arange(num_envs, dtype=float) % 3, ids)
+            agent.terminate_episodes(ids)
         spent["act"] = time.perf_counter() - started
         batch, agent._buffer = agent._buffer, []
         started = time.perf_counter()
@@ -95,10 +98,10 @@ def serve_version(kind: str) -> None:
 
     def act() -> float:
         play()
-        return num_envs * turns / spent["act"]
+        return num_envs * turns * games / spent["act"]
 
     def learn() -> float:
-        return num_envs * turns / spent["learn"]
+        return num_envs * turns * games / spent["learn"]
 
     def memory() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
