@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium
+import numpy as np
 
 from llamagym import Agent, GRPOConfig, LlamaGymError, evaluate, load_model_and_tokenizer, train
 from llamagym.training import EnvSource
@@ -53,6 +54,9 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--eval-every", type=int, help="updates from one evaluation to the next")
     if "eval_episodes" in defaults:
         options.add_argument("--eval-episodes", type=int, help="held-out episodes of an evaluation")
+    options.add_argument(
+        "--bare-numbers", action="store_true", help="show observations as the environment numbers them"
+    )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--run-dir", type=Path, help="default: runs/<example>-<time>")
     add_checkpoint_options(options)
@@ -76,6 +80,7 @@ def load(
     kind: type[Agent],
     context: Literal["turn", "episode"] = "turn",
     lora_layer_fraction: float | None = None,
+    max_new_tokens: int | None = None,
     **learning: Any,
 ) -> Agent:
     """An agent with the options of the command line; what is not given there or here is the library's default.
@@ -85,6 +90,7 @@ def load(
         kind: The agent's class.
         context: Whether it sees the current observation only, or the whole conversation.
         lora_layer_fraction: The share of the layers that LoRA adapts; None is the registry's.
+        max_new_tokens: Longest reply in free text; None is the library's.
         learning: Other options of the learner; those that only PPO has are left out of GRPO's.
     """
     model, tokenizer, device = load_model_and_tokenizer(
@@ -108,8 +114,22 @@ def load(
         known = {option.name for option in fields(GRPOConfig)}
         renamed = {"epochs" if name == "ppo_epochs" else name: value for name, value in options.items()}
         options = {name: value for name, value in renamed.items() if name in known}
-    configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options}
-    return kind(model, tokenizer, device, algorithm=args.algorithm, context=context, seed=args.seed, **configs)
+    configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options, "context": context, "seed": args.seed}
+    kind = reading_numbers(kind) if args.bare_numbers else kind
+    sampling = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    return kind(
+        model, tokenizer, device, sampling, algorithm=args.algorithm, context=context, seed=args.seed, **configs
+    )
+
+
+def reading_numbers(kind: type[Agent]) -> type[Agent]:
+    """The same agent, but for what it reads: an observation's numbers without words, to see what words are worth."""
+
+    class NumberReader(kind):  # type: ignore[valid-type, misc]
+        def format_observation(self, observation: Any) -> str:
+            return " ".join(map(str, np.ravel(observation)))
+
+    return NumberReader
 
 
 def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Callable[[bool], Score]:

@@ -1,4 +1,4 @@
-"""Write demonstrations: conversations of one turn, in chat format, one a line.
+"""Write demonstrations: conversations in chat format, one a line.
 
 python scripts/make_demos.py        writes every file of FILES into sft_data/
 
@@ -16,15 +16,17 @@ import functools
 import importlib
 import json
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from address_book import Clerk
 from babyai import BabyAIAgent
 from blackjack import BlackjackAgent
 from blackjack_exact import STATES, optimal_policy, state_visit_probabilities
@@ -33,6 +35,7 @@ from cartpole import make as make_cartpole
 from frozenlake import FrozenLakeAgent
 
 from llamagym import Agent
+from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 from llamagym.envs.babyai import make_babyai
 from llamagym.envs.textworld import TextWorldEnv, make_games
 
@@ -98,6 +101,22 @@ def text_world_format() -> Demonstrations:
         return random_play(kind, lambda: TextWorldEnv(games, max_steps=25))
 
 
+def address_book_format(count: int = 256) -> Demonstrations:
+    """Calls, and one answer in four replies, drawn at random from the words that the conversation holds already."""
+    rng, env, prompts = random.Random(SEED), AddressBook(), cast(Any, Clerk.__new__(Clerk))
+    rows: Demonstrations = []
+    for seed in range(count):
+        said, done, read = env.reset(seed=SEED + seed)[0], False, dict[str, None]()
+        messages = [{"role": "system", "content": prompts.get_system_prompt()}]
+        while not done:
+            read |= dict.fromkeys(word for word in re.findall(r"\w+", said) if word in {*PEOPLE, *CITIES, *COLOURS})
+            reply = f"{rng.choice(('find', 'find', 'find', 'answer'))} {rng.choice(list(read))}"
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+            said, _, done, _, _ = env.step(reply)
+        rows.append({"messages": messages})
+    return rows
+
+
 FILES: dict[str, Callable[[], Demonstrations]] = {
     "demo_blackjack.jsonl": demonstrations,
     "format_blackjack.jsonl": blackjack_format,
@@ -107,6 +126,7 @@ FILES: dict[str, Callable[[], Demonstrations]] = {
         random_play, BabyAIAgent, lambda: make_babyai("BabyAI-GoToRedBallNoDists-v0", all_actions=False)
     ),
     "format_text-world.jsonl": text_world_format,
+    "format_address_book.jsonl": address_book_format,
 }
 
 

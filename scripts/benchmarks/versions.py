@@ -59,7 +59,7 @@ def observations(words: int) -> Iterator[str]:
 
 
 def serve_version(kind: str) -> None:
-    """Be one version: answer each line of the input by turns a second of CPU time, `learn` those learnt from, or the memory."""
+    """Be one version: answer each line of the input by a rate, of acting or learning, or by the memory it takes."""
     import llamagym  # of the path that this process was given
 
     num_envs, turns, games, words, tokens, context = WORKLOADS[kind]

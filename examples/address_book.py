@@ -1,0 +1,44 @@
+"""Train a language model to answer questions by calling a tool, in free text and with the whole conversation in view.
+
+python examples/address_book.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import script
+
+from llamagym import Agent
+from llamagym.envs.address_book import AddressBook
+
+FORMAT = Path(__file__).resolve().parent.parent / "sft_data" / "format_address_book.jsonl"
+
+
+class Clerk(Agent):
+    """Reads the whole conversation; writes a call or the answer."""
+
+    def get_system_prompt(self) -> str:
+        """The task and its tool, in two lines."""
+        return "Answer the question. Say find and a name to look up a person or a city. Say answer and a colour to end."
+
+    def format_observation(self, observation: str) -> str:
+        """The question, or what the tool returned."""
+        return observation
+
+    def extract_action(self, response: str) -> str:
+        """The reply itself: the environment says how calls are written."""
+        return response
+
+
+def main() -> None:
+    """Load, show the format by random calls, learn, and report."""
+    args = script.parser(__doc__, episodes=40_000, num_envs=64, eval_every=10, eval_episodes=256).parse_args()
+    agent = script.load(args, Clerk, "episode", lora_layer_fraction=0.5, max_new_tokens=8)
+    if not args.resume:
+        print(agent.sft_from_jsonl(FORMAT))
+    script.learn(args, agent, AddressBook, script.play_held_out(agent, AddressBook, args), {"optimum": 1.0})
+
+
+if __name__ == "__main__":
+    script.run(main)
