@@ -117,9 +117,7 @@ def load(
     configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options, "context": context, "seed": args.seed}
     kind = reading_numbers(kind) if args.bare_numbers else kind
     sampling = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    return kind(
-        model, tokenizer, device, sampling, algorithm=args.algorithm, context=context, seed=args.seed, **configs
-    )
+    return kind(model, tokenizer, device, sampling, algorithm=args.algorithm, **configs)
 
 
 def reading_numbers(kind: type[Agent]) -> type[Agent]:
