@@ -58,7 +58,9 @@ def test_format_demonstrations_say_nothing_about_the_game():
     assert len({state for state, _ in rows}) > 150
 
 
-@pytest.mark.parametrize("name", [name for name in script.FILES if "blackjack" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in script.FILES if "blackjack" not in name and name != "format_address_book.jsonl"]
+)
 def test_format_demonstrations_of_other_examples_name_one_of_their_choices(name):
     rows = [[message["content"] for message in row["messages"]] for row in read(name)]
     assert len(rows) == 128
@@ -68,3 +70,18 @@ def test_format_demonstrations_of_other_examples_name_one_of_their_choices(name)
     # Either the task names the possible replies or the observation does.
     assert all(reply in system + observation for system, observation, reply in rows)
     assert len({observation for _, observation, _ in rows}) > 5
+
+
+def test_calls_to_the_address_book_name_what_was_read_and_answer_no_better_than_chance():
+    rows = [[message["content"] for message in row["messages"]] for row in read("format_address_book.jsonl")]
+    right = 0
+    for row in rows:
+        for turn in range(2, len(row), 2):
+            verb, word = row[turn].split()
+            assert verb in ("find", "answer")
+            assert word in " ".join(row[1:turn])
+        colours = re.findall(r"Houses in (\w+) are (\w+)", " ".join(row))
+        right += any(row[-1] == f"answer {colour}" for _, colour in colours)
+    assert len(rows) == 256
+    # An answer in four replies, and few of the words that were read are colours.
+    assert right < 0.1 * len(rows)

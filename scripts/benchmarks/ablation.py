@@ -1,4 +1,4 @@
-"""What each cache and each kernel is good for: turns a second without it, over those with all, by workload.
+"""What each cache and each kernel is good for: turns a second of CPU time without it, over those with all.
 
 python scripts/benchmarks/ablation.py [--only VARIANT ...] [--workloads WORKLOAD ...]
 
@@ -118,15 +118,15 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 
 
 def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManager[Any]) -> dict[str, float]:
-    """Turns a second of one round of acting, and of one update on it, with something switched off."""
+    """Turns a second of CPU time, of one round of acting, and of one update on it, with something switched off."""
     with switched:
         feign_update(agent)
-        started = time.perf_counter()
-        acting = play() / (time.perf_counter() - started)
+        started = time.process_time()
+        acting = play() / (time.process_time() - started)
         batch = take_batch(agent, play)
-        started = time.perf_counter()
+        started = time.process_time()
         agent.learner.update(batch)
-        return {"act": acting, "learn": sum(len(of.turns) for of in batch) / (time.perf_counter() - started)}
+        return {"act": acting, "learn": sum(len(of.turns) for of in batch) / (time.process_time() - started)}
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def main() -> None:
     result = RESULTS / "ablation.json"
     before = json.loads(result.read_text())["rows"] if result.exists() else {}
     rows = {name: before.get(name, {}) | table.get(name, {}) for name in VARIANTS if name in before or name in table}
-    save("ablation", {"unit": "turns per second without, over with; medians of pairs in turn", "rows": rows})
+    save("ablation", {"unit": "turns per second of CPU time without, over with; medians of pairs in turn", "rows": rows})
 
 
 if __name__ == "__main__":
