@@ -160,7 +160,9 @@ def main() -> None:
     result = RESULTS / "ablation.json"
     before = json.loads(result.read_text())["rows"] if result.exists() else {}
     rows = {name: before.get(name, {}) | table.get(name, {}) for name in VARIANTS if name in before or name in table}
-    save("ablation", {"unit": "turns per second of CPU time without, over with; medians of pairs in turn", "rows": rows})
+    save(
+        "ablation", {"unit": "turns per second of CPU time without, over with; medians of pairs in turn", "rows": rows}
+    )
 
 
 if __name__ == "__main__":
