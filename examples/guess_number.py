@@ -35,22 +35,9 @@ class Guesser(Agent):
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(
-        __doc__,
-        episodes=20_000,
-        num_envs=64,
-        batch_size=1024,
-        mini_batch_size=256,
-        learning_rate=1e-3,
-        target_kl=0.05,
-        entropy_coef=0.02,
-        entropy_decay=0.97,
-        eval_every=10,
-        eval_episodes=256,
-    ).parse_args()
+    args = script.parser(__doc__, episodes=20_000, num_envs=64, eval_every=10, eval_episodes=256).parse_args()
     baselines = {"random": script.random_return(GuessTheNumber), "optimum": 1.0}
-    critic = {"value_learning_rate": 3e-3, "cliprange_value": 0.2}
-    agent = script.load(args, Guesser, "episode", lora_layer_fraction=0.5, gamma=1.0, ppo_epochs=4, **critic)
+    agent = script.load(args, Guesser, "episode", lora_layer_fraction=0.5)
     script.learn(args, agent, GuessTheNumber, script.play_held_out(agent, GuessTheNumber, args), baselines)
 
 
