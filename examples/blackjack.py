@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode
 from llamagym import Agent, load_model_and_tokenizer, parse_choice
 from llamagym.models import checkpoints
 from llamagym.training.interrupts import EXIT_CODE, Interrupts
+from llamagym.training.saved_run import saved_on_error
 from llamagym.training.tracking import Progress, default_tracker
 
 SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
@@ -163,6 +164,7 @@ def main() -> None:
     with (
         Progress(args.episodes, unit="hand", window=1000) as progress,
         Interrupts(listens=args.checkpoint_dir is not None) as interrupts,
+        saved_on_error(save if args.checkpoint_dir else None),
     ):
         while finished < args.episodes and not interrupts.stops:
             hands = list(zip(*(part.tolist() for part in observations), strict=True))

@@ -242,7 +242,7 @@ class Agent(LearningActor):
         Args:
             folder: What it wrote.
             device: As for `load_model_and_tokenizer`.
-            dtype: As for `load_model_and_tokenizer`.
+            dtype: As for `load_model_and_tokenizer`, but "auto" is what it was saved in, on a device of the same kind.
             model: The model, where it cannot be loaded by its base's name; it must have the saved weights.
             **options: Options of the constructor that differ from those the agent was made with.
 
@@ -253,6 +253,8 @@ class Agent(LearningActor):
         verify(Path(folder), KIND)
         state = read_state(Path(folder), KIND)
         tokenizer: Any
+        if dtype == "auto" and resolve_device(device).type == state.get("device"):
+            dtype = str(state["dtype"])
         if model is None:
             model, tokenizer, _ = load_model_and_tokenizer(folder, device, dtype)
         else:

@@ -76,6 +76,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     Attributes:
         policy: Whose weights are updated.
         config: How.
+        epochs: Passes over a batch, as far as `target_kl` allows.
         has_critic: Whether the value head is learnt, so that episodes that were cut off can be valued.
     """
 
@@ -95,7 +96,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.policy = policy
         self.config = config
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
-        self._epochs, self._nodes = epochs, config.microbatch_nodes
+        self.epochs, self._nodes = epochs, config.microbatch_nodes
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
         self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
@@ -213,7 +214,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         ratio_error, largest_kl, steps, skipped = math.nan, 0.0, 0, 0
         region = self._trust_region
         size = self.config.mini_batch_size or math.ceil(len(sampled.row) / _MINIBATCHES)
-        for minibatch in (m for _ in range(self._epochs) for m in minibatches(segments, size, self._rng)):
+        for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
             stats, fresh_error = self._backward(minibatch, sampled, targets)
             if math.isnan(ratio_error):
                 ratio_error = fresh_error

@@ -100,7 +100,7 @@ class LearningActor(Actor):
             facts: What the manifest says beside the agent's options, to be read without loading.
         """
         self.policy.drop_caches()
-        with written_whole(Path(folder), checkpoints.KIND, {"options": self._options, **(facts or {})}) as whole:
+        with written_whole(Path(folder), checkpoints.KIND, {"options": self._identity, **(facts or {})}) as whole:
             write_state(whole, _STATE, {"agent": self.state_dict(), "loop": loop or {}})
 
     @alone
@@ -118,11 +118,11 @@ class LearningActor(Actor):
             The `loop` that was saved.
 
         Raises:
-            CheckpointError: It is damaged, of a later version, another model's, or an agent's with other options;
-                nothing has changed.
+            CheckpointError: It is damaged, of a later version, another model's, or an agent's of another class or with
+                other options; nothing has changed.
         """
         folder = checkpoints.find(Path(folder))
-        checkpoints.check_options(folder, "options", self._options, _FREE)
+        checkpoints.check_options(folder, "options", self._identity, _FREE)
         state = read_state(folder, _STATE)
         self.check_state(state["agent"])
         self.load_state_dict(state["agent"])
@@ -130,6 +130,11 @@ class LearningActor(Actor):
             self.discard_episodes(list(self._conversations))
         loop: dict[str, Any] = state["loop"]
         return loop
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must be loaded with: the agent's class and its options."""
+        return {"class": type(self).__name__, **self._options}
 
     @property
     def buffered_turns(self) -> int:

@@ -9,6 +9,12 @@ from typing import Any
 
 from .generation import GenerationConfig
 
+_NO_CHOICE_YET = (
+    "Its class can offer choices, but had offered none when it was saved, so the lines below write free text. How likely "
+    "each choice is depends on a prior, which is measured on the first observations that offer it. Let the agent choose "
+    "once and save it again: this card then shows the lines for choices."
+)
+
 
 @dataclass(frozen=True)
 class Card:
@@ -17,12 +23,13 @@ class Card:
     Attributes:
         agent: Name of the agent's class.
         base: Where the base model is found; empty for a model whose weights are all here.
-        dtype: Of the base, as PyTorch names it.
+        dtype: Of the base, such as bfloat16.
         system_prompt: Opens every conversation.
         prefix: Opens every reply.
         generation: How replies are drawn.
         end_ids: Every token id that ends a reply.
-        choices: Text, token ids and mean score of each choice; empty where replies are free text.
+        choices: Text, token ids and mean score of each choice that was ever offered.
+        offers_choices: Whether the agent's class offers choices; else replies are free text.
         normalization: What a choice's log-likelihood is divided by.
         environment: What it acts in.
         settings: Options of the agent that differ from their defaults.
@@ -37,6 +44,7 @@ class Card:
     generation: GenerationConfig
     end_ids: Sequence[int]
     choices: Sequence[tuple[str, tuple[int, ...], float]]
+    offers_choices: bool
     normalization: str = "none"
     environment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -54,13 +62,13 @@ class Card:
         body += ["## Settings", "", *_table(self.settings)] if self.settings else []
         body += ["## Use", "", "With llamagym, and the class that formats its observations:", ""]
         body += ["```python", f'agent = {self.agent}.load("path/to/this/folder")', "agent.eval()", "```", ""]
+        body += [_NO_CHOICE_YET, ""] if self.offers_choices and not self.choices else []
         body += ["Without:", "", "```python", *self._code(), "```", ""]
         return "\n".join(head + body)
 
     def _code(self) -> list[str]:
         """Lines that load the model and take one reply; `folder` and `observation` are the reader's."""
-        dtype = self.dtype.removeprefix("torch.")
-        load = f'AutoModelForCausalLM.from_pretrained({self.base!r} or folder, dtype="{dtype}")'
+        load = f'AutoModelForCausalLM.from_pretrained({self.base!r} or folder, dtype="{self.dtype}")'
         imports = ["import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
         if self.base:
             imports.insert(1, "from peft import PeftModel")

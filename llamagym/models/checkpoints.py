@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
 _NAME = "checkpoint-"
+# Characters of an option that an error shows.
+_LONG = 80
 
 
 def require_none(root: Path) -> None:
@@ -146,4 +149,13 @@ def _changed(path: str, saved: Any, passed: Any, free: Collection[str]) -> Itera
             if name in passed and name not in free:
                 yield from _changed(f"{path}.{name}".lstrip("."), saved[name], passed[name], free)
     elif saved != passed:
-        yield f"{path} was {saved!r} and is now {passed!r}"
+        yield f"{path} was {_around(saved, passed)!r} and is now {_around(passed, saved)!r}"
+
+
+def _around(text: Any, other: Any) -> Any:
+    """Of a long text what lies around its first difference from another one; anything else as it is."""
+    if not (isinstance(text, str) and isinstance(other, str) and len(text) > _LONG):
+        return text
+    start = max(0, len(commonprefix([text, other])) - _LONG // 2)
+    end = start + _LONG
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"

@@ -47,16 +47,18 @@ def write_export(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
     state = {"options": options, "choice_prior": prior_record(policy), "rng": policy.rng.get_state()}
-    write_state(folder, STATE, {**state, "class": type(actor).__name__})
+    dtype = str(pretrained.dtype).removeprefix("torch.")
+    write_state(folder, STATE, {**state, "class": type(actor).__name__, "dtype": dtype, "device": policy.device.type})
     card = Card(
         type(actor).__name__,
         str(pretrained.active_peft_config.base_model_name_or_path) if model.is_peft_model else "",
-        str(pretrained.dtype),
+        dtype,
         actor.get_system_prompt(),
         options["response_prefix"],
         policy.generation,
         end_ids(pretrained, tokenizer),
         [(str(tokenizer.decode(list(ids))), ids, score) for ids, score in policy.choice_prior.items()],
+        type(actor).get_action_choices is not Actor.get_action_choices,
         options["choice_normalization"],
         environment,
         {name: value for name, value in options.items() if value not in (None, "", {})},

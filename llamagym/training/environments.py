@@ -24,6 +24,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json, as_number
+from .copy_errors import RemoteError, failed_copy, mark, unpacked
 
 EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
 
@@ -33,8 +34,6 @@ _COPIES = 64
 _REPLAY = "llamagym_replay"
 # What arrays raise at a value that they cannot hold.
 _MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError, AssertionError)
-# What an exception of an environment is marked with: the number of its copy.
-_MARK = "llamagym_copy"
 
 
 class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -43,10 +42,10 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
     What it says as info is left out: nobody reads it, and it may differ between copies in what one array cannot hold.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], number: int) -> None:
-        """Wrap the copy with this number."""
+    def __init__(self, env: gymnasium.Env[Any, Any], number: int, in_child: bool) -> None:
+        """Wrap the copy with this number, in a process of its own or not."""
         super().__init__(env)
-        self._number = number
+        self._number, self._in_child = number, in_child
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset, then play again what the options say for this copy."""
@@ -80,7 +79,9 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         try:
             yield
         except Exception as error:
-            setattr(error, _MARK, self._number)
+            mark(error, self._number)
+            if self._in_child:
+                raise RemoteError.carry(error) from None
             raise
 
 
@@ -89,11 +90,14 @@ class Copies:
 
     Attributes:
         count: How many there are.
+        spec_id: The id that Gymnasium made them by; None if it did not make them.
     """
 
-    def __init__(self, envs: SyncVectorEnv | AsyncVectorEnv, timeout: float | None = None) -> None:
+    def __init__(
+        self, envs: SyncVectorEnv | AsyncVectorEnv, timeout: float | None = None, spec_id: str | None = None
+    ) -> None:
         """Step `envs`, each step and reset within `timeout` seconds if they run in processes of their own."""
-        self._envs, self._timeout = envs, timeout
+        self._envs, self._timeout, self.spec_id = envs, timeout, spec_id
         self.count = envs.num_envs
 
     def reset(
@@ -167,7 +171,8 @@ class Copies:
         assert isinstance(self._envs, AsyncVectorEnv)
         limit = None if self._timeout is None else steps * self._timeout
         try:
-            return wait(timeout=limit)
+            with unpacked():
+                return wait(timeout=limit)
         except multiprocessing.TimeoutError as error:
             late = [number for number, pipe in enumerate(self._envs.parent_pipes) if not pipe.poll(0)]
             self.close(at_once=True)
@@ -198,15 +203,6 @@ def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
         ) from error
 
 
-def failed_copy(error: BaseException) -> int | None:
-    """The number of the copy that raised an exception; None if none of them did."""
-    # From a process of its own it comes wrapped in another one of its class.
-    for each in (error, *error.args):
-        if isinstance(each, BaseException) and hasattr(each, _MARK):
-            return int(getattr(each, _MARK))
-    return None
-
-
 def copies_for(env: EnvSource, group_size: int = 1) -> int:
     """How many copies to act in at once where nothing is said: 64 in whole groups, or the one that cannot be copied."""
     if isinstance(env, gymnasium.Env) and env.spec is None:
@@ -226,14 +222,15 @@ def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator
     Raises:
         ConfigError: `env` cannot be copied.
     """
-    makers = [_numbered(make, number, in_child=timeout is not None) for number, make in enumerate(_makers(env, count))]
+    ids: list[str | None] = []
+    makers = [_numbered(make, number, timeout is not None, ids) for number, make in enumerate(_makers(env, count))]
     envs: SyncVectorEnv | AsyncVectorEnv
     if timeout is None:
         envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
     else:
         # Observations of any space travel through pipes, not all can be shared.
         envs = AsyncVectorEnv(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
-    copies, failed = Copies(envs, timeout), True
+    copies, failed = Copies(envs, timeout, ids[0]), True
     try:
         yield copies
         failed = False
@@ -243,7 +240,10 @@ def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator
             copies.close(at_once=failed)
 
 
-def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child: bool) -> Callable[[], Copy]:
+def _numbered(
+    make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child: bool, ids: list[str | None]
+) -> Callable[[], Copy]:
+    """A function that makes a copy with this number, and adds its id, if it has one, to `ids`."""
     parent = os.getpid()
 
     def made() -> Copy:
@@ -257,7 +257,8 @@ def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child
         for name in ("observation_space", "action_space"):
             if not isinstance(space := getattr(env, name, None), gymnasium.Space):
                 raise ConfigError(f"The {name} of {env} is {space!r}. Give it one of gymnasium.spaces.")
-        return Copy(env, number)
+        ids.append(getattr(env.unwrapped.spec, "id", None))
+        return Copy(env, number, in_child)
 
     return made
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from ..errors import ConfigError
 from ..learners.base import Stats
 from ..models.checkpoints import require_none
 from ..options import as_seed, check_arguments
-from .environments import EnvSource, copies_for, failed_copy, opened
+from .environments import EnvSource, copies_for, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play
-from .saved_run import SavedRun
+from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Progress, Tracker
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ def train(
         ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of `group_size`, or
             `env` cannot be made or copied.
         CheckpointError: There are checkpoints, and `resume` is False, none of them can be read, or the newest is of
-            another model or of a run with other options.
+            another model, agent or environment, or of a run with other options.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
         SystemExit: A signal ended the training, with status 130.
     """
@@ -137,7 +136,14 @@ def train(
         play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size)
         saved = None
         if checkpoint_dir is not None:
-            options = {"num_envs": num_envs, "group_size": size, "seed": seed}
+            options = {
+                "num_envs": num_envs,
+                "group_size": size,
+                "seed": seed,
+                "system_prompt": agent.get_system_prompt(),
+            }
+            # Without an id nothing tells one environment from another.
+            options |= {"env": copies.spec_id} if copies.spec_id else {}
             saved = SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play, options)
         before = saved.read() if saved and resume else None
         if before is None:
@@ -145,14 +151,19 @@ def train(
         else:
             run.load_state_dict(before)
             progress.resume(run.returns, len(run.updates))
-        with _saved_on_error(run, saved):
+
+        def save() -> None:
+            if saved:
+                saved.write(run.state_dict(), run.turns, run.updates)
+
+        with saved_on_error(save if saved else None):
             while not run.is_over:
                 ended, stats = play.step()
                 run.take(ended, stats, len(ids), progress)
                 is_due = bool(stats) and len(run.updates) % checkpoint_every == 0
                 stops = interrupts.stops
-                if saved and (is_due or run.is_over or stops):
-                    saved.write(run.state_dict(), run.turns, run.updates)
+                if is_due or run.is_over or stops:
+                    save()
                 if stops:
                     logger.warning("Stopped after %d turns; resume=True goes on from %s.", run.turns, checkpoint_dir)
                     raise SystemExit(EXIT_CODE)
@@ -217,19 +228,3 @@ class _Run:
         self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
         self._began = time.perf_counter() - state["seconds"]
         self._tracker.rewind(state["tracker"])
-
-
-@contextmanager
-def _saved_on_error(run: _Run, saved: SavedRun | None) -> Iterator[None]:
-    """Save what there was before a step that fails."""
-    try:
-        yield
-    except Exception as error:
-        copy = failed_copy(error)
-        where = "" if copy is None else f" in copy {copy} of the environment"
-        if saved is not None:
-            saved.write(run.state_dict(), run.turns, run.updates)
-            logger.error("Training has failed%s; its last whole state is saved.", where)
-        elif where:
-            logger.error("Training has failed%s.", where)
-        raise

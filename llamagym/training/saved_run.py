@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..errors import CheckpointError
 from ..learners.base import Stats
 from ..models.checkpoints import check_options, newest, path_of, prune
 from ..options import as_json
+from .copy_errors import failed_copy
 from .play import Play
 
 logger = logging.getLogger(__name__)
@@ -71,3 +73,19 @@ class SavedRun:
         self._play.resume(loop["play"])
         logger.info("going on from %s, after %d turns", path, loop["turns"])
         return loop
+
+
+@contextmanager
+def saved_on_error(save: Callable[[], None] | None) -> Iterator[None]:
+    """While open, an exception saves what there was before the step that failed, if there is a way to."""
+    try:
+        yield
+    except Exception as error:
+        copy = failed_copy(error)
+        where = "" if copy is None else f" in copy {copy} of the environment"
+        if save is not None:
+            save()
+            logger.error("Training has failed%s; its last whole state is saved.", where)
+        elif where:
+            logger.error("Training has failed%s.", where)
+        raise
