@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -255,8 +256,6 @@ def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
     assert len(learning(tmp_path, resume=True)[1].returns) == 12
 
 
-# How Gymnasium says which worker failed; the tests make errors of warnings.
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
     agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
     here = train(agents[0], DiceEnv, 8, 2, seed=0)
@@ -266,6 +265,44 @@ def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
         learning(tmp_path, env=lambda: type("Broken", (Broken,), {"fails_at": 2})(1), env_timeout=60.0)
     _, resumed = learning(tmp_path, resume=True, env_timeout=60.0)
     assert len(resumed.returns) == 12
+
+
+class GameError(Exception):
+    """Takes other arguments than its text, so that Python cannot unpickle it."""
+
+    def __init__(self, table: int, reason: str) -> None:
+        super().__init__(f"table {table}: {reason}")
+
+
+class LockedError(ValueError):
+    """Holds what cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        # Gymnasium takes the traceback for a format: of these "% o" and "%s" want arguments, "%" is none.
+        (ValueError("a sure win at 50% of %s"), ValueError, "a sure win at 50% of %s"),
+        (RuntimeError("100%"), RuntimeError, "100%"),
+        (GameError(3, "no dealer"), RuntimeError, "GameError: table 3: no dealer"),
+        (LockedError("no key"), RuntimeError, "LockedError: no key"),
+    ],
+    ids=["a format", "a per cent", "other arguments", "not to be pickled"],
+)
+def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, caplog, recwarn):
+    failing = type("Broken", (Broken,), {"fails_at": 1, "error": error})
+    with pytest.raises(raised) as caught:
+        train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), 4, 1, seed=0, env_timeout=60.0)
+    assert type(caught.value) is raised
+    assert text in str(caught.value)
+    assert "failed in copy 0 of the environment" in caplog.text
+    # Where it was raised, in the other process.
+    assert "in step" in str(caught.value.__cause__)
+    assert not recwarn.list
 
 
 def test_memory_that_runs_out_makes_microbatches_smaller_once(monkeypatch, caplog):
@@ -538,6 +575,42 @@ def test_a_run_is_not_resumed_as_another_one(tmp_path, options, message):
     with pytest.raises(CheckpointError, match=message):
         learning(tmp_path, resume=True, **options)
     assert learning(tmp_path, resume=True)[1] == done
+
+
+class Terse(ChoiceAgent):
+    """Another agent, though its methods are the same."""
+
+
+class Instructed(ChoiceAgent):
+    """Says at length what to do."""
+
+    prompt = "You walk. " * 20 + "Say where to go."
+
+    def get_system_prompt(self) -> str:
+        return self.prompt
+
+
+def test_a_run_is_not_resumed_by_another_agent_or_in_another_environment(tmp_path):
+    gym.register("Dice-v3", DiceEnv)
+    gym.register("Coin-v0", DiceEnv)
+    try:
+        agent, done = learning(tmp_path, make_agent(Instructed, ppo=SIZES, context="turn"), "Dice-v3")
+        with pytest.raises(CheckpointError, match="env was 'Dice-v3' and is now 'Coin-v0'"):
+            learning(tmp_path, agent, "Coin-v0", resume=True)
+        agent.prompt += " Now."
+        message = r"system_prompt was '\.\.\..*to go\.' and is now '\.\.\..*to go\. Now\.'"
+        with pytest.raises(CheckpointError, match=message):
+            learning(tmp_path, agent, "Dice-v3", resume=True)
+        del agent.prompt
+        # However it was made, as far as anybody knows by what.
+        for env in (lambda: gym.make("Dice-v3"), DiceEnv):
+            assert learning(tmp_path, agent, env, resume=True)[1] == done
+        other = make_agent(Terse, ppo=SIZES, context="turn")
+        with pytest.raises(CheckpointError, match="class was 'Instructed' and is now 'Terse'"):
+            other.load_checkpoint(tmp_path)
+    finally:
+        for name in ("Dice-v3", "Coin-v0"):
+            gym.registry.pop(name)
 
 
 @pytest.mark.parametrize("env_id", [object(), [1], ("a", {}), b"x"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 
 from llamagym import Agent
 from llamagym.__main__ import examine
-from llamagym.learners import preflight as checks
+from llamagym.learners import probes
+from llamagym.learners.preflight import preflight
 from llamagym.models import torch_internals
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
@@ -22,7 +25,8 @@ def test_the_embedded_model_is_well():
     result = subprocess.run([sys.executable, "-m", "llamagym", "doctor"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("All is well.\n")
-    assert "FAIL" not in result.stdout
+    assert not re.search("FAIL|no time left", result.stdout)
+    assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,6 +48,35 @@ def test_a_preflight_leaves_no_trace():
     agent.assign_reward(1.0)
     other.assign_reward(1.0)
     assert agent.act(2) == other.act(2)
+
+
+class SlowEmbedding(torch.nn.Embedding):
+    """Takes its time."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("seconds", [3.0, 0.0])
+def test_a_slow_model_is_looked_over_in_time(seconds):
+    agent = make_agent(WordAgent, generate={"max_new_tokens": 300})
+    agent.policy.model.pretrained_model.get_input_embeddings().__class__ = SlowEmbedding
+    report = preflight(agent, [1, 2], seconds)
+    assert report.passed, str(report)
+    found = {check.name: check.finding for check in report.checks}
+    assert ("no time left" in found["one = many"]) == (not seconds)
+    # 300 tokens, three times over, would take 45 seconds.
+    if said := re.search(r"replies of (\d+) tokens", found["speed"]):
+        assert int(said[1]) <= 20
+    assert agent.policy.generation.max_new_tokens == 300
+
+
+def test_speed_is_that_of_acting_and_of_learning():
+    agent = make_agent(WordAgent, ppo={"ppo_epochs": 3})
+    found = {check.name: check.finding for check in agent.preflight().checks}["speed"]
+    acting, learning, both = map(float, re.findall(r"([0-9.]+) (?:free-text|in a pass|with up to 3)", found))
+    assert 1 / both == pytest.approx(1 / acting + 3 / learning, rel=0.1)
 
 
 class Forgetful(ChoiceAgent):
@@ -126,8 +159,13 @@ def infinite(monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Agent:
-    monkeypatch.setattr(checks, "container_limit", lambda: 1000.0)
+    monkeypatch.setattr(probes, "container_limit", lambda: 1000.0)
     return make_agent(WordAgent)
+
+
+def heaped(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """A forward and backward pass of a billion tokens."""
+    return make_agent(WordAgent, ppo={"microbatch_nodes": 10**9})
 
 
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Agent:
@@ -144,6 +182,7 @@ BROKEN = {
     "a tokenizer that changes texts": (lossy, "tokenizer", "normalizer"),
     "weights that are not finite": (infinite, "language", "not finite"),
     "no memory": (crowded, "memory", "load a smaller model"),
+    "too much at once": (heaped, "memory", "Lower microbatch_nodes"),
     "an unknown version": (unknown, "versions", "have not been tested"),
     "a choice that names no action": (lambda _: make_agent(Forgetful), "actions", "'go right'"),
     "a method that fails": (lambda _: make_agent(Confused), "replies", "KeyError"),

@@ -168,3 +168,35 @@ def test_blackjack_is_saved_when_it_is_stopped_and_goes_on_from_there(model, tmp
     # It is over when it is resumed once more.
     blackjack.main()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == len(lines)
+
+
+def test_blackjack_is_saved_when_it_fails_and_goes_on_from_there(model, tmp_path, monkeypatch):
+    blackjack = importlib.import_module("blackjack")
+    options = "--episodes 30 --num-envs 2 --batch-size 8 --mini-batch-size 8 --checkpoint-every 100 --device cpu"
+    folders = f"--model {model} --run-dir {tmp_path / 'run'} --checkpoint-dir {tmp_path / 'saved'}"
+    command = ["blackjack.py", *options.split(), *folders.split()]
+    make_vec = blackjack.gym.make_vec
+
+    class Jammed(blackjack.gym.vector.VectorWrapper):
+        """Deals for ten steps."""
+
+        steps = 0
+
+        def step(self, actions):
+            self.steps += 1
+            if self.steps > 10:
+                raise RuntimeError("out of cards")
+            return self.env.step(actions)
+
+    monkeypatch.setattr(blackjack.gym, "make_vec", lambda *args, **options: Jammed(make_vec(*args, **options)))
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(RuntimeError, match="out of cards"):
+        blackjack.main()
+    (saved,) = (tmp_path / "saved").iterdir()
+    assert saved == blackjack.checkpoints.path_of(tmp_path / "saved", 20)
+    monkeypatch.setattr(blackjack.gym, "make_vec", make_vec)
+    monkeypatch.setattr(sys, "argv", [*command, "--resume"])
+    blackjack.main()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["episodes"] >= 30
+    assert summary["turns"] > 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
 from llamagym.conversation.chat_template import end_ids
-from llamagym.models.atomic import MANIFEST
+from llamagym.models.atomic import MANIFEST, verify
 from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
-from tests.agents import ChoiceAgent, WordAgent
+from llamagym.policy.export import KIND
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.killed import killed_at
 from tests.resumed_run import SIZES, DiceEnv, Talker
 from tests.test_loading import hub  # noqa: F401 - a fixture
 from tests.tiny import tiny_base_model, tiny_tokenizer
@@ -65,6 +68,46 @@ def test_an_agent_on_a_base_without_a_name_is_loaded_with_it(tmp_path):
     agent.save(tmp_path / "agent")
     again = WordAgent.load(tmp_path / "agent", model=model)
     assert again.act("x") == WordAgent.load(tmp_path / "agent").act("x") == agent.act("x")
+
+
+def test_an_agent_is_loaded_in_the_dtype_that_it_was_saved_in(base, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        model, tokenizer, device = load_model_and_tokenizer(base, "cpu", dtype)
+        ChoiceAgent(model, tokenizer, device).save(tmp_path / dtype)
+        again = ChoiceAgent.load(tmp_path / dtype, "cpu").policy.model.pretrained_model
+        assert str(again.dtype) == f"torch.{dtype}"
+        assert f'dtype="{dtype}"' in lines_of(tmp_path / dtype)[0]
+    other = ChoiceAgent.load(tmp_path / "bfloat16", "cpu", "float32").policy.model.pretrained_model
+    assert other.dtype == torch.float32
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("save", ["save", "save_pretrained"])
+def test_killed_at_any_point_of_a_save_the_old_or_the_new_agent_is_whole(tmp_path, save):
+    """The short version of scripts/reliability/kill_during_save.py."""
+    agent, folder = make_agent(ChoiceAgent), tmp_path / "agent"
+    agent.act(1)
+
+    def kept() -> str:
+        """Tells the old one from the new one, once all that it holds is found whole."""
+        return str(verify(folder, KIND)["files"]["agent.safetensors"][1])
+
+    agent.save(folder)
+    found, point = [kept()], 0
+    agent.policy.seed(1)
+    # By the kernel, in the next write of PEFT, safetensors, tokenizers or whoever writes next.
+    for most in (0, 500):
+        for early in range(0, 45, 9):
+            assert not killed_at(early, lambda: getattr(agent, save)(folder), most)
+            assert kept() == found[0]
+    while not killed_at(point, lambda: getattr(agent, save)(folder)):
+        found.append(kept())
+        point += 3
+    assert point > 40
+    assert len(set(found)) == 2
+    assert sorted(found, key=found.index) == found
+    again = ChoiceAgent.load(folder, model=agent.policy.model)
+    assert again.policy.choice_prior == agent.policy.choice_prior
 
 
 class Announcing(ChoiceAgent):
@@ -134,6 +177,18 @@ def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp
     other.save(tmp_path / "other")
     again = ChoiceAgent.load(tmp_path / "other", "cpu", "float32", calibrate_choices=False)
     assert list(again.action_probabilities([7])[0].values()) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_card_of_an_agent_that_has_yet_to_choose_says_so(base, tmp_path):
+    model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
+    said = "Its class can offer choices, but had offered none when it was saved"
+    for kind, says_so in ((ChoiceAgent, True), (WordAgent, False)):
+        agent = kind(model, tokenizer, device)
+        agent.save(tmp_path / "agent")
+        assert (said in (tmp_path / "agent" / "README.md").read_text()) == says_so
+        agent.act(1)
+        agent.save(tmp_path / "agent")
+        assert said not in (tmp_path / "agent" / "README.md").read_text()
 
 
 def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):

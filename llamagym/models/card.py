@@ -9,10 +9,11 @@ from typing import Any
 
 from .generation import GenerationConfig
 
+# Said before the lines that use it.
 _NO_CHOICE_YET = (
-    "Its class can offer choices, but had offered none when it was saved, so the lines below write free text. How likely "
-    "each choice is depends on a prior, which is measured on the first observations that offer it. Let the agent choose "
-    "once and save it again: this card then shows the lines for choices."
+    "Its class can offer choices, but had offered none when it was saved, so the lines below write free text. How "
+    "likely each choice is depends on a prior, which is measured on the first observations that offer it. Let the "
+    "agent choose once and save it again: this card then shows the lines for choices."
 )
 
 

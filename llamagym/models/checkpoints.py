@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +155,8 @@ def _around(text: Any, other: Any) -> Any:
     """Of a long text what lies around its first difference from another one; anything else as it is."""
     if not (isinstance(text, str) and isinstance(other, str) and len(text) > _LONG):
         return text
-    start = max(0, len(commonprefix([text, other])) - _LONG // 2)
+    pairs = enumerate(zip(text, other, strict=False))
+    first = next((i for i, (one, another) in pairs if one != another), min(len(text), len(other)))
+    start = max(0, first - _LONG // 2)
     end = start + _LONG
     return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
