@@ -15,9 +15,9 @@ _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 def killed_at(point: int, do: Callable[[], Any], most: int | None = None) -> bool:
     """Do something in a child that is killed where it opens, writes, flushes, renames or deletes for the nth time.
 
-    A write is half made by then. What Rust writes (safetensors, tokenizers) is not seen that way: with `most`, the child
-    goes on at that point, and the system kills it in the next write, whoever makes it, that lets a file grow beyond so
-    many bytes.
+    A write is half made by then. What Rust writes (safetensors, tokenizers) is not seen that way: with `most`, the
+    child goes on at that point, and the kernel kills it in the next write, whoever makes it, that lets a file grow
+    beyond so many bytes.
 
     Returns:
         Whether it came to its end.

@@ -136,14 +136,10 @@ def train(
         play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size)
         saved = None
         if checkpoint_dir is not None:
-            options = {
-                "num_envs": num_envs,
-                "group_size": size,
-                "seed": seed,
-                "system_prompt": agent.get_system_prompt(),
-            }
             # Without an id nothing tells one environment from another.
-            options |= {"env": copies.spec_id} if copies.spec_id else {}
+            where = {"env": copies.spec_id} if copies.spec_id else {}
+            what = {"system_prompt": agent.get_system_prompt(), **where}
+            options = {"num_envs": num_envs, "group_size": size, "seed": seed, **what}
             saved = SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play, options)
         before = saved.read() if saved and resume else None
         if before is None:
