@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
@@ -162,6 +163,7 @@ def main() -> None:
     # Hands that are dealt alike are what GRPO compares.
     dealt = list(zip(*(part.tolist() for part in observations), strict=True))
     with (
+        closing(tracker),
         Progress(args.episodes, unit="hand", window=1000) as progress,
         Interrupts(listens=args.checkpoint_dir is not None) as interrupts,
         saved_on_error(save if args.checkpoint_dir else None),
@@ -190,10 +192,9 @@ def main() -> None:
                 if updates % 5 == 1:
                     said = " / ".join(f"{message['role']}: {message['content']}" for message in sample[-2:])
                     progress.note(f"update {updates}, {said}")
-    if args.checkpoint_dir:
-        save()
+        if args.checkpoint_dir:
+            save()
     minutes = (time.perf_counter() - started) / 60
-    tracker.close()
     if interrupts.stops:
         sys.exit(EXIT_CODE)
     if not updates:
