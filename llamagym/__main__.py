@@ -39,7 +39,9 @@ class ProbeAgent(Agent):
 def doctor(args: argparse.Namespace) -> int:
     """Load a model and look it over; returns the exit status."""
     report = examine(args.model, args.device, args.dtype)
-    verdict = "All is well." if report.passed else f"Not as it should be: {', '.join(report.failing)}."
+    verdict = f"No fault found; no time for: {', '.join(report.left_out)}." if report.left_out else "All is well."
+    if not report.passed:
+        verdict = f"Not as it should be: {', '.join(report.failing)}."
     sys.stdout.write(f"{report}\n{verdict}\n")
     return 0 if report.passed else 1
 

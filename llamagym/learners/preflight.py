@@ -27,11 +27,13 @@ class Check:
         name: What.
         passed: Whether it is as it should be.
         finding: What was found, and the next move where it is not.
+        looked_at: Whether there was time to look; if not, it counts as passed.
     """
 
     name: str
     passed: bool
     finding: str
+    looked_at: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,18 @@ class Report:
         """Names of the checks that are not."""
         return [check.name for check in self.checks if not check.passed]
 
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the checks that there was no time for."""
+        return [check.name for check in self.checks if not check.looked_at]
+
     def __str__(self) -> str:
         """One line a check."""
         width = max(len(check.name) for check in self.checks)
-        lines = [f"{'ok  ' if c.passed else 'FAIL'} {c.name:{width}}  {c.finding}" for c in self.checks]
+        lines = [
+            f"{('ok  ' if c.looked_at else '--  ') if c.passed else 'FAIL'} {c.name:{width}}  {c.finding}"
+            for c in self.checks
+        ]
         return "\n".join(lines)
 
 
@@ -89,7 +99,7 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, True, check())
     except OutOfTimeError:
-        return Check(name, True, "not looked at: the model is so slow that there is no time left")
+        return Check(name, True, "not looked at: the model is so slow that there is no time left", False)
     except Exception as error:  # whatever is wrong is a finding
         return Check(name, False, str(error) if isinstance(error, FaultError) else f"{type(error).__name__}: {error}")
 
