@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from gymnasium.vector import VectorEnv
 
 from ..agent import Agent
 from ..errors import ConfigError
@@ -64,7 +65,9 @@ def evaluate(
     check_arguments(evaluate, locals())
     require_positive(episodes=episodes, num_envs=num_envs)
     seed = as_seed(seed)
-    num_envs = min(copies_for(env) if num_envs is None else num_envs, episodes)
+    num_envs = copies_for(env, num_envs)
+    if not isinstance(env, VectorEnv):
+        num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
     returns: list[list[float]] = [[] for _ in ids]
@@ -75,9 +78,9 @@ def evaluate(
             play = Play(agent, copies, ids, seed)
             play.begin()
             while any(len(done) < wanted for done, wanted in zip(returns, quota, strict=True)):
-                for index, value in play.step()[0]:
-                    if len(returns[index]) < quota[index]:
-                        returns[index].append(value)
+                for episode in play.step()[0]:
+                    if len(returns[episode.copy]) < quota[episode.copy]:
+                        returns[episode.copy].append(episode.total_reward)
     finally:
         if was_learning:
             agent.train()

@@ -19,6 +19,8 @@ from ..conversation.interface import no_action_advice
 from ..errors import ActionParseError
 from ..learners.base import Stats
 from .environments import Copies
+from .infos import Info
+from .played import PlayedEpisode
 
 logger = logging.getLogger(__name__)
 
@@ -43,60 +45,82 @@ class Play:
         self._group_size, self._rows = group_size, copies.count // group_size
         # The number of the group that each copy is in; a row's next group is `rows` further on.
         self._groups = np.arange(copies.count) // group_size
-        self._totals = np.zeros(copies.count)
         # Copies whose episode has ended, until the next step resets them.
         self._over = np.zeros(copies.count, dtype=bool)
-        # What was done in each copy since its reset.
+        # What was done and earned in each copy since its reset.
         self._actions: list[list[Any]] = [[] for _ in self._ids]
+        self._rewards: list[list[float]] = [[] for _ in self._ids]
         self._observations: list[Any] = []
+        self._infos: list[Info] = []
 
     def begin(self) -> None:
         """Start the first episodes."""
-        self._observations = self._copies.reset(self._seeds())
+        self._observations, self._infos = self._copies.reset(self._seeds())
 
-    def step(self) -> tuple[list[tuple[int, float]], Stats]:
+    def step(self) -> tuple[list[PlayedEpisode], Stats]:
         """One step in every copy, and an update if that fills a batch; an error takes the step back.
 
         A copy whose episode has ended is reset at the next step: should that fail, this one has been taken.
 
         Returns:
-            (copy, return) of the episodes that ended, and the statistics of an update.
+            The episodes that ended, and the statistics of an update.
         """
         agent, ids, seeds = self._agent, self._ids, self._seeds()
         if self._over.any():
-            self._observations = self._copies.reset(seeds, self._over)
+            self._observations, infos = self._copies.reset(seeds, self._over)
+            for i in np.flatnonzero(self._over).tolist():
+                self._infos[i] = infos[i]
             self._over[:] = False
         with agent.undone_on_error(ids):
             actions = agent.act_batch(self._observations, ids)
             if any(action is None for action in actions):
                 raise ActionParseError(f"A reply names no action. {no_action_advice(agent)}")
-            observations, rewards, terminated, truncated = self._copies.step(actions)
+            observations, rewards, terminated, truncated, infos = self._copies.step(actions)
             agent.assign_rewards(rewards.tolist(), ids)
             over = terminated | truncated
             done = np.flatnonzero(over).tolist()
+            cut = [bool(truncated[i] and not terminated[i]) for i in done]
+            ended = [
+                self._played(i, actions[i], float(rewards[i]), seeds[i], was_cut, infos[i])
+                for i, was_cut in zip(done, cut, strict=True)
+            ]
             stats: Stats = {}
             if done:
-                cut = [bool(truncated[i] and not terminated[i]) for i in done]
                 groups = [seeds[i] if self._group_size > 1 else None for i in done]
                 finals = [observations[i] for i in done]
                 stats = agent.terminate_episodes([ids[i] for i in done], cut, finals, groups=groups)
-        self._totals += rewards
-        ended = [(i, float(self._totals[i])) for i in done]
-        for i, action in enumerate(actions):
+        for i, (action, reward) in enumerate(zip(actions, rewards.tolist(), strict=True)):
             self._actions[i].append(action)
-        self._observations, self._over = observations, over
-        self._totals[done] = 0.0
+            self._rewards[i].append(reward)
+        self._observations, self._infos, self._over = observations, infos, over
         self._groups[done] += self._rows
         for i in done:
             self._actions[i].clear()
+            self._rewards[i].clear()
         return ended, stats
+
+    def _played(
+        self, copy: int, action: Any, reward: float, seed: int, was_cut: bool, info: Mapping[str, Any]
+    ) -> PlayedEpisode:
+        """The episode that ends with an action."""
+        conversation = self._agent.conversation(self._ids[copy])
+        return PlayedEpisode(
+            copy,
+            seed,
+            (*self._actions[copy], action),
+            (*self._rewards[copy], reward),
+            tuple(conversation.turns),
+            tuple(conversation.messages),
+            not was_cut,
+            was_cut,
+            info,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where every copy stands."""
         return {
             "entropy": self._entropy,
             "groups": self._groups.tolist(),
-            "totals": self._totals.tolist(),
             "actions": [self._copies.saved_actions(actions) for actions in self._actions],
             # Of an episode that has yet to begin nothing was seen.
             "texts": [
@@ -108,11 +132,18 @@ class Play:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Bring the copies back to where they stood; where that fails, an episode begins anew, and that is said."""
         self._entropy = state["entropy"]
-        self._groups[:], self._totals[:] = state["groups"], state["totals"]
+        self._groups[:] = state["groups"]
         self._actions = [self._copies.actions_from(actions) for actions in state["actions"]]
-        self._observations = self._copies.reset(self._seeds(), replay=dict(enumerate(self._actions)))
+        replay = dict(enumerate(self._actions)) if self._copies.can_replay else None
+        self._observations, self._infos = self._copies.reset(self._seeds(), replay=replay)
         texts = [self._agent.format_observation(observation) for observation in self._observations]
-        changed = np.array([then not in (now, None) for now, then in zip(texts, state["texts"], strict=True)])
+        if self._copies.can_replay:
+            changed = np.array([then not in (now, None) for now, then in zip(texts, state["texts"], strict=True)])
+        else:
+            changed = np.array([bool(actions) for actions in self._actions])
+        # What was earned stands in the conversations, which were saved.
+        for i, env_id in enumerate(self._ids):
+            self._rewards[i] = [turn.reward for turn in self._agent.conversation(env_id).turns]
         if not changed.any():
             return
         logger.warning(
@@ -123,8 +154,8 @@ class Play:
         for i in np.flatnonzero(changed).tolist():
             self._agent.discard_episodes([self._ids[i]])
             self._actions[i].clear()
-        self._totals[changed] = 0.0
-        self._observations = self._copies.reset(self._seeds(), changed)
+            self._rewards[i].clear()
+        self._observations, _ = self._copies.reset(self._seeds(), changed)
 
     def _seeds(self) -> list[int]:
         """The reset seed of each copy's episode; those of different runs have nothing to do with each other."""
