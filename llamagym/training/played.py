@@ -1,13 +1,15 @@
-"""A finished episode as callbacks and judges see it."""
+"""A finished episode as callbacks and judges see it, and what a judge gives it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..conversation.chat_template import Message
 from ..conversation.episode import Turn
+from ..errors import ConfigError
 from ..options import as_number
 
 _SUCCESS = ("success", "won", "is_success")
@@ -62,6 +64,30 @@ class PlayedEpisode:
             if as_number(self.info.get(name)) in (0.0, 1.0):
                 return bool(self.info[name])
         return None
+
+
+Judge = Callable[[PlayedEpisode], float | Sequence[float]]
+"""Rewards a finished episode: a number for its last turn, or one for each turn, added to the environment's rewards."""
+
+
+def verdict(judge: Judge, episode: PlayedEpisode) -> list[float]:
+    """What a judge gives each turn of an episode.
+
+    Raises:
+        ConfigError: It gives neither a number nor one for each turn.
+    """
+    given: Any = judge(episode)
+    if math.isnan(number := as_number(given)):
+        is_row = hasattr(given, "__iter__") and not isinstance(given, (str, bytes, Mapping))
+        rewards = [as_number(reward) for reward in given] if is_row else []
+    else:
+        rewards = [0.0] * (episode.length - 1) + [number]
+    if len(rewards) != episode.length or not all(map(math.isfinite, rewards)):
+        raise ConfigError(
+            f"The judge gave {given!r} to an episode of {episode.length} turns. Return a finite number, which is added "
+            "to the last turn's reward, or a list of them, one for each turn."
+        )
+    return rewards
 
 
 def success_rate(successes: list[bool | None]) -> float | None:
