@@ -26,7 +26,8 @@ from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json, as_number
 from .infos import Info, put_finals, split, whole
 
-EnvSource = str | gymnasium.Env | VectorEnv | Callable[[], gymnasium.Env]
+_Single = str | gymnasium.Env | Callable[[], gymnasium.Env]
+EnvSource = _Single | VectorEnv
 
 # More gain little.
 _COPIES = 64
@@ -305,7 +306,7 @@ def _numbered(make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child
     return made
 
 
-def _makers(env: EnvSource, count: int) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+def _makers(env: _Single, count: int) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     if isinstance(env, str):
         return [lambda: _registered(env)] * count
     if not isinstance(env, gymnasium.Env):

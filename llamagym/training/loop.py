@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..agent import Agent
+from ..conversation.interface import no_action_advice
 from ..errors import ConfigError
 from ..learners.base import Stats
 from ..models.checkpoints import require_none
@@ -20,7 +21,7 @@ from .environments import EnvSource, copies_for, failed_copy, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play
-from .played import PlayedEpisode, success_rate
+from .played import Judge, PlayedEpisode, success_rate
 from .run import Run
 from .saved_run import SavedRun
 from .tracking import MultiTracker, Progress, Tracker
@@ -38,6 +39,7 @@ class TrainingResult:
         turns: Environment steps taken.
         message: Why no update ran; empty if one did.
         successes: Whether each episode succeeded; None where the environment does not say.
+        minutes: How long it took, without the time in which it was stopped.
         success_rate: Share of those that did, of all of which it is known; None if it is of none.
     """
 
@@ -46,6 +48,7 @@ class TrainingResult:
     turns: int
     message: str
     successes: list[bool | None] = field(default_factory=list)
+    minutes: float = math.nan
 
     @property
     def success_rate(self) -> float | None:
@@ -66,6 +69,7 @@ def train(
     turns: int | None = None,
     minutes: float | None = None,
     callbacks: Sequence[Callback] | Callback | None = None,
+    judge: Judge | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 10,
     keep_checkpoints: int = 3,
@@ -99,6 +103,9 @@ def train(
         turns: Stop at the step with which so many are taken, over all copies. None: no limit.
         minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit.
         callbacks: Told of steps, episodes and updates; see `Callback`.
+        judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
+            it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
+            model is such a function.
         checkpoint_dir: Where checkpoints are written; None writes none.
         checkpoint_every: Updates between two checkpoints.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
@@ -152,7 +159,7 @@ def train(
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):
-        play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size)
+        play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size, judge)
         saved = None
         if checkpoint_dir is not None:
             options = {"num_envs": num_envs, "group_size": size, "seed": seed}
@@ -164,6 +171,10 @@ def train(
             run.load_state_dict(before)
             trackers.rewind(before["tracker"])
             progress.resume(run.returns, len(run.updates))
+        if play.awaits_free_text() and not agent.has_fallback:
+            logger.warning(
+                "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
+            )
 
         def save() -> None:
             if saved is not None:
@@ -190,7 +201,7 @@ def train(
     message = "" if run.updates else agent.why_no_update()
     if message:
         logger.warning(message)
-    return TrainingResult(run.returns, run.updates, run.turns, message, run.successes)
+    return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes)
 
 
 @contextmanager
