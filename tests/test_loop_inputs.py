@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +17,7 @@ from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 from llamagym import ActionParseError, ConfigError, EvaluationResult, evaluate, name_actions, side_by_side, train
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 
+PAGE = Path(__file__).parent.parent / "docs" / "training.md"
 IDS = ["CartPole-v1", "FrozenLake-v1", "Taxi-v4", "MountainCar-v0"]
 
 
@@ -262,3 +265,21 @@ def test_our_own_environments_are_known_by_id(name):
     result = evaluate("random", f"llamagym/{name}", 8, seed=0)
     assert result.success_rate is not None
     assert {f"llamagym/{other}-v0" for other in ("AddressBook", "BabyAI", "TextWorld")} <= set(gym.registry)
+
+
+def test_the_code_on_the_page_about_training_runs(tmp_path, monkeypatch, capsys):
+    class BlackjackAgent(ChoiceAgent):
+        choices = ("stick", "hit")
+
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"agent": make_agent(BlackjackAgent, context="turn", ppo={"batch_size": 32})}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(block, names)
+    assert (tmp_path / "runs" / "best").is_dir()
+    assert names["best"].best_update >= 1
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "policy",
+        "agent",
+        "careful",
+        "random",
+    ]
