@@ -184,7 +184,7 @@ def train(
         with _told(told, run, before), _saved_on_error(save, checkpoint_dir):
             while not run.is_over:
                 ended, stats = play.step()
-                counted = run.take(ended, stats, num_envs)
+                counted = run.take(ended, stats, len(ids))
                 progress.advance([episode.total_reward for episode in counted], stats)
                 _tell(told, run, counted, stats)
                 if stats:
