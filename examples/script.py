@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,9 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 
-from llamagym import Agent, GRPOConfig, LlamaGymError, evaluate, load_model_and_tokenizer, train
+from llamagym import Agent, Callback, GRPOConfig, LlamaGymError, Run, evaluate, load_model_and_tokenizer, train
 from llamagym.training import EnvSource
-from llamagym.training.tracking import Metrics, MultiTracker, default_tracker
+from llamagym.training.tracking import default_tracker
 
 Score = tuple[float, float]
 """Expected return and its standard error; the latter is 0 where the return is computed, not sampled."""
@@ -142,53 +143,22 @@ def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Cal
 
 
 def random_return(env: Callable[[], gymnasium.Env], episodes: int = 200) -> float:
-    """Mean return of actions drawn evenly from the action space, in held-out episodes."""
-    world = env()
-    world.action_space.seed(HELD_OUT_SEED)
-    total = 0.0
-    for episode in range(episodes):
-        world.reset(seed=HELD_OUT_SEED + episode)
-        done = False
-        while not done:
-            _, reward, terminated, truncated, _ = world.step(world.action_space.sample())
-            total += float(reward)
-            done = terminated or truncated
-    return total / episodes
+    """Mean return of actions drawn evenly among those that are possible, in held-out episodes."""
+    return evaluate("random", env, episodes, HELD_OUT_SEED).mean
 
 
-class Scoring:
-    """Adds the minutes, and after every so many updates the score, to what it passes on."""
+class Scoring(Callback):
+    """Adds the score to the statistics of every so many updates; the first update after so many minutes is the last."""
 
-    def __init__(self, tracker: MultiTracker, score: Callable[[bool], Score], every: int) -> None:
-        """Start the clock."""
-        self._tracker, self._score, self._every = tracker, score, every
-        self._updates, self._started = 0, time.perf_counter()
+    def __init__(self, score: Callable[[bool], Score], every: int, minutes: float | None) -> None:
+        """Score after every `every` updates, for `minutes`, or for as long as there is something to play."""
+        self._score, self._every, self._minutes = score, every, minutes
 
-    @property
-    def minutes(self) -> float:
-        """Since the start, evaluations included."""
-        return (time.perf_counter() - self._started) / 60
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        """Pass on the statistics of an update, and more."""
-        self._updates += 1
-        more: dict[str, float] = {"minutes": self.minutes}
-        if self._updates % self._every == 0:
-            more["expected_return"], more["standard_error"] = self._score(False)
-        self._tracker.log({**metrics, **more}, step)
-
-    def position(self) -> dict[str, Any]:
-        """How much has been logged, and for how long."""
-        return {"tracker": self._tracker.position(), "updates": self._updates, "minutes": self.minutes}
-
-    def rewind(self, position: dict[str, Any]) -> None:
-        """Go on from a position."""
-        self._tracker.rewind(position["tracker"])
-        self._updates, self._started = position["updates"], time.perf_counter() - 60 * position["minutes"]
-
-    def close(self) -> None:
-        """Close the tracker."""
-        self._tracker.close()
+    def on_update(self, run: Run, stats: dict[str, float]) -> bool:
+        """Score if it is time, and go on if there is time left."""
+        if len(run.updates) % self._every == 0:
+            stats["expected_return"], stats["standard_error"] = self._score(False)
+        return self._minutes is None or run.minutes < self._minutes
 
 
 def learn(
@@ -210,25 +180,19 @@ def learn(
     run_dir = args.run_dir or Path("runs") / time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
     before, before_error = score(False)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    tracker = Scoring(default_tracker(run_dir, settings, args.wandb_project, args.wandb_mode), score, args.eval_every)
-
-    def time_is_up(_: object) -> bool:
-        return args.minutes is not None and tracker.minutes >= args.minutes
-
-    result = train(
-        agent,
-        env,
-        args.episodes,
-        args.num_envs,
-        args.seed,
-        on_update=time_is_up,
-        tracker=tracker,
-        checkpoint_dir=args.checkpoint_dir,
-        checkpoint_every=args.checkpoint_every,
-        resume=args.resume,
-    )
-    minutes = tracker.minutes
-    tracker.close()
+    with closing(default_tracker(run_dir, settings, args.wandb_project, args.wandb_mode)) as tracker:
+        result = train(
+            agent,
+            env,
+            args.episodes,
+            args.num_envs,
+            args.seed,
+            tracker=tracker,
+            callbacks=Scoring(score, args.eval_every, args.minutes),
+            checkpoint_dir=args.checkpoint_dir,
+            checkpoint_every=args.checkpoint_every,
+            resume=args.resume,
+        )
     after, after_error = score(False)
     greedy, greedy_error = score(True)
     results = {"expected return": f"{after:.3f} ± {after_error:.3f}", "if greedy": f"{greedy:.3f}", **baselines}
@@ -240,8 +204,8 @@ def learn(
         "episodes": len(result.returns),
         "turns": result.turns,
         "updates": len(result.updates),
-        "minutes": minutes,
-        "turns_per_second": result.turns / minutes / 60,
+        "minutes": result.minutes,
+        "turns_per_second": result.turns / result.minutes / 60,
         "peak_memory_gib": peak_memory_gib(),
         "expected_return_before": before,
         "expected_return_after": after,
@@ -255,7 +219,7 @@ def learn(
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"Expected return: {before:.3f} before, {after:.3f} ± {after_error:.3f} after ({greedy:.3f} if greedy).")
     print("Baselines: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()) + ".")
-    print(f"{len(result.returns)} episodes, {result.turns} turns, {minutes:.1f} min. Results: {run_dir}")
+    print(f"{len(result.returns)} episodes, {result.turns} turns, {result.minutes:.1f} min. Results: {run_dir}")
 
 
 def dtype_name(agent: Agent) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import script
 
-from llamagym import Agent
+from llamagym import Agent, evaluate
 from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
 
 # Seeds of the games to learn from, and of those to be tested on.
@@ -39,20 +39,6 @@ class TextWorldAgent(Agent):
     def extract_action(self, response: str) -> str:
         """The command itself."""
         return response
-
-
-def random_return(env: TextWorldEnv, episodes: int) -> float:
-    """Mean return of choosing evenly among the possible commands."""
-    rng = random.Random(0)
-    total = 0.0
-    for episode in range(episodes):
-        observation, _ = env.reset(seed=episode)
-        done = False
-        while not done:
-            observation, reward, terminated, truncated, _ = env.step(rng.choice(observation["admissible_commands"]))
-            total += reward
-            done = terminated or truncated
-    return total / episodes
 
 
 def main() -> None:
@@ -82,7 +68,9 @@ def main() -> None:
     agent = script.load(args, TextWorldAgent, gamma=0.95, ppo_epochs=2, value_learning_rate=3e-4, cliprange_value=0.2)
     test_in = functools.partial(TextWorldEnv, unseen, args.max_steps)
     score = script.play_held_out(agent, test_in, args)
-    baselines = {"random": random_return(test_in(), 200), "optimum": 1.0}
+    draw = random.Random(0).choice
+    chance = evaluate(lambda observation: draw(observation["admissible_commands"]), test_in, 200, script.HELD_OUT_SEED)
+    baselines = {"random": chance.mean, "optimum": 1.0}
     script.learn(args, agent, functools.partial(TextWorldEnv, seen, args.max_steps), score, baselines)
 
 

@@ -8,6 +8,8 @@ _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from .agent import Agent
 from .conversation.parsing import find_json, parse_choice
+from .conversation.spaces import name_actions, parse_action
+from .envs import register as _register
 from .errors import (
     ActionParseError,
     ChatTemplateError,
@@ -26,7 +28,20 @@ from .learners.ppo_trainer import PPOTrainer
 from .models.generation import GenerationConfig
 from .models.loading import load_model_and_tokenizer
 from .models.value_head import AutoModelForCausalLMWithValueHead
-from .training import EvaluationResult, TrainingResult, evaluate, train
+from .training import (
+    Callback,
+    EvalCallback,
+    EvaluationResult,
+    PlayedEpisode,
+    Run,
+    StopOnReturn,
+    TrainingResult,
+    evaluate,
+    side_by_side,
+    train,
+)
+
+_register()
 
 __all__ = [
     "GRPO",
@@ -34,6 +49,7 @@ __all__ = [
     "ActionParseError",
     "Agent",
     "AutoModelForCausalLMWithValueHead",
+    "Callback",
     "ChatTemplateError",
     "CheckpointError",
     "ConfigError",
@@ -41,6 +57,7 @@ __all__ = [
     "DivergedError",
     "EnvironmentTimeoutError",
     "EpisodeError",
+    "EvalCallback",
     "EvaluationResult",
     "GRPOConfig",
     "GenerationConfig",
@@ -48,11 +65,17 @@ __all__ = [
     "ModelLoadError",
     "PPOConfig",
     "PPOTrainer",
+    "PlayedEpisode",
     "ReinforceConfig",
+    "Run",
+    "StopOnReturn",
     "TrainingResult",
     "evaluate",
     "find_json",
     "load_model_and_tokenizer",
+    "name_actions",
+    "parse_action",
     "parse_choice",
+    "side_by_side",
     "train",
 ]

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from llamagym.conversation.masking import Masking
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 SMALL = "--num-envs 4 --batch-size 32 --mini-batch-size 16 --eval-every 1"
@@ -114,13 +115,14 @@ def test_games_of_memory_see_the_whole_conversation(name: str, start):
 
 def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
     taxi = importlib.import_module("taxi")
-    env, offered = taxi.make(), taxi.Driver.get_action_choices
+    env, words = taxi.make(), taxi.Driver.get_action_choices(None, 0)
+    possible = Masking(lambda word: taxi.Driver.extract_action(None, word)).possible
     env.reset(seed=0)
     for state in range(0, 500, 7):
         for number, action in enumerate(taxi.ACTIONS):
             env.unwrapped.s = state
             after = env.unwrapped.step(number)[0]
-            assert (action in offered(None, state)) == (after != state)
+            assert (action in possible(words, env.unwrapped.action_mask(state))) == (after != state)
     assert taxi.best_return() == pytest.approx(7.93)
     summary, metrics = start("taxi", "--episodes 1000 --eval-episodes 2 --minutes 0")
     assert summary["updates"] == len(metrics) == 1

@@ -226,7 +226,7 @@ def test_copies_where_no_number_is_given():
 
 
 def test_something_says_how_long_to_train():
-    with pytest.raises(ConfigError, match="Pass episodes, minutes, or both"):
+    with pytest.raises(ConfigError, match="Pass episodes, turns or minutes"):
         train(make_agent(ChoiceAgent), CountdownEnv)
     with pytest.raises(ConfigError, match="minutes=0"):
         train(make_agent(ChoiceAgent), CountdownEnv, minutes=0)

@@ -59,6 +59,19 @@ def one_each(given: Iterable[Any] | None, otherwise: Any, env_ids: Sequence[Hash
     return items
 
 
+def informed(infos: Iterable[Any] | None, env_ids: Sequence[Hashable]) -> list[Any]:
+    """Each environment's info, None where there is none.
+
+    Raises:
+        EpisodeError: One is no dictionary, or they are not one for each.
+    """
+    items = one_each(infos, None, env_ids, "infos")
+    for info in items:
+        if not (info is None or isinstance(info, Mapping)):
+            raise EpisodeError(f"infos holds {info!r}. Pass a dictionary for each environment, as env.step() returns.")
+    return items
+
+
 def check_flags(flags: Sequence[Any], what: str) -> None:
     """Refuse what is neither true nor false, and would count as true.
 

@@ -246,10 +246,22 @@ class Conversation:
         self.pending = None
         return turn
 
-    def reward(self, reward: float) -> None:
-        """Add to the last turn's reward."""
-        self.turns[-1].reward += reward
-        self.awaits_reward = False
+    def reward(self, reward: float, turn: int = -1) -> None:
+        """Add to a turn's reward, by default the last one's."""
+        self.turns[turn].reward += reward
+        if turn in (-1, len(self.turns) - 1):
+            self.awaits_reward = False
+
+    @contextmanager
+    def rewards_undone_on_error(self) -> Iterator[None]:
+        """While open, an exception takes back what turns that were taken before are rewarded with."""
+        before = [turn.reward for turn in self.turns]
+        try:
+            yield
+        except BaseException:
+            for turn, reward in zip(self.turns, before, strict=False):
+                turn.reward = reward
+            raise
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:

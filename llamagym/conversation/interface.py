@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from ..errors import ActionParseError, ConfigError
 
@@ -18,13 +20,22 @@ _NEVER_CALLED = {
 }
 
 
+# Methods that are given what the environment says as info where they have a parameter of that name.
+_MAY_TAKE_INFO = ("format_observation", "get_action_choices", "fallback_action")
+
+
 class TextInterface(ABC):
-    """An environment as a conversation; three methods must be defined, two may be."""
+    """An environment as a conversation; three methods must be defined, two may be.
+
+    `format_observation`, `get_action_choices` and `fallback_action` may have a further parameter `info`: it is given
+    the environment's, or an empty dictionary where a loop passes none.
+    """
 
     _has_warned = False
+    _informed: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse methods that LlamaGym called and this library does not.
+        """Note which methods take `info`, and refuse those that LlamaGym called and this library does not.
 
         Raises:
             ConfigError: The class defines one.
@@ -35,6 +46,7 @@ class TextInterface(ABC):
                 f"{cls.__name__} defines {name}(), which LlamaGym called and this library does not. "
                 f"{_NEVER_CALLED[name]} Remove it, or rename it if it is a helper of your own."
             )
+        cls._informed = frozenset(name for name in _MAY_TAKE_INFO if takes_info(getattr(cls, name)))
 
     @abstractmethod
     def get_system_prompt(self) -> str:
@@ -60,6 +72,18 @@ class TextInterface(ABC):
         """What to do when a reply names no action; None unless defined."""
         return None
 
+    def text_of(self, observation: Any, info: Mapping[str, Any] | None = None) -> str:
+        """An observation as text, by `format_observation`."""
+        return self.format_observation(observation, **self._told("format_observation", info))
+
+    @property
+    def has_fallback(self) -> bool:
+        """Whether the class says what to do when a reply names no action."""
+        return type(self).fallback_action is not TextInterface.fallback_action
+
+    def _told(self, method: str, info: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {"info": {} if info is None else info} if method in self._informed else {}
+
     def _extract(self, text: str) -> Any:
         try:
             return self.extract_action(text)
@@ -67,12 +91,21 @@ class TextInterface(ABC):
             logger.debug("invalid reply: %s", problem)
             return None
 
-    def _fallback(self, observation: Any, text: str) -> Any:
-        action = self.fallback_action(observation)
+    def _fallback(self, observation: Any, text: str, info: Mapping[str, Any] | None) -> Any:
+        action = self.fallback_action(observation, **self._told("fallback_action", info))
         if action is None and not self._has_warned:
             self._has_warned = True
             logger.warning("Reply %r names no action, so the action is None. %s", text, no_action_advice(self))
         return action
+
+
+def takes_info(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `info`."""
+    try:
+        return "info" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Some functions that are written in C do not say.
+        return False
 
 
 def no_action_advice(interface: TextInterface) -> str:

@@ -1,1 +1,19 @@
-"""Text worlds as Gymnasium environments; each needs a package of its own, an extra of this one."""
+"""Environments in words, known to Gymnasium by id; some need a package of their own, an extra of this one."""
+
+import gymnasium
+
+# Each is imported when it is made.
+_ENTRY_POINTS = {
+    "llamagym/AddressBook-v0": "llamagym.envs.address_book:AddressBook",
+    "llamagym/BabyAI-v0": "llamagym.envs.babyai:make_babyai",
+    "llamagym/GuessTheNumber-v0": "llamagym.envs.guess_number:GuessTheNumber",
+    "llamagym/Mastermind-v0": "llamagym.envs.mastermind:Mastermind",
+    "llamagym/TextWorld-v0": "llamagym.envs.textworld:TextWorldEnv",
+}
+
+
+def register() -> None:
+    """Let `gymnasium.make` know the environments."""
+    for name, entry_point in _ENTRY_POINTS.items():
+        if name not in gymnasium.registry:
+            gymnasium.register(name, entry_point)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.arguments import check_flags, check_keys, environment_ids, listed, one_each
+from ..conversation.arguments import check_flags, check_keys, environment_ids, informed, listed, one_each
 from ..conversation.chat_template import ChatTemplate
 from ..conversation.episode import Context, Episode, commonest_reply
 from ..conversation.records import IdTable, episode_from, episode_record
@@ -145,9 +146,9 @@ class LearningActor(Actor):
         """Why no update has run yet."""
         return self.learner.why_no_update(self._buffer)
 
-    def assign_reward(self, reward: float) -> None:
-        """Add a reward to the last action of one environment."""
-        self.assign_rewards([reward], [0])
+    def assign_reward(self, reward: float, turn: int = -1) -> None:
+        """Add a reward to an action of one environment, by default the last; see `assign_rewards`."""
+        self.assign_rewards([reward], [0], [turn])
 
     def terminate_episode(
         self,
@@ -155,26 +156,52 @@ class LearningActor(Actor):
         truncated: bool = False,
         final_observation: Any = None,
         group: Hashable | None = None,
+        final_info: Mapping[str, Any] | None = None,
     ) -> Stats:
         """End the episode of one environment; see `terminate_episodes`."""
-        return self.terminate_episodes([0], [truncated], [final_observation], train, [group])
+        return self.terminate_episodes([0], [truncated], [final_observation], train, [group], [final_info])
 
-    def assign_rewards(self, rewards: Sequence[float], env_ids: Sequence[Hashable] | None = None) -> None:
-        """Add each environment's reward to its last action; several rewards for one action add up."""
+    def assign_rewards(
+        self,
+        rewards: Sequence[float],
+        env_ids: Sequence[Hashable] | None = None,
+        turns: Sequence[int] | None = None,
+    ) -> None:
+        """Add each environment's reward to one of its actions; several rewards for one action add up.
+
+        Args:
+            rewards: One per environment.
+            env_ids: Which environments; by default 0, 1, 2, ...
+            turns: Which turn of its episode under way each is for, counted from 0, or from the end by negative
+                numbers; by default the last. Rewards that come late, such as a judge's, go to the turns that earned
+                them so.
+
+        Raises:
+            EpisodeError: There is no such turn, or a reward is no number that can be learnt from; none is assigned.
+        """
         given = listed(rewards, "rewards")
         ids = environment_ids(given, env_ids, "rewards")
-        for reward, env_id in zip(given, ids, strict=True):
+        places = one_each(turns, -1, ids, "turns")
+        for reward, env_id, place in zip(given, ids, places, strict=True):
             if not self._has_turns(env_id):
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
-            total = self._conversations[env_id].turns[-1].reward + as_number(reward)
+            taken = self._conversations[env_id].turns
+            is_whole = isinstance(place, Integral) and not isinstance(place, bool)
+            if not is_whole or not -len(taken) <= place < len(taken):
+                raise EpisodeError(
+                    f"Reward {reward} is for turn {place!r} of environment {env_id!r}, whose episode has {len(taken)} "
+                    f"turns. Pass a whole number from {-len(taken)} to {len(taken) - 1}; rewards of an episode that "
+                    "has ended cannot be changed."
+                )
+            total = taken[place].reward + as_number(reward)
             if not abs(total) < _LARGEST_REWARD:
                 raise EpisodeError(
                     f"Reward {reward!r} for environment {env_id!r} is no number, not finite, or brings the sum of its "
                     f"action's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the environment, or "
                     "scale its rewards."
                 )
-        for reward, env_id in zip(given, ids, strict=True):
-            self.conversation(env_id).reward(as_number(reward))
+        for reward, env_id, place in zip(given, ids, places, strict=True):
+            self.conversation(env_id).reward(as_number(reward), int(place))
 
     @alone
     def terminate_episodes(
@@ -184,6 +211,7 @@ class LearningActor(Actor):
         final_observations: Sequence[Any] | None = None,
         train: bool = True,
         groups: Sequence[Hashable | None] | None = None,
+        final_infos: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> Stats:
         """End episodes, and learn if that fills a batch.
 
@@ -198,6 +226,7 @@ class LearningActor(Actor):
                 taken in `eval()`.
             groups: For GRPO, what tells which episodes began alike, such as the seed of their reset; by default all
                 did. A start that is played again needs a group of its own.
+            final_infos: The info after the last step, for a `format_observation` that takes it.
 
         Returns:
             Statistics of the update, or an empty dictionary if none ran.
@@ -207,6 +236,7 @@ class LearningActor(Actor):
         cut = one_each(truncated, False, ids, "truncated")
         finals = one_each(final_observations, None, ids, "final_observations")
         group_of = one_each(groups, None, ids, "groups")
+        last_infos = informed(final_infos, ids)
         check_keys(group_of, "group")
         check_flags([*cut, train], "truncated or train")
         bootstraps = self._learning and train and self.learner.has_critic
@@ -222,7 +252,7 @@ class LearningActor(Actor):
         try:
             if self._learning and train:
                 with self.undone_on_error(ids):
-                    self._buffer += self._ended(ids, cut, finals, group_of)
+                    self._buffer += self._ended(ids, cut, finals, last_infos, group_of)
                     stats = self._learn()
         except BaseException:
             self._buffer[:] = before
@@ -231,22 +261,29 @@ class LearningActor(Actor):
         return stats
 
     def _ended(
-        self, env_ids: Sequence[Hashable], cut: list[bool], finals: list[Any], groups: list[Hashable | None]
+        self,
+        env_ids: Sequence[Hashable],
+        cut: list[bool],
+        finals: list[Any],
+        infos: list[Any],
+        groups: list[Hashable | None],
     ) -> list[Episode]:
         """The conversations of environments as episodes, but for those with turns that were not taken to learn from."""
         learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
         to_value = [index for index in learnt if cut[index] and self.learner.has_critic]
-        values = self._final_values(to_value, env_ids, finals)
+        values = self._final_values(to_value, env_ids, finals, infos)
         ended = []
         for index in learnt:
             turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
             ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), groups[index]))
         return ended
 
-    def _final_values(self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any]) -> dict[int, float]:
+    def _final_values(
+        self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any], infos: Sequence[Any]
+    ) -> dict[int, float]:
         """The critic's estimate of each final observation, by index into `env_ids`."""
         contexts = [
-            self._conversations[env_ids[index]].observe(self.format_observation(finals[index]), self.response_prefix)
+            self._conversations[env_ids[index]].observe(self.text_of(finals[index], infos[index]), self.response_prefix)
             for index in cut
         ]
         return dict(zip(cut, self.policy.values(contexts), strict=True))

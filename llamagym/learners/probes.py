@@ -128,14 +128,14 @@ class Probes:
     def _observed(self, conversation: Conversation, observation: Any) -> Segment:
         if not self._observations:
             return conversation.observe(observation, self._actor.response_prefix)
-        choices = self._actor.get_action_choices(observation)
-        return conversation.observe(self._actor.format_observation(observation), self._actor.response_prefix, choices)
+        choices = self._actor.choices_for(observation)
+        return conversation.observe(self._actor.text_of(observation), self._actor.response_prefix, choices)
 
     def actions(self) -> str:
         """Every choice names an action."""
         actor, count = self._actor, 0
         for observation in self._observations:
-            for choice in actor.get_action_choices(observation) or ():
+            for choice in actor.choices_for(observation) or ():
                 text, count = actor.response_prefix + choice, count + 1
                 try:
                     action = actor.extract_action(text)

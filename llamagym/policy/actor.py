@@ -14,10 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.arguments import check_keys, check_text, environment_ids, listed
+from ..conversation.arguments import check_keys, check_text, environment_ids, informed, listed
 from ..conversation.chat_template import ChatTemplate, Message
 from ..conversation.episode import Context, Conversation, Reply
 from ..conversation.interface import TextInterface
+from ..conversation.masking import Masking
 from ..conversation.records import IdTable, conversation_record, key_from, restore_conversation
 from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
@@ -62,6 +63,7 @@ class Actor(TextInterface):
         self.response_prefix = response_prefix
         self._penalty = invalid_action_penalty
         self._conversations: dict[Hashable, Conversation] = {}
+        self._masking = Masking(lambda choice: self._extract(self.response_prefix + choice))
         self._learning, self._greedy = True, False
         self._acting_s, self._acted_tokens = 0.0, 0
 
@@ -117,23 +119,31 @@ class Actor(TextInterface):
         """What a thread holds while it uses the model."""
         return self.policy.lock
 
-    def act(self, observation: Any) -> Any:
+    def act(self, observation: Any, info: Mapping[str, Any] | None = None) -> Any:
         """Choose an action for one environment: `act_batch` of one."""
-        return self.act_batch([observation], [0])[0]
+        return self.act_batch([observation], [0], [info])[0]
 
     @alone
-    def act_batch(self, observations: Sequence[Any], env_ids: Sequence[Hashable] | None = None) -> list[Any]:
+    def act_batch(
+        self,
+        observations: Sequence[Any],
+        env_ids: Sequence[Hashable] | None = None,
+        infos: Sequence[Mapping[str, Any] | None] | None = None,
+    ) -> list[Any]:
         """Choose an action for each of several environments.
 
         Args:
             observations: One per environment.
             env_ids: Which environments; by default 0, 1, 2, ...
+            infos: What each environment says as info, for methods that take it. Under "action_mask" it may say which
+                choices are possible (see `Masking`).
 
         Returns:
             One action per observation; None where a reply named none and `fallback_action` is not defined.
         """
         observations = listed(observations, "observations")
         ids = environment_ids(observations, env_ids, "observations")
+        said = informed(infos, ids)
         started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
         # Either all turns are taken, or an error leaves no trace and a caller that mends its cause can act again.
         with self.undone_on_error(ids):
@@ -144,24 +154,32 @@ class Actor(TextInterface):
                         f"Environment {env_id!r} acts again, but its last action has no reward. Call assign_reward() "
                         "after every step, with 0 if there is none, or act in eval()."
                     )
-            actions = self._act(observations, conversations)
-        self._acting_s += time.perf_counter() - started
-        self._acted_tokens += self.policy.tokens_forwarded - forwarded
+            actions = self._act(observations, said, conversations)
+        if self._learning:
+            self._acting_s += time.perf_counter() - started
+            self._acted_tokens += self.policy.tokens_forwarded - forwarded
         return actions
 
-    def _act(self, observations: Sequence[Any], conversations: Sequence[Conversation]) -> list[Any]:
+    def _act(
+        self,
+        observations: Sequence[Any],
+        infos: Sequence[Mapping[str, Any] | None],
+        conversations: Sequence[Conversation],
+    ) -> list[Any]:
         """One turn of each conversation; returns the actions."""
-        choices = [self.get_action_choices(observation) for observation in observations]
+        choices = [self.choices_for(*seen) for seen in zip(observations, infos, strict=True)]
         contexts = [
-            conversation.observe(self.format_observation(observation), self.response_prefix, offered)
-            for conversation, observation, offered in zip(conversations, observations, choices, strict=True)
+            conversation.observe(self.text_of(observation, info), self.response_prefix, offered)
+            for conversation, observation, info, offered in zip(
+                conversations, observations, infos, choices, strict=True
+            )
         ]
         replies = self.policy.sample(contexts, self._learning, self._greedy)
         said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
         named = [self._extract(text) for text in said]
         actions = [
-            self._fallback(observation, text) if action is None else action
-            for observation, text, action in zip(observations, said, named, strict=True)
+            self._fallback(observation, text, info) if action is None else action
+            for observation, text, info, action in zip(observations, said, infos, named, strict=True)
         ]
         for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
             turn = conversation.answer(reply, text)
@@ -170,6 +188,12 @@ class Actor(TextInterface):
             if action is None:
                 turn.valid, turn.penalty = False, self._penalty
         return actions
+
+    def choices_for(self, observation: Any, info: Mapping[str, Any] | None = None) -> list[str] | None:
+        """The replies allowed, without those that `info["action_mask"]` rules out; None for free text."""
+        offered = self.get_action_choices(observation, **self._told("get_action_choices", info))
+        mask = None if info is None else info.get("action_mask")
+        return offered if offered is None or mask is None else self._masking.possible(offered, mask)
 
     @contextmanager
     def undone_on_error(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
@@ -230,16 +254,23 @@ class Actor(TextInterface):
         self._acting_s, self._acted_tokens = state["acting_s"], state["acted_tokens"]
 
     @alone
-    def action_probabilities(self, observations: Sequence[Any]) -> list[dict[str, float]]:
+    def action_probabilities(
+        self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any] | None] | None = None
+    ) -> list[dict[str, float]]:
         """Exact probability of each choice at the start of an episode, for observations that offer choices.
+
+        Args:
+            observations: Any number.
+            infos: What the environment said with each, as for `act_batch`.
 
         Raises:
             ConfigError: An observation offers no choices.
         """
         contexts = []
         offers: list[list[str]] = []
-        for observation in listed(observations, "observations"):
-            offered = self.get_action_choices(observation)
+        observations = listed(observations, "observations")
+        for observation, info in zip(observations, informed(infos, range(len(observations))), strict=True):
+            offered = self.choices_for(observation, info)
             if offered is None:
                 raise ConfigError(
                     f"Observation {observation!r} offers no choices, so its replies cannot be enumerated. Define "
@@ -247,7 +278,7 @@ class Actor(TextInterface):
                 )
             offers.append(offered)
             conversation = self.new_conversation()
-            contexts.append(conversation.observe(self.format_observation(observation), self.response_prefix, offered))
+            contexts.append(conversation.observe(self.text_of(observation, info), self.response_prefix, offered))
         logprobs = self.policy.choice_logprobs(contexts)
         return [
             dict(zip(offered, row.exp().tolist(), strict=True)) for offered, row in zip(offers, logprobs, strict=True)

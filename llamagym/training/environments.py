@@ -19,14 +19,16 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json, as_number
 from .copy_errors import RemoteError, failed_copy, mark, unpacked
+from .infos import Info, put_finals, split, whole
 
-EnvSource = str | gymnasium.Env | Callable[[], gymnasium.Env]
+_Single = str | gymnasium.Env | Callable[[], gymnasium.Env]
+EnvSource = _Single | VectorEnv
 
 # More gain little.
 _COPIES = 64
@@ -37,10 +39,7 @@ _MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError, As
 
 
 class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset.
-
-    What it says as info is left out: nobody reads it, and it may differ between copies in what one array cannot hold.
-    """
+    """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], number: int, in_child: bool) -> None:
         """Wrap the copy with this number, in a process of its own or not."""
@@ -55,15 +54,16 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             returned: Any = self.env.reset(seed=seed, options=rest or None)
             if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
                 raise _strange("reset", returned, "(observation, info)")
-            observation = returned[0]
+            observation, info = returned
             for action in actions:
-                observation = self._stepped(action)[0]
-        return observation, {}
+                observation, *_, info = self._stepped(action)
+        return observation, whole(info)
 
     def step(self, action: Any) -> Any:
         """Step; an error is marked with the copy's number."""
         with self._marked():
-            return self._stepped(action)
+            *stepped, info = self._stepped(action)
+        return *stepped, whole(info)
 
     def _stepped(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         returned: Any = self.env.step(action)
@@ -71,7 +71,7 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             observation, *numbers, info = returned
             reward, terminated, truncated = map(as_number, numbers)
             if not math.isnan(reward) and {terminated, truncated} <= {0.0, 1.0} and isinstance(info, dict):
-                return observation, reward, bool(terminated), bool(truncated), {}
+                return observation, reward, bool(terminated), bool(truncated), info
         raise _strange("step", returned, "(observation, reward, terminated, truncated, info)")
 
     @contextmanager
@@ -91,27 +91,33 @@ class Copies:
     Attributes:
         count: How many there are.
         spec_id: The id that Gymnasium made them by; None if it did not make them.
+        action_space: Of each.
+        can_replay: Whether episodes can be played again: the copies are of our own making.
     """
 
     def __init__(
-        self, envs: SyncVectorEnv | AsyncVectorEnv, timeout: float | None = None, spec_id: str | None = None
+        self, envs: VectorEnv, timeout: float | None = None, spec_id: str | None = None, can_replay: bool = True
     ) -> None:
         """Step `envs`, each step and reset within `timeout` seconds if they run in processes of their own."""
-        self._envs, self._timeout, self.spec_id = envs, timeout, spec_id
-        self.count = envs.num_envs
+        self._envs, self._timeout = envs, timeout
+        self.count, self.spec_id, self.can_replay = envs.num_envs, spec_id, can_replay
+        self.action_space: gymnasium.Space[Any] = envs.single_action_space
 
     def reset(
         self,
         seeds: Sequence[int],
         which: np.ndarray[Any, Any] | None = None,
         replay: dict[int, list[Any]] | None = None,
-    ) -> list[Any]:
-        """Reset some copies, by default all; returns the observation of each copy.
+    ) -> tuple[list[Any], list[Info]]:
+        """Reset some copies, by default all.
 
         Args:
             seeds: One per copy.
             which: The copies to reset, bool (count,).
             replay: Actions to play again after the reset, by copy.
+
+        Returns:
+            Each copy's observation; and its info, empty where it was not reset.
         """
         options: dict[str, Any] = {} if which is None else {"reset_mask": which}
         if replay:
@@ -120,42 +126,48 @@ class Copies:
             self._envs.reset_async(seed=list(seeds), options=options or None)
             longest = max(map(len, replay.values())) if replay else 0
             with self._observed():
-                observations, _ = self._within(self._envs.reset_wait, steps=1 + longest)
+                observations, infos = self._within(self._envs.reset_wait, steps=1 + longest)
         else:
             with self._observed():
-                observations, _ = self._envs.reset(seed=list(seeds), options=options or None)
-        return list(iterate(self._envs.observation_space, observations))
+                observations, infos = self._envs.reset(seed=list(seeds), options=options or None)  # type: ignore[arg-type]
+        return list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
 
-    def step(self, actions: Sequence[Any]) -> tuple[list[Any], Any, Any, Any]:
-        """Take an action in each copy: observations, rewards float (count,), terminated and truncated, bool (count,).
+    def step(self, actions: Sequence[Any]) -> tuple[list[Any], Any, Any, Any, list[Info]]:
+        """Take an action in each copy.
+
+        Returns:
+            Observations, the last one where an episode has ended; rewards, float (count,); terminated and truncated,
+            bool (count,); infos.
 
         Raises:
             EnvironmentTimeoutError: A copy did not answer in time; all of them have been stopped.
         """
-        space = self._envs.single_action_space
-        with _fitting(space, f"The agent's actions {actions!r}"):
-            batch = concatenate(space, actions, create_empty_array(space, self.count))  # type: ignore[arg-type]
+        with _fitting(self.action_space, f"The agent's actions {actions!r}"):
+            empty = create_empty_array(self.action_space, self.count)
+            batch = concatenate(self.action_space, actions, empty)  # type: ignore[arg-type]
         with self._observed():
             if isinstance(self._envs, AsyncVectorEnv):
                 self._envs.step_async(batch)
-                observations, rewards, terminated, truncated, _ = self._within(self._envs.step_wait)
+                observations, *outcomes, infos = self._within(self._envs.step_wait)
             else:
-                observations, rewards, terminated, truncated, _ = self._envs.step(batch)
-        return list(iterate(self._envs.observation_space, observations)), rewards, terminated, truncated
+                observations, *outcomes, infos = self._envs.step(batch)
+        seen, said = list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
+        put_finals(seen, said)
+        return seen, *outcomes, said
 
     def saved_actions(self, actions: Sequence[Any]) -> Any:
         """Actions as JSON holds them."""
-        return as_json(self._envs.single_action_space.to_jsonable(list(actions)))
+        return as_json(self.action_space.to_jsonable(list(actions)))
 
     def actions_from(self, saved: Any) -> list[Any]:
         """The actions that `saved_actions` gave."""
-        return list(self._envs.single_action_space.from_jsonable(saved))
+        return list(self.action_space.from_jsonable(saved))
 
     def close(self, at_once: bool = False) -> None:
         """Close all copies, unless they are; `at_once` those as well that are in the middle of a step."""
         if self._envs.closed:
             return
-        if isinstance(self._envs, SyncVectorEnv):
+        if not isinstance(self._envs, AsyncVectorEnv):
             self._envs.close()
             return
         with warnings.catch_warnings():
@@ -203,8 +215,20 @@ def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
         ) from error
 
 
-def copies_for(env: EnvSource, group_size: int = 1) -> int:
-    """How many copies to act in at once where nothing is said: 64 in whole groups, or the one that cannot be copied."""
+def copies_for(env: EnvSource, wanted: int | None = None, group_size: int = 1) -> int:
+    """How many copies to act in at once.
+
+    Where nothing is said that is 64 in whole groups, the one that cannot be copied, or those of a vector environment.
+
+    Raises:
+        ConfigError: `env` is a vector environment of another number of copies.
+    """
+    if isinstance(env, VectorEnv):
+        if wanted not in (None, env.num_envs):
+            raise ConfigError(f"num_envs={wanted}, but {env} has {env.num_envs} environments. Leave num_envs out.")
+        return int(env.num_envs)
+    if wanted is not None:
+        return wanted
     if isinstance(env, gymnasium.Env) and env.spec is None:
         return 1
     return max(group_size, _COPIES // group_size * group_size)
@@ -215,13 +239,17 @@ def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator
     """Copies of an environment, closed afterwards; one that the caller made is left open.
 
     Args:
-        env: An environment's id, an environment, or a function that makes one.
+        env: An environment's id, an environment, a function that makes one, or a ready vector environment.
         count: How many.
         timeout: Seconds that a step may take; None runs the copies in this process, without a limit.
 
     Raises:
-        ConfigError: `env` cannot be copied.
+        ConfigError: `env` cannot be copied, or is a vector environment that cannot be used.
     """
+    if isinstance(env, VectorEnv):
+        _check_vector(env, timeout)
+        yield Copies(env, spec_id=env.spec.id if env.spec else None, can_replay=False)
+        return
     ids: list[str | None] = []
     makers = [_numbered(make, number, timeout is not None, ids) for number, make in enumerate(_makers(env, count))]
     envs: SyncVectorEnv | AsyncVectorEnv
@@ -238,6 +266,22 @@ def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator
         is_callers = timeout is None and isinstance(env, gymnasium.Env) and count == 1
         if not is_callers:
             copies.close(at_once=failed)
+
+
+def _check_vector(env: VectorEnv, timeout: float | None) -> None:
+    """Refuse vector environments that cannot be reset one by one, or not be timed."""
+    if not isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
+        raise ConfigError(
+            f"{env} is a {type(env.unwrapped).__name__}, whose environments cannot be reset one by one. Pass a "
+            "SyncVectorEnv or AsyncVectorEnv, or the environment's id, and it will be copied."
+        )
+    if env.closed:
+        raise ConfigError(f"{env} is closed. Make it anew.")
+    if timeout is not None:
+        raise ConfigError(
+            "env_timeout is for copies that are made here. Pass the environment's id or a function that makes one "
+            "instead of a vector environment, or leave env_timeout out."
+        )
 
 
 def _numbered(
@@ -263,7 +307,7 @@ def _numbered(
     return made
 
 
-def _makers(env: EnvSource, count: int) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+def _makers(env: _Single, count: int) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     if isinstance(env, str):
         return [lambda: _registered(env)] * count
     if not isinstance(env, gymnasium.Env):

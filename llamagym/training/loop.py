@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..agent import Agent
+from ..conversation.interface import no_action_advice
 from ..errors import ConfigError
 from ..learners.base import Stats
 from ..models.checkpoints import require_none
 from ..options import as_seed, check_arguments
+from .callbacks import Callback, Callbacks
 from .environments import EnvSource, copies_for, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play
+from .played import Judge, PlayedEpisode, success_rate
+from .run import Run
 from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Progress, Tracker
 
@@ -34,12 +38,22 @@ class TrainingResult:
         updates: Statistics of each update.
         turns: Environment steps taken.
         message: Why no update ran; empty if one did.
+        successes: Whether each episode succeeded; None where the environment does not say.
+        minutes: How long it took, without the time in which it was stopped.
+        success_rate: Share of those that did, of all of which it is known; None if it is of none.
     """
 
     returns: list[float]
     updates: list[Stats]
     turns: int
     message: str
+    successes: list[bool | None] = field(default_factory=list)
+    minutes: float = math.nan
+
+    @property
+    def success_rate(self) -> float | None:
+        """The share of successes."""
+        return success_rate(self.successes)
 
 
 def train(
@@ -52,7 +66,10 @@ def train(
     tracker: Tracker | None = None,
     group_size: int | None = None,
     *,
+    turns: int | None = None,
     minutes: float | None = None,
+    callbacks: Sequence[Callback] | Callback | None = None,
+    judge: Judge | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 10,
     keep_checkpoints: int = 3,
@@ -60,7 +77,7 @@ def train(
     handle_signals: bool = True,
     env_timeout: float | None = None,
 ) -> TrainingResult:
-    """Let the agent act and learn for a number of episodes, or for some time.
+    """Let the agent act and learn for a number of episodes or turns, or for some time.
 
     With `checkpoint_dir` a run can be stopped at any moment and resumed: a resumed run computes, bit for bit on a CPU,
     what it would have computed without the stop at its last checkpoint. Episodes under way go on where an environment
@@ -69,17 +86,26 @@ def train(
 
     Args:
         agent: Who learns; switched to `train()`.
-        env: An environment's id, an environment, or a function that makes one. With `num_envs` > 1 an environment must
-            have a spec to be copied from.
-        episodes: Stop when this many have ended; unfinished ones are dropped. None: when `minutes` are over.
+        env: An environment's id, an environment, a function that makes one, or a `SyncVectorEnv` or `AsyncVectorEnv`
+            of any autoreset mode, wrapped or not. With `num_envs` > 1 an environment must have a spec to be copied
+            from. What is made here is closed at the end; what was passed stays open.
+        episodes: Stop when this many have ended; unfinished ones are dropped. None: no limit. Of several budgets
+            (`episodes`, `turns`, `minutes`) the one that is spent first ends the training.
         num_envs: Copies that are acted in at once. None: 64, fewer if groups of episodes do not divide that, or 1 of an
             environment that cannot be copied.
         seed: Of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
-        on_update: Called with the statistics of each update; returning True ends the training.
-        tracker: Receives them first. If it fails, that is said, and training goes on.
+        on_update: Called with the statistics of each update, after callbacks and tracker; returning True ends the
+            training.
+        tracker: Receives them with what callbacks added, and the minutes so far. If it fails, that is said, and
+            training goes on.
         group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
             for a learner that compares none.
+        turns: Stop at the step with which so many are taken, over all copies. None: no limit.
         minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit.
+        callbacks: Told of steps, episodes and updates; see `Callback`.
+        judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
+            it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
+            model is such a function.
         checkpoint_dir: Where checkpoints are written; None writes none.
         checkpoint_every: Updates between two checkpoints.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
@@ -102,16 +128,17 @@ def train(
     """
     check_arguments(train, locals())
     require_positive(
-        episodes=episodes, num_envs=num_envs, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints
+        episodes=episodes,
+        turns=turns,
+        num_envs=num_envs,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
     )
-    if episodes is None and minutes is None:
-        raise ConfigError("Nothing says how long to train. Pass episodes, minutes, or both.")
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise ConfigError(f"minutes={minutes}. Pass a positive number, or None for no limit.")
+    told = Callbacks(callbacks)
+    run = Run(agent, episodes, turns, minutes)
     seed = as_seed(seed)
     size = agent.learner.group_size if group_size is None else group_size
-    if num_envs is None:
-        num_envs = copies_for(env, max(size, 1))
+    num_envs = copies_for(env, num_envs, max(size, 1))
     if size < 1 or num_envs % size:
         raise ConfigError(
             f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
@@ -125,7 +152,6 @@ def train(
         require_none(Path(checkpoint_dir))
     agent.train()
     trackers = MultiTracker(*([] if tracker is None else [tracker]))
-    run = _Run(on_update, trackers, episodes, minutes)
     ids = list(range(num_envs))
     with (
         opened(env, num_envs, env_timeout) as copies,
@@ -133,7 +159,7 @@ def train(
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):
-        play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size)
+        play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size, judge)
         saved = None
         if checkpoint_dir is not None:
             # Without an id nothing tells one environment from another.
@@ -146,16 +172,28 @@ def train(
             play.begin()
         else:
             run.load_state_dict(before)
+            trackers.rewind(before["tracker"])
             progress.resume(run.returns, len(run.updates))
+        if play.awaits_free_text() and not agent.has_fallback:
+            logger.warning(
+                "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
+            )
 
         def save() -> None:
-            if saved:
-                saved.write(run.state_dict(), run.turns, run.updates)
+            if saved is not None:
+                state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": told.state_dict()}
+                saved.write(state, run.turns, run.updates)
 
-        with saved_on_error(save if saved else None):
+        with _told(told, run, before), saved_on_error(save if saved else None):
             while not run.is_over:
                 ended, stats = play.step()
-                run.take(ended, stats, len(ids), progress)
+                counted = run.take(ended, stats, len(ids))
+                progress.advance([episode.total_reward for episode in counted], stats)
+                _tell(told, run, counted, stats)
+                if stats:
+                    trackers.log({**stats, "minutes": run.minutes}, len(run.returns))
+                    if on_update is not None and on_update(stats):
+                        run.stop()
                 is_due = bool(stats) and len(run.updates) % checkpoint_every == 0
                 stops = interrupts.stops
                 if is_due or run.is_over or stops:
@@ -166,61 +204,25 @@ def train(
     message = "" if run.updates else agent.why_no_update()
     if message:
         logger.warning(message)
-    return TrainingResult(run.returns, run.updates, run.turns, message)
+    return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes)
 
 
-class _Run:
-    """How far a run has come."""
+@contextmanager
+def _told(callbacks: Callbacks, run: Run, before: Mapping[str, Any] | None) -> Iterator[None]:
+    """Tell callbacks of the training's start and, whatever ends it, of its end."""
+    callbacks.on_training_start(run)
+    if before is not None and "callbacks" in before:
+        callbacks.load_state_dict(before["callbacks"])
+    try:
+        yield
+    finally:
+        callbacks.on_training_end(run)
 
-    def __init__(
-        self,
-        on_update: Callable[[Stats], bool | None] | None,
-        tracker: MultiTracker,
-        episodes: int | None,
-        minutes: float | None,
-    ) -> None:
-        self._on_update, self._tracker, self._episodes = on_update, tracker, episodes
-        self._seconds = math.inf if minutes is None else 60 * minutes
-        self._began = time.perf_counter()
-        self.returns: list[float] = []
-        self.updates: list[Stats] = []
-        self.turns = 0
-        self._was_ended = False
 
-    @property
-    def is_over(self) -> bool:
-        """Whether enough has been played."""
-        is_enough = self._episodes is not None and len(self.returns) >= self._episodes
-        return self._was_ended or is_enough or self._elapsed >= self._seconds
-
-    @property
-    def _elapsed(self) -> float:
-        """Seconds since the run began, without those in which it was stopped."""
-        return time.perf_counter() - self._began
-
-    def take(self, ended: Sequence[tuple[int, float]], stats: Stats, turns: int, progress: Progress) -> None:
-        """Take in a step: episodes that ended, and an update if there was one."""
-        self.turns += turns
-        new = [value for _, value in ended]
-        if self._episodes is not None:
-            new = new[: self._episodes - len(self.returns)]
-        self.returns += new
-        progress.advance(new, stats)
-        if stats:
-            self.updates.append(stats)
-            self._tracker.log(stats, len(self.returns))
-            self._was_ended = bool(self._on_update and self._on_update(stats))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "returns": self.returns,
-            "updates": self.updates,
-            "turns": self.turns,
-            "tracker": self._tracker.position(),
-            "seconds": self._elapsed,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
-        self._began = time.perf_counter() - state["seconds"]
-        self._tracker.rewind(state["tracker"])
+def _tell(callbacks: Callbacks, run: Run, ended: Sequence[PlayedEpisode], stats: Stats) -> None:
+    """Tell callbacks of a step, which all of them hear of before one can end the training."""
+    answers = [callbacks.on_step(run), *(callbacks.on_episode_end(run, episode) for episode in ended)]
+    if stats:
+        answers.append(callbacks.on_update(run, stats))
+    if not all(answers):
+        run.stop()

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scipy import stats
+
 RESULTS = Path(__file__).resolve().parent / "learning" / "results"
 ABLATIONS = RESULTS / "ablations"
-# Student's t for a confidence of 95 %, by the number of values, from 2 on; more than 10 are treated as 10.
-_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 # How experiments are called; others go by the name of their files.
 TITLES = {
@@ -51,4 +51,4 @@ def half_width(values: Sequence[float]) -> float:
     >>> round(half_width([1.0, 2.0, 3.0]), 2)
     2.48
     """
-    return _STUDENT_T[min(len(values), 10) - 2] * statistics.stdev(values) / len(values) ** 0.5
+    return float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5

@@ -1,0 +1,125 @@
+"""What happens beside a training: your own code at its steps, ends of episodes and updates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from ..learners.base import Stats
+from .played import PlayedEpisode
+from .run import Run
+
+logger = logging.getLogger(__name__)
+
+
+class Callback:
+    """Is told what happens in a training; override what you need.
+
+    `on_step`, `on_episode_end` and `on_update` end the training after the step under way by returning False; anything
+    else, None among it, lets it go on. They are called in this order, after all has been counted in `run`. An exception
+    ends the training like one of the environment: with a `checkpoint_dir` the state after the step is saved.
+
+    A callback that a resumed run must find as it was left returns its state, as JSON holds it, from `state_dict`.
+    """
+
+    def on_training_start(self, run: Run) -> None:
+        """Before the first step; of a resumed run too, with all that was done before counted in `run`."""
+
+    def on_step(self, run: Run) -> bool | None:
+        """After a step in every copy of the environment."""
+
+    def on_episode_end(self, run: Run, episode: PlayedEpisode) -> bool | None:
+        """After an episode has ended; `episode` holds all that was read, said, done and earned in it."""
+
+    def on_update(self, run: Run, stats: Stats) -> bool | None:
+        """After an update; numbers that are added to `stats` are logged and kept with its own."""
+
+    def on_training_end(self, run: Run) -> None:
+        """After the last step, whatever ended the training: `run.is_over` is False after an error or a signal."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save with a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave, after `on_training_start`."""
+
+
+class StopOnReturn(Callback):
+    """Ends a training once the mean return of the last episodes is high enough."""
+
+    def __init__(self, mean_return: float, episodes: int = 100) -> None:
+        """Stop when the mean over the last `episodes`, as many at least, reaches `mean_return`.
+
+        Raises:
+            ConfigError: There are no episodes to take the mean of.
+        """
+        if episodes < 1:
+            raise ConfigError(f"episodes={episodes}. Pass the number to take the mean over, at least 1.")
+        self._mean_return, self._episodes = mean_return, episodes
+
+    def on_episode_end(self, run: Run, episode: PlayedEpisode) -> bool:
+        """Look at the last returns."""
+        last = run.returns[-self._episodes :]
+        return len(last) < self._episodes or sum(last) / len(last) < self._mean_return
+
+
+class Callbacks(Callback):
+    """Passes everything on to several callbacks, in order; one that ends the training keeps no other from hearing."""
+
+    def __init__(self, callbacks: Sequence[Callback] | Callback | None) -> None:
+        """Pass on to `callbacks`.
+
+        Raises:
+            ConfigError: One is no callback.
+        """
+        given = [] if callbacks is None else [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+        for callback in given:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks holds {callback!r}. Pass objects of classes derived from llamagym.Callback; a function "
+                    "of an update's statistics is passed as on_update."
+                )
+        self._callbacks = given
+
+    def on_training_start(self, run: Run) -> None:
+        """Tell each."""
+        for callback in self._callbacks:
+            callback.on_training_start(run)
+
+    def on_step(self, run: Run) -> bool:
+        """Tell each; False if one says so."""
+        return self._go_on(lambda callback: callback.on_step(run))
+
+    def on_episode_end(self, run: Run, episode: PlayedEpisode) -> bool:
+        """Tell each; False if one says so."""
+        return self._go_on(lambda callback: callback.on_episode_end(run, episode))
+
+    def on_update(self, run: Run, stats: Stats) -> bool:
+        """Tell each; False if one says so."""
+        return self._go_on(lambda callback: callback.on_update(run, stats))
+
+    def on_training_end(self, run: Run) -> None:
+        """Tell each."""
+        for callback in self._callbacks:
+            callback.on_training_end(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each, with the name of its class."""
+        return {"callbacks": [[type(callback).__name__, callback.state_dict()] for callback in self._callbacks]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give back to each what it saved; one that stands where another one stood begins anew, which is said."""
+        saved = state["callbacks"]
+        for index, callback in enumerate(self._callbacks):
+            name, its_state = saved[index] if index < len(saved) else (None, {})
+            if name == type(callback).__name__:
+                callback.load_state_dict(its_state)
+            elif callback.state_dict():
+                logger.warning("%s begins anew: the checkpoint holds no state of it.", type(callback).__name__)
+
+    def _go_on(self, tell: Callable[[Callback], bool | None]) -> bool:
+        answers = [tell(callback) for callback in self._callbacks]
+        return all(answer is None or bool(answer) for answer in answers)

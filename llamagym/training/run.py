@@ -1,0 +1,97 @@
+"""How far a training has come, and when it is over."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..agent import Agent
+from ..errors import ConfigError
+from ..learners.base import Stats
+from .played import PlayedEpisode, success_rate
+
+
+class Run:
+    """A training under way, as callbacks see it.
+
+    Attributes:
+        agent: Who learns.
+        returns: Undiscounted return of each finished episode, in the order of their ends.
+        successes: Whether each succeeded; None where the environment does not say.
+        updates: Statistics of each update.
+        turns: Environment steps taken, over all copies.
+    """
+
+    def __init__(self, agent: Agent, episodes: int | None, turns: int | None, minutes: float | None) -> None:
+        """Begin; the first budget that is spent ends the run, and None is no limit.
+
+        Raises:
+            ConfigError: There is no limit at all, or `minutes` is none.
+        """
+        if episodes is None and turns is None and minutes is None:
+            raise ConfigError("Nothing says how long to train. Pass episodes, turns or minutes, or several of them.")
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise ConfigError(f"minutes={minutes}. Pass a positive number, or None for no limit.")
+        self.agent = agent
+        self.returns: list[float] = []
+        self.successes: list[bool | None] = []
+        self.updates: list[Stats] = []
+        self.turns = 0
+        self._episodes, self._turns, self._minutes = episodes, turns, minutes
+        self._began = time.perf_counter()
+        # Of the first episode that no update's success rate counts yet.
+        self._uncounted = 0
+        self._was_stopped = False
+
+    @property
+    def minutes(self) -> float:
+        """Since the run began, without the time in which it was stopped."""
+        return (time.perf_counter() - self._began) / 60
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough has been played."""
+        spent = ((self._episodes, len(self.returns)), (self._turns, self.turns), (self._minutes, self.minutes))
+        return self._was_stopped or any(budget is not None and used >= budget for budget, used in spent)
+
+    def stop(self) -> None:
+        """End the run after this step."""
+        self._was_stopped = True
+
+    def take(self, ended: Sequence[PlayedEpisode], stats: Stats, turns: int) -> list[PlayedEpisode]:
+        """Count a step in so many copies: episodes that ended, and an update if there was one.
+
+        Returns:
+            The episodes that count; those beyond the budget do not.
+        """
+        self.turns += turns
+        counted = list(ended) if self._episodes is None else list(ended)[: self._episodes - len(self.returns)]
+        self.returns += [episode.total_reward for episode in counted]
+        self.successes += [episode.success for episode in counted]
+        if stats:
+            rate = success_rate(self.successes[self._uncounted :])
+            stats |= {} if rate is None else {"success_rate": rate}
+            self._uncounted = len(self.successes)
+            self.updates.append(stats)
+        return counted
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save."""
+        return {
+            "returns": self.returns,
+            "successes": self.successes,
+            "uncounted": self._uncounted,
+            "updates": self.updates,
+            "turns": self.turns,
+            "seconds": 60 * self.minutes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was saved."""
+        self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
+        # Runs that were saved before successes were counted say nothing of theirs.
+        self.successes = state.get("successes", [None] * len(self.returns))
+        self._uncounted = state.get("uncounted", len(self.returns))
+        self._began = time.perf_counter() - state["seconds"]

@@ -1,0 +1,191 @@
+"""Callbacks: when they are called, what they see, how they end a training, and the best agent kept."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from llamagym import Callback, ConfigError, EvalCallback, StopOnReturn, evaluate, load_model_and_tokenizer, train
+from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+from tests.tiny import tiny_base_model, tiny_tokenizer
+
+SMALL = {"context": "turn", "ppo": {"batch_size": 6}}
+
+
+class Recorder(Callback):
+    """Writes down what it is told."""
+
+    def __init__(self, stop_at: str = "", answer: object = False) -> None:
+        self.heard: list[str] = []
+        self.episodes: list = []
+        self.stop_at, self.answer = stop_at, answer
+
+    def _hear(self, what: str) -> object:
+        self.heard.append(what)
+        return self.answer if what == self.stop_at else None
+
+    def on_training_start(self, run):
+        self._hear(f"start at {run.turns}")
+
+    def on_step(self, run):
+        return self._hear(f"step {run.turns}")
+
+    def on_episode_end(self, run, episode):
+        self.episodes.append(episode)
+        return self._hear(f"episode {len(run.returns)}")
+
+    def on_update(self, run, stats):
+        stats["mine"] = float(len(run.updates))
+        return self._hear(f"update {len(run.updates)}")
+
+    def on_training_end(self, run):
+        self._hear("end" if run.is_over else "broken off")
+
+    def state_dict(self):
+        return {"heard": self.heard}
+
+    def load_state_dict(self, state):
+        self.heard = [*state["heard"], "loaded"]
+
+
+def test_they_hear_of_everything_in_order_and_add_to_the_statistics():
+    recorder, logged = Recorder(), []
+    result = train(
+        make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, seed=0, callbacks=recorder, on_update=logged.append
+    )
+    steps = ["step 2", "step 4", "step 6", "episode 2", "episode 2", "update 1"]
+    assert recorder.heard == ["start at 0", *steps, "end"]
+    assert result.updates[0]["mine"] == logged[0]["mine"] == 1.0
+    first, second = recorder.episodes
+    assert (first.copy, second.copy) == (0, 1)
+    assert first.seed != second.seed
+    assert [first.total_reward, second.total_reward] == result.returns
+    assert first.length == len(first.turns) == len(first.rewards) == 3
+    assert [turn.reward for turn in first.turns] == list(first.rewards) == [float(action) for action in first.actions]
+    assert [message["role"] for message in first.messages] == ["system", *["user", "assistant"] * 3]
+    assert first.terminated
+    assert not first.truncated
+
+
+@pytest.mark.parametrize("answer", [False, np.False_])
+@pytest.mark.parametrize(("stop_at", "turns"), [("step 4", 4), ("episode 2", 6), ("update 1", 6)])
+def test_false_ends_the_training_once_all_have_heard(stop_at, turns, answer):
+    stopper, other = Recorder(stop_at, answer), Recorder()
+    result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 100, 2, seed=0, callbacks=[stopper, other])
+    assert result.turns == turns
+    assert other.heard == stopper.heard
+    assert stopper.heard[-1] == "end"
+
+
+def test_one_that_fails_ends_the_training_and_the_others_hear_of_it():
+    class Failing(Callback):
+        def on_update(self, run, stats):
+            raise OSError("no room")
+
+    recorder = Recorder()
+    with pytest.raises(OSError, match="no room"):
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, seed=0, callbacks=[recorder, Failing()])
+    assert recorder.heard[-1] == "broken off"
+
+
+def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
+    where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
+    before = Recorder()
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, callbacks=before, **where)
+    after = Recorder()
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[after], resume=True, **where)
+    # What is said at the end is not in it; what is said at the start comes before.
+    assert after.heard[:8] == [*before.heard[:-1], "loaded"]
+    assert after.heard[8:] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
+    with caplog.at_level(logging.WARNING):
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Callback(), after], resume=True, **where)
+    assert "Recorder begins anew" in caplog.text
+
+
+def test_what_is_no_callback():
+    with pytest.raises(ConfigError, match="a function of an update's statistics is passed as on_update"):
+        train(make_agent(ChoiceAgent), CountdownEnv, 1, callbacks=[print])
+
+
+def test_a_return_that_is_high_enough_ends_the_training():
+    # Returns are between 0 and 6.
+    result = train(make_agent(ChoiceAgent), CountdownEnv, 40, 2, seed=0, callbacks=StopOnReturn(0.0, episodes=5))
+    assert len(result.returns) == 6
+    result = train(make_agent(ChoiceAgent), CountdownEnv, 10, 2, seed=0, callbacks=StopOnReturn(6.1, episodes=1))
+    assert len(result.returns) == 10
+    with pytest.raises(ConfigError, match="episodes=0"):
+        StopOnReturn(1.0, episodes=0)
+
+
+class Noise(Callback):
+    """Sends the weights somewhere else after each update, so that one agent after another is worse or better."""
+
+    def __init__(self) -> None:
+        self.rng = torch.Generator().manual_seed(0)
+
+    def on_update(self, run, stats):
+        with torch.no_grad():
+            for name, weight in run.agent.policy.model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.5, generator=self.rng)
+
+
+def test_the_best_agent_is_kept_and_no_other(tmp_path):
+    tiny_base_model("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer("llama").save_pretrained(tmp_path / "base")
+    model, tokenizer, device = load_model_and_tokenizer(tmp_path / "base", "cpu", "float32")
+    agent = ChoiceAgent(model, tokenizer, device, None, {"batch_size": 6}, context="turn", seed=0)
+    praised: list[float] = []
+    callback = EvalCallback(
+        CountdownEnv, 4, every=1, best_dir=tmp_path / "best", on_best=lambda result: praised.append(result.mean)
+    )
+    result = train(agent, CountdownEnv, 12, 2, seed=0, callbacks=[Noise(), callback])
+    means = [measured.mean for _, measured in callback.results]
+    assert means == [stats["eval_return"] for stats in result.updates]
+    assert len(means) == 6
+    assert callback.best_mean == max(means)
+    assert callback.best_update == 1 + means.index(max(means))
+    assert means[-1] < max(means) > means[0]
+    assert praised == sorted(set(praised))
+    assert praised[-1] == max(means)
+    best = ChoiceAgent.load(tmp_path / "best", "cpu", "float32")
+    again = [evaluate(each, CountdownEnv, 4, seed=1_000_000) for each in (best, agent)]
+    assert again == [callback.results[callback.best_update - 1][1], callback.results[-1][1]]
+
+
+def test_evaluations_come_after_so_many_updates_or_episodes_and_at_the_end():
+    def updates(episodes: int, **options: int) -> list[int]:
+        callback = EvalCallback(CountdownEnv, 1, **options)
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes, 2, seed=0, callbacks=callback)
+        return [update for update, _ in callback.results]
+
+    assert updates(10, every=2) == [2, 4, 5]
+    assert updates(8, every_episodes=3) == [2, 4]
+    with pytest.raises(ConfigError, match="Pass one of them"):
+        EvalCallback(CountdownEnv, every=1, every_episodes=1)
+    with pytest.raises(ConfigError, match="every=0"):
+        EvalCallback(CountdownEnv, every=0)
+
+
+def test_evaluating_changes_nothing_that_is_learnt(tmp_path):
+    def weights(callbacks: list[Callback]) -> list[torch.Tensor]:
+        agent = make_agent(ChoiceAgent, **SMALL)
+        train(agent, CountdownEnv, 6, 2, seed=0, callbacks=callbacks)
+        return [weight.detach().clone() for weight in agent.policy.model.parameters()]
+
+    sampled = EvalCallback(CountdownEnv, 3, every=1, greedy=False)
+    for one, other in zip(weights([]), weights([sampled]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_resumed_run_remembers_which_was_the_best(tmp_path):
+    where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
+    first = EvalCallback(CountdownEnv, 2, every=1)
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Noise(), first], **where)
+    again = EvalCallback(CountdownEnv, 2, every=100)
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Noise(), again], resume=True, **where)
+    assert (again.best_mean, again.best_update) == (first.best_mean, first.best_update)
+    assert again.results == []
