@@ -28,7 +28,7 @@ from .learners.replay import ReplayConfig
 from .models.atomic import verify, written_whole
 from .models.generation import GenerationConfig
 from .models.hub import upload
-from .models.loading import load_model_and_tokenizer, resolve_device
+from .models.loading import load_model_and_tokenizer, move_, resolve_device
 from .models.lock import alone
 from .models.lora import redraw_
 from .models.state_files import read_state
@@ -124,7 +124,7 @@ class Agent(LearningActor):
         check_vocabulary(model.pretrained_model, tokenizer)
         template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
-            model.to(resolve_device(device))
+            move_(model, resolve_device(device))
         end = end_ids(model.pretrained_model, tokenizer)
         length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
         policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)

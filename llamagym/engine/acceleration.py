@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.hardware import memory_bytes
+from ..models.hardware import PACKED_SHARE, memory_bytes
 from .attention import may_hold_scores
-
-# The share of the machine's memory that packed weights may take.
-_PACKED_SHARE = 1 / 16
 
 
 def is_enabled() -> bool:
@@ -46,7 +43,7 @@ class Acceleration:
             from ..cpu.fused_layer import Fused
             from ..cpu.packing import Packed
 
-            self._packed = Packed(lm, int(_PACKED_SHARE * memory_bytes(torch.device("cpu"))))
+            self._packed = Packed(lm, int(PACKED_SHARE * memory_bytes(torch.device("cpu"))))
             self._fused = Fused(body, self._packed, may_hold_scores)
 
     def __enter__(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ..errors import ModelLoadError
+from ..models.hardware import check_one_device
 from ..models.peft_internals import acting_on_every_token
 from ..models.transformers_internals import attention_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
@@ -45,6 +46,7 @@ class Transformer:
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
         """Find the parts of `model` and check that together they give the model's own logits."""
+        check_one_device(model)
         pretrained: Any = model.pretrained_model
         lm: Any = pretrained.get_base_model() if model.is_peft_model else pretrained
         register()

@@ -26,7 +26,7 @@ from ..models.value_head import AutoModelForCausalLMWithValueHead
 
 # Called for each tensor before every forward pass, so they are functions of C.
 _NEEDS_GRADIENT = attrgetter("requires_grad")
-_KIND = attrgetter("dtype", "is_cpu")
+_KIND = attrgetter("dtype", "device")
 
 
 class Change(IntEnum):

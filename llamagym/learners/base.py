@@ -39,7 +39,7 @@ from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
 from .rollout import Sampled, collect, measure_kl, outcomes, shortest_opening
 from .state import restore, state_of
-from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes
+from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, move_state_
 from .trust_region import TrustRegion, farthest
 from .undo import attributes_undone_on_error, undone_on_error
 
@@ -181,6 +181,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if not holds_exactly(self.optimizer, (weight for part in self._learning_weights() for weight in part)):
             logger.warning("the weights that learn are others than before: the optimiser starts anew")
             self.reset_optimizer()
+        move_state_(self.optimizer)
         self.policy.model.zero_grad()
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)

@@ -46,7 +46,7 @@ from .losses import (
 )
 from .ppo import PPOConfig, Sizes
 from .samples import Samples, pack, read
-from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, weights_of
+from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, move_state_, weights_of
 from .trust_region import TrustRegion
 from .undo import undone_on_error
 
@@ -190,6 +190,7 @@ class PPOTrainer:
             if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
                 logger.warning("the weights that learn are others than before: the optimiser starts anew")
                 self._reset_optimizer()
+            move_state_(self.optimizer)
             self.model.zero_grad()
             # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
             self.model.eval()

@@ -31,7 +31,7 @@ from ..policy.policy import Policy
 from .guard import FiniteGuard
 from .rollout import is_finite, shortest_opening
 from .state import restore, state_of
-from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, weights_of
+from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, move_state_, weights_of
 from .trust_region import TrustRegion
 from .undo import undone_on_error
 
@@ -132,6 +132,7 @@ class Replay:
         if not holds_exactly(self.optimizer, self._learning_weights()):
             logger.warning("the weights that learn are others than before: replay's optimiser starts anew")
             self.reset_optimizer()
+        move_state_(self.optimizer)
         self.policy.model.zero_grad()
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))

@@ -20,6 +20,15 @@ def holds_exactly(optimizer: Optimizer, weights: Iterable[nn.Parameter]) -> bool
     return list(map(id, weights_of(optimizer))) == list(map(id, weights))
 
 
+def move_state_(optimizer: Optimizer) -> None:
+    """Bring what an optimiser keeps of its weights to where they lie now: the model may have been moved."""
+    for weight, state in optimizer.state.items():
+        for name, kept in state.items():
+            # Steps are counted on the CPU.
+            if isinstance(kept, Tensor) and kept.dim():
+                state[name] = kept.to(weight.device)
+
+
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients at hand."""
     return [weight.grad for weight in weights_of(optimizer) if weight.grad is not None]

@@ -24,8 +24,18 @@ VERSIONS = ">=1.14,<1.17"
 """Versions of TRL that this file is known to fit."""
 
 
+class _Config(SFTConfig):
+    """Leaves a model where it lies; the trainer's own choice is the first device that it knows."""
+
+    @property
+    def place_model_on_device(self) -> bool:
+        return False
+
+
 def trainer_config(folder: str, **options: Any) -> SFTConfig:
     """Options of a trainer that computes in the weights' own dtype, logs and saves nothing, and takes rows as they are.
+
+    One device computes, wherever there are several: the trainer would take a batch for each.
 
     Args:
         folder: Where TRL may write; nothing is kept there.
@@ -34,7 +44,7 @@ def trainer_config(folder: str, **options: Any) -> SFTConfig:
     with warnings.catch_warnings():
         # transformers has renamed gradient_checkpointing; TRL, and earlier versions, know only the old name.
         warnings.simplefilter("ignore", FutureWarning)
-        return SFTConfig(
+        config = _Config(
             output_dir=folder,
             dataloader_pin_memory=False,
             remove_unused_columns=False,
@@ -47,6 +57,8 @@ def trainer_config(folder: str, **options: Any) -> SFTConfig:
             disable_tqdm=True,
             **options,
         )
+    config._n_gpu = min(config.n_gpu, 1)
+    return config
 
 
 class LossTrainer(SFTTrainer):
@@ -75,11 +87,13 @@ class LossTrainer(SFTTrainer):
         for weight, dtype in dtypes:
             weight.data = weight.data.to(dtype)
         self.remove_callback(PrinterCallback)
+        self.accelerator.device_placement = False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a step's rows; the trainer has just switched dropout on."""
         model.eval()
-        return self._loss(inputs["rows"])
+        # The trainer adds losses up where it would have put the model.
+        return self._loss(inputs["rows"]).to(self.args.device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: there is no rectangle of ids to count them by."""

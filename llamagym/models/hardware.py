@@ -1,13 +1,52 @@
-"""The machine's memory."""
+"""What the machine has: devices, what they compute natively, memory."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
+
+from ..errors import ConfigError
+
+PACKED_SHARE = 1 / 16
+"""The share of the machine's memory that packed copies of weights may take."""
+
+
+class Precision(NamedTuple):
+    """What suits the weights of models on one kind of device; float32 where nothing else does.
+
+    Attributes:
+        has_bfloat16: Whether this machine's computes bfloat16 natively; then that is taken.
+        float16_above: Else models of more parameters than these are loaded in float16, if their activations stay in
+            its range.
+    """
+
+    has_bfloat16: Callable[[], bool]
+    float16_above: float
+
+
+def _processor_has_bfloat16() -> bool:
+    # ARM's, whose support varies, counts as not native.
+    return any(torch.cpu.get_capabilities().get(flag, False) for flag in ("avx512_bf16", "amx_bf16"))
+
+
+# Attention is PyTorch's own on all of them (SDPA), where the architecture has it: it takes the masks of token trees.
+_PRECISIONS = {
+    "cpu": Precision(_processor_has_bfloat16, math.inf),
+    "cuda": Precision(lambda: torch.cuda.is_bf16_supported(including_emulation=False), -1),
+    "mps": Precision(lambda: False, 1e9),
+}
+
+
+def precision_on(device: torch.device | str) -> Precision:
+    """What suits weights on a device."""
+    return _PRECISIONS.get(torch.device(device).type, Precision(lambda: False, math.inf))
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -17,6 +56,21 @@ def memory_bytes(device: torch.device) -> int:
     with suppress(AttributeError, ValueError, OSError):
         return int(min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), container_limit()))
     return 0
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Refuse a model whose weights do not all lie on one device.
+
+    Raises:
+        ConfigError: They are spread, or some of them lie on none, which is what offloading leaves.
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        raise ConfigError(
+            f"The model's weights lie on {' and '.join(sorted(map(str, devices)))}; expected one device for all of them"
+            ", the value head's too. Load it with device_map={'': 'cuda:0'} or without device_map, and move it whole: "
+            "model.to('cuda:0'). Several GPUs hold one copy each (see docs/scaling.md)."
+        )
 
 
 def container_limit(processes: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:

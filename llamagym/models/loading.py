@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerBase
 from ..conversation.chat_template import invocation_tokens
 from ..errors import ConfigError, ModelLoadError, did_you_mean
 from .atomic import written_whole
-from .hardware import memory_bytes
+from .hardware import PACKED_SHARE, memory_bytes
 from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
 from .quantization import is_quantized, quantization_config
-from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, lookup, lookup_by_architecture, lora_config
+from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, ModelEntry, lookup, lookup_by_architecture, lora_config
 from .value_head import AutoModelForCausalLMWithValueHead
 
 if TYPE_CHECKING:
@@ -43,8 +43,11 @@ _CONVERSION = 3
 _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
 _COPIES_TO_TRAIN = 4
-BESIDE_WEIGHTS_GIB = 1.0
-"""Libraries, packed weights, activations: what a run on Blackjack took at its peak, less the weights, is 1.0 to 1.3."""
+# Packed copies of frozen weights, over these: all of them forward, the adapted layers' and the output layer's backward
+# too. Those of float32 are in float16.
+_PACKED_COPIES = {torch.bfloat16: 1.45, torch.float32: 0.725}
+BESIDE_WEIGHTS_GIB = 0.8
+"""Libraries, kernels, activations: what runs took at their peak, less weights and packed copies, is 0.7 to 1.2."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -125,7 +128,7 @@ def load_model_and_tokenizer(
     weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
     if entry.parameter_count is not None:
         bits = ("8bit" if load_in_8bit else "4bit") if quantization else None
-        _require_memory(entry.memory_gib(weights_dtype, bits), peft_config is False, target)
+        _require_memory(load_needs_gib(entry, weights_dtype, bits, peft_config is False, target.type), target)
     options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
     if quantization:
         options["device_map"] = {"": target}
@@ -144,11 +147,34 @@ def load_model_and_tokenizer(
     return model if quantization else model.to(target), tokenizer, target
 
 
-def _require_memory(weights_gib: float, trains_all: bool, device: torch.device) -> None:
+def load_needs_gib(
+    entry: ModelEntry,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    trains_all: bool = False,
+    device_type: str = "cpu",
+) -> float:
+    """Memory that a model takes while it learns, in GiB: its weights, and on a CPU what stands beside them.
+
+    Within 15 % of what runs of three sizes took at their peak (see docs/scaling.md).
+
+    Args:
+        entry: The model; its parameter count is known.
+        dtype: Of the weights.
+        quantization: As for `ModelEntry.memory_gib`.
+        trains_all: Whether all weights learn, not an adapter alone.
+        device_type: Where it lies, e.g. "cpu".
+    """
+    weights = entry.memory_gib(dtype, quantization) * (_COPIES_TO_TRAIN if trains_all else 1)
+    if device_type != "cpu":
+        return weights
+    packed = 0.0 if trains_all else _PACKED_COPIES.get(dtype, 0.0) * weights
+    room = PACKED_SHARE * memory_bytes(torch.device("cpu")) / 2**30
+    return weights + min(packed, room) + BESIDE_WEIGHTS_GIB
+
+
+def _require_memory(needed: float, device: torch.device) -> None:
     """Say before a model is loaded that there is no room for it."""
-    needed = weights_gib * (_COPIES_TO_TRAIN if trains_all else 1)
-    if device.type == "cpu":
-        needed += BESIDE_WEIGHTS_GIB
     room = memory_bytes(device) / 2**30
     if 0 < room < needed:
         raise ModelLoadError(
@@ -283,6 +309,23 @@ def resolve_device(device: str | torch.device) -> torch.device:
             f"this torch finds no {target.type} device. Pass device='auto', or install a build for it."
         )
     return target
+
+
+def move_(model: AutoModelForCausalLMWithValueHead, device: torch.device) -> None:
+    """Move a model to a device; one that is quantised stays where its weights were quantised.
+
+    Raises:
+        ConfigError: A quantised model is to be moved to another device.
+    """
+    if getattr(model.pretrained_model, "hf_quantizer", None) is None:
+        model.to(device)
+        return
+    if model.device.type != device.type or device.index not in (None, model.device.index):
+        raise ConfigError(
+            f"A quantised model cannot be moved from {model.device} to {device}. Load it there: device_map={{'': "
+            f"'{device}'}}, or device='{device}' for load_model_and_tokenizer."
+        )
+    model.v_head.to(device)
 
 
 def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -21,6 +21,7 @@ import transformers
 
 from ..errors import ConfigError, did_you_mean
 from .generation import GenerationConfig
+from .hardware import precision_on
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -46,7 +47,6 @@ The reply stands on its own line after `Output:`, and not behind a space as on t
 meet at a token boundary and a reply is rendered exactly as it was sampled. It ends with the end-of-text token.
 """
 
-_MPS_FP32_PARAMETERS = 1_000_000_000
 # bitsandbytes: int8 keeps one fp32 scale per row (negligible); nf4 keeps one fp32 scale per 64 weights.
 _BYTES_PER_WEIGHT = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5 + 4 / 64}
 
@@ -104,16 +104,10 @@ class ModelEntry:
         >>> lookup("microsoft/phi-2").dtype_for("mps")
         torch.float16
         """
-        kind = torch.device(device).type
-        half = FP16 if self.fp16_safe else FP32
-        if kind == "cpu":
-            capabilities = torch.cpu.get_capabilities()
-            return BF16 if any(capabilities.get(flag, False) for flag in ("avx512_bf16", "amx_bf16")) else FP32
-        if kind == "cuda":
-            return BF16 if torch.cuda.is_bf16_supported(including_emulation=False) else half
-        if kind == "mps":
-            return half if (self.parameter_count or 0) > _MPS_FP32_PARAMETERS else FP32
-        return FP32
+        precision = precision_on(device)
+        if precision.has_bfloat16():
+            return BF16
+        return FP16 if self.fp16_safe and (self.parameter_count or 0) > precision.float16_above else FP32
 
     def memory_gib(self, dtype: torch.dtype = FP32, quantization: str | None = None) -> float:
         """Memory of the weights alone, in GiB; activations, cached keys and optimiser states come on top.

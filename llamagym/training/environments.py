@@ -1,4 +1,4 @@
-"""Copies of an environment, stepped at once in this process or, with a time limit, in processes of their own.
+"""Copies of an environment, stepped at once in this process or in processes of their own.
 
 The state of an episode under way is its reset seed and its actions: played again, they lead to the same state wherever
 an environment depends on its seed and on nothing else. So every such environment can be resumed, whether it offers to
@@ -8,13 +8,13 @@ be saved or not.
 from __future__ import annotations
 
 import copy
-import math
+import logging
 import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import gymnasium
@@ -23,66 +23,19 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
-from ..options import as_json, as_number
-from .copy_errors import RemoteError, failed_copy, mark, unpacked
-from .infos import Info, put_finals, split, whole
+from ..options import as_json
+from .copy_errors import failed_copy, unpacked
+from .infos import Info, put_finals, split
+from .wrapper import REPLAY, Copy
 
-_Single = str | gymnasium.Env | Callable[[], gymnasium.Env]
-EnvSource = _Single | VectorEnv
+logger = logging.getLogger(__name__)
+
+EnvSource = str | gymnasium.Env | VectorEnv | Callable[[], gymnasium.Env]
 
 # More gain little.
 _COPIES = 64
-# The option of a reset that says which actions to play again.
-_REPLAY = "llamagym_replay"
 # What arrays raise at a value that they cannot hold.
 _MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError, AssertionError)
-
-
-class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], number: int, in_child: bool) -> None:
-        """Wrap the copy with this number, in a process of its own or not."""
-        super().__init__(env)
-        self._number, self._in_child = number, in_child
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset, then play again what the options say for this copy."""
-        rest = dict(options or {})
-        actions = rest.pop(_REPLAY, {}).get(self._number, [])
-        with self._marked():
-            returned: Any = self.env.reset(seed=seed, options=rest or None)
-            if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
-                raise _strange("reset", returned, "(observation, info)")
-            observation, info = returned
-            for action in actions:
-                observation, *_, info = self._stepped(action)
-        return observation, whole(info)
-
-    def step(self, action: Any) -> Any:
-        """Step; an error is marked with the copy's number."""
-        with self._marked():
-            *stepped, info = self._stepped(action)
-        return *stepped, whole(info)
-
-    def _stepped(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        returned: Any = self.env.step(action)
-        if isinstance(returned, tuple) and len(returned) == 5:
-            observation, *numbers, info = returned
-            reward, terminated, truncated = map(as_number, numbers)
-            if not math.isnan(reward) and {terminated, truncated} <= {0.0, 1.0} and isinstance(info, dict):
-                return observation, reward, bool(terminated), bool(truncated), info
-        raise _strange("step", returned, "(observation, reward, terminated, truncated, info)")
-
-    @contextmanager
-    def _marked(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            mark(error, self._number)
-            if self._in_child:
-                raise RemoteError.carry(error) from None
-            raise
 
 
 class Copies:
@@ -90,17 +43,25 @@ class Copies:
 
     Attributes:
         count: How many there are.
+        rows: Their numbers.
         spec_id: The id that Gymnasium made them by; None if it did not make them.
         action_space: Of each.
         can_replay: Whether episodes can be played again: the copies are of our own making.
     """
 
     def __init__(
-        self, envs: VectorEnv, timeout: float | None = None, spec_id: str | None = None, can_replay: bool = True
+        self,
+        envs: VectorEnv,
+        timeout: float | None = None,
+        spec_id: str | None = None,
+        can_replay: bool = True,
+        first: int = 0,
     ) -> None:
-        """Step `envs`, each step and reset within `timeout` seconds if they run in processes of their own."""
+        """Step `envs`, numbered from `first` on, each step and reset within `timeout` seconds if in other processes."""
         self._envs, self._timeout = envs, timeout
         self.count, self.spec_id, self.can_replay = envs.num_envs, spec_id, can_replay
+        self.rows = slice(first, first + envs.num_envs)
+        self._batch: Any = None
         self.action_space: gymnasium.Space[Any] = envs.single_action_space
 
     def reset(
@@ -114,14 +75,14 @@ class Copies:
         Args:
             seeds: One per copy.
             which: The copies to reset, bool (count,).
-            replay: Actions to play again after the reset, by copy.
+            replay: Actions to play again after the reset, by the copy's number.
 
         Returns:
             Each copy's observation; and its info, empty where it was not reset.
         """
         options: dict[str, Any] = {} if which is None else {"reset_mask": which}
         if replay:
-            options[_REPLAY] = replay
+            options[REPLAY] = replay
         if isinstance(self._envs, AsyncVectorEnv):
             self._envs.reset_async(seed=list(seeds), options=options or None)
             longest = max(map(len, replay.values())) if replay else 0
@@ -132,8 +93,17 @@ class Copies:
                 observations, infos = self._envs.reset(seed=list(seeds), options=options or None)  # type: ignore[arg-type]
         return list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
 
-    def step(self, actions: Sequence[Any]) -> tuple[list[Any], Any, Any, Any, list[Info]]:
-        """Take an action in each copy.
+    def send(self, actions: Sequence[Any]) -> None:
+        """Take an action in each copy; those in processes of their own step while this one goes on."""
+        with _fitting(self.action_space, f"The agent's actions {actions!r}"):
+            empty = create_empty_array(self.action_space, self.count)
+            self._batch = concatenate(self.action_space, actions, empty)  # type: ignore[arg-type]
+        if isinstance(self._envs, AsyncVectorEnv):
+            with self._observed():
+                self._envs.step_async(self._batch)
+
+    def receive(self) -> tuple[list[Any], Any, Any, Any, list[Info]]:
+        """What came of the actions that were sent last.
 
         Returns:
             Observations, the last one where an episode has ended; rewards, float (count,); terminated and truncated,
@@ -142,15 +112,11 @@ class Copies:
         Raises:
             EnvironmentTimeoutError: A copy did not answer in time; all of them have been stopped.
         """
-        with _fitting(self.action_space, f"The agent's actions {actions!r}"):
-            empty = create_empty_array(self.action_space, self.count)
-            batch = concatenate(self.action_space, actions, empty)  # type: ignore[arg-type]
         with self._observed():
             if isinstance(self._envs, AsyncVectorEnv):
-                self._envs.step_async(batch)
                 observations, *outcomes, infos = self._within(self._envs.step_wait)
             else:
-                observations, *outcomes, infos = self._envs.step(batch)
+                observations, *outcomes, infos = self._envs.step(self._batch)
         seen, said = list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
         put_finals(seen, said)
         return seen, *outcomes, said
@@ -171,8 +137,14 @@ class Copies:
             self._envs.close()
             return
         with warnings.catch_warnings():
-            # That a step is pending is known.
+            # That a step may be pending is known, and nobody wants its outcome any more.
             warnings.simplefilter("ignore")
+            try:
+                self._envs.step_wait(timeout=0 if at_once else self._timeout)
+            except multiprocessing.TimeoutError:
+                at_once = True
+            except Exception as error:
+                logger.debug("dropped with the step that was pending: %r", error)
             self._envs.close(terminate=at_once, timeout=self._timeout)
 
     def _observed(self) -> AbstractContextManager[None]:
@@ -186,20 +158,14 @@ class Copies:
             with unpacked():
                 return wait(timeout=limit)
         except multiprocessing.TimeoutError as error:
-            late = [number for number, pipe in enumerate(self._envs.parent_pipes) if not pipe.poll(0)]
+            pipes = enumerate(self._envs.parent_pipes, self.rows.start)
+            late = [number for number, pipe in pipes if not pipe.poll(0)]
             self.close(at_once=True)
             raise EnvironmentTimeoutError(
                 f"Copies {late} of the environment did not answer within {limit} seconds (env_timeout={self._timeout} "
                 "for each step), and all copies have been stopped. Look for what they wait for, or pass a longer "
                 "env_timeout."
             ) from error
-
-
-def _strange(method: str, returned: Any, expected: str) -> ConfigError:
-    return ConfigError(
-        f"The environment's {method}() returned {returned!r}. Return {expected}, as gymnasium.Env says: one number as "
-        "the reward, True or False for the two flags, a dictionary as info."
-    )
 
 
 @contextmanager
@@ -235,41 +201,50 @@ def copies_for(env: EnvSource, wanted: int | None = None, group_size: int = 1) -
 
 
 @contextmanager
-def opened(env: EnvSource, count: int, timeout: float | None = None) -> Iterator[Copies]:
-    """Copies of an environment, closed afterwards; one that the caller made is left open.
+def opened(
+    env: EnvSource, counts: Sequence[int], timeout: float | None = None, in_processes: bool = False
+) -> Iterator[list[Copies]]:
+    """Copies of an environment, in parts that are stepped apart; closed afterwards, but for one that the caller made.
 
     Args:
         env: An environment's id, an environment, a function that makes one, or a ready vector environment.
-        count: How many.
-        timeout: Seconds that a step may take; None runs the copies in this process, without a limit.
+        counts: How many, in each part.
+        timeout: Seconds that a step may take; None sets no limit.
+        in_processes: Whether copies run in processes of their own, as they do with a limit, or in this one.
 
     Raises:
         ConfigError: `env` cannot be copied, or is a vector environment that cannot be used.
     """
+    in_processes |= timeout is not None
     if isinstance(env, VectorEnv):
-        _check_vector(env, timeout)
-        yield Copies(env, spec_id=env.spec.id if env.spec else None, can_replay=False)
+        _check_vector(env, in_processes)
+        yield [Copies(env, spec_id=env.spec.id if env.spec else None, can_replay=False)]
         return
     ids: list[str | None] = []
-    makers = [_numbered(make, number, timeout is not None, ids) for number, make in enumerate(_makers(env, count))]
-    envs: SyncVectorEnv | AsyncVectorEnv
-    if timeout is None:
-        envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
-    else:
-        # Observations of any space travel through pipes, not all can be shared.
-        envs = AsyncVectorEnv(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
-    copies, failed = Copies(envs, timeout, ids[0]), True
-    try:
-        yield copies
+    makers = [_numbered(make, number, in_processes, ids) for number, make in enumerate(_makers(env, sum(counts)))]
+    is_callers = not in_processes and isinstance(env, gymnasium.Env) and len(makers) == 1
+    parts: list[Copies] = []
+    failed = True
+    with ExitStack() as stack:
+        for count in counts:
+            first = parts[-1].rows.stop if parts else 0
+            copies = Copies(_vector(makers[first : first + count], in_processes), timeout, ids[0], first=first)
+            parts.append(copies)
+            if not is_callers:
+                stack.callback(lambda part: part.close(at_once=failed), copies)
+        yield parts
         failed = False
-    finally:
-        is_callers = timeout is None and isinstance(env, gymnasium.Env) and count == 1
-        if not is_callers:
-            copies.close(at_once=failed)
 
 
-def _check_vector(env: VectorEnv, timeout: float | None) -> None:
-    """Refuse vector environments that cannot be reset one by one, or not be timed."""
+def _vector(makers: list[Callable[[], Copy]], in_processes: bool) -> VectorEnv:
+    if in_processes:
+        # Observations of any space travel through pipes, not all can be shared.
+        return AsyncVectorEnv(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def _check_vector(env: VectorEnv, in_processes: bool) -> None:
+    """Refuse vector environments that cannot be reset one by one, and what is for copies that are made here."""
     if not isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
         raise ConfigError(
             f"{env} is a {type(env.unwrapped).__name__}, whose environments cannot be reset one by one. Pass a "
@@ -277,10 +252,10 @@ def _check_vector(env: VectorEnv, timeout: float | None) -> None:
         )
     if env.closed:
         raise ConfigError(f"{env} is closed. Make it anew.")
-    if timeout is not None:
+    if in_processes:
         raise ConfigError(
-            "env_timeout is for copies that are made here. Pass the environment's id or a function that makes one "
-            "instead of a vector environment, or leave env_timeout out."
+            "env_timeout and overlap are for copies that are made here. Pass the environment's id or a function that "
+            "makes one instead of a vector environment, or leave them out."
         )
 
 
@@ -307,7 +282,9 @@ def _numbered(
     return made
 
 
-def _makers(env: _Single, count: int) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+def _makers(
+    env: str | gymnasium.Env | Callable[[], gymnasium.Env], count: int
+) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     if isinstance(env, str):
         return [lambda: _registered(env)] * count
     if not isinstance(env, gymnasium.Env):

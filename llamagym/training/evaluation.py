@@ -150,12 +150,12 @@ def evaluate(
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
     played: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
     measured = _measured(agent, ids, greedy, entropy) if isinstance(agent, Agent) else nullcontext()
-    with opened(env, num_envs) as copies, measured:
-        player = agent if isinstance(agent, Agent) else PolicyPlayer(agent, copies.action_space, entropy % 2**32)
-        play = Play(player, copies, ids, entropy, judge=judge)
+    with opened(env, [num_envs]) as parts, measured:
+        player = agent if isinstance(agent, Agent) else PolicyPlayer(agent, parts[0].action_space, entropy % 2**32)
+        play = Play(player, parts, ids, entropy, judge=judge)
         play.begin()
         while any(len(done) < wanted for done, wanted in zip(played, quota, strict=True)):
-            for episode in play.step()[0]:
+            for episode in play.step().ended:
                 if len(played[episode.copy]) < quota[episode.copy]:
                     # The episode itself, with all its texts, is not kept.
                     outcome = (episode.total_reward, episode.length, episode.invalid_turns, episode.success)

@@ -20,7 +20,7 @@ from .callbacks import Callback, Callbacks
 from .environments import EnvSource, copies_for, opened
 from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
-from .play import Play
+from .play import Play, Taken
 from .played import Judge, PlayedEpisode, success_rate
 from .run import Run
 from .saved_run import SavedRun, saved_on_error
@@ -76,6 +76,7 @@ def train(
     resume: bool = False,
     handle_signals: bool = True,
     env_timeout: float | None = None,
+    overlap: bool = False,
 ) -> TrainingResult:
     """Let the agent act and learn for a number of episodes or turns, or for some time.
 
@@ -113,7 +114,9 @@ def train(
         handle_signals: With `checkpoint_dir`: at Ctrl-C or SIGTERM finish the step, save, and exit with status 130; a
             second one stops at once.
         env_timeout: Seconds that a step or reset may take, when episodes are played again too; copies then run in
-            processes of their own. None steps them in this one, without a limit.
+            processes of their own. None sets no limit, and steps them in this one unless `overlap` says otherwise.
+        overlap: For slow environments: copies run in processes of their own, in two halves, and the agent acts in one
+            while the other steps. Episodes are the same; replies are drawn in another order.
 
     Returns:
         Returns and statistics.
@@ -146,26 +149,30 @@ def train(
         )
     if env_timeout is not None and not 0 < env_timeout < math.inf:
         raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
+    if overlap and num_envs < 2 * size:
+        raise ConfigError(
+            f"overlap=True needs two halves, and num_envs={num_envs} is one group of {size}. Pass {2 * size} or more."
+        )
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the checkpoint_dir of the run to go on with.")
     if checkpoint_dir is not None and not resume:
         require_none(Path(checkpoint_dir))
     agent.train()
     trackers = MultiTracker(*([] if tracker is None else [tracker]))
-    ids = list(range(num_envs))
+    ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
-        opened(env, num_envs, env_timeout) as copies,
+        opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
         own_conversations(agent, ids),
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):
-        play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size, judge)
+        play = Play(agent, parts, ids, agent.draw_seed() if seed is None else seed, size, judge)
         saved = None
         if checkpoint_dir is not None:
             # Without an id nothing tells one environment from another.
-            where = {"env": copies.spec_id} if copies.spec_id else {}
+            where = {"env": parts[0].spec_id} if parts[0].spec_id else {}
             what = {"system_prompt": agent.get_system_prompt(), **where}
-            options = {"num_envs": num_envs, "group_size": size, "seed": seed, **what}
+            options = {"num_envs": num_envs, "group_size": size, "seed": seed, "overlap": overlap, **what}
             saved = SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play, options)
         before = saved.read() if saved and resume else None
         if before is None:
@@ -179,6 +186,15 @@ def train(
                 "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
             )
 
+        def take(taken: Taken) -> None:
+            counted = run.take(taken.ended, taken.stats, taken.turns)
+            progress.advance([episode.total_reward for episode in counted], taken.stats)
+            _tell(told, run, counted, taken.stats)
+            if taken.stats:
+                trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
+                if on_update is not None and on_update(taken.stats):
+                    run.stop()
+
         def save() -> None:
             if saved is not None:
                 state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": told.state_dict()}
@@ -186,17 +202,13 @@ def train(
 
         with _told(told, run, before), saved_on_error(save if saved else None):
             while not run.is_over:
-                ended, stats = play.step()
-                counted = run.take(ended, stats, len(ids))
-                progress.advance([episode.total_reward for episode in counted], stats)
-                _tell(told, run, counted, stats)
-                if stats:
-                    trackers.log({**stats, "minutes": run.minutes}, len(run.returns))
-                    if on_update is not None and on_update(stats):
-                        run.stop()
-                is_due = bool(stats) and len(run.updates) % checkpoint_every == 0
+                taken = play.step()
+                take(taken)
+                is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
                 stops = interrupts.stops
-                if is_due or run.is_over or stops:
+                if saved is not None and (is_due or run.is_over or stops):
+                    for rest in play.end_steps():
+                        take(rest)
                     save()
                 if stops:
                     logger.warning("Stopped after %d turns; resume=True goes on from %s.", run.turns, checkpoint_dir)

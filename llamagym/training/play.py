@@ -4,15 +4,18 @@ Every episode starts from a reset seed of its own, derived from the run's and co
 repeated and another seed plays other episodes. For learners that compare episodes of one start, `group_size` copies in
 a row share these seeds: each copy takes the next one of its row when its episode ends, whether the others have ended or
 not.
+
+Copies may come in parts. Then the agent acts in one part while the others step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,13 +31,36 @@ from .policies import PolicyPlayer
 logger = logging.getLogger(__name__)
 
 
+class Taken(NamedTuple):
+    """A step of a part of the copies.
+
+    Attributes:
+        turns: Actions that it took.
+        ended: The episodes that it ended.
+        stats: Statistics of an update; empty if there was none.
+    """
+
+    turns: int
+    ended: list[PlayedEpisode]
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A part of the copies in the middle of a step, and what takes its turns back."""
+
+    copies: Copies
+    actions: list[Any]
+    undo: ExitStack
+
+
 class Play:
     """An agent in copies of an environment."""
 
     def __init__(
         self,
         agent: Agent | PolicyPlayer,
-        copies: Copies,
+        parts: Sequence[Copies],
         ids: Sequence[Hashable],
         seed: int | None,
         group_size: int = 1,
@@ -44,70 +70,110 @@ class Play:
 
         Args:
             agent: Who acts.
-            copies: Where.
+            parts: Where: copies of an environment, in parts that are stepped apart.
             ids: The agent's names for the copies.
             seed: Of the episodes' reset seeds; None draws one.
             group_size: How many copies in a row share their seeds.
             judge: Rewards episodes once they have ended.
         """
         self._judge = judge
-        self._agent, self._copies, self._ids = agent, copies, list(ids)
+        self._agent, self._parts, self._ids = agent, parts, list(ids)
         self._entropy: Any = np.random.SeedSequence(seed).entropy
-        self._group_size, self._rows = group_size, copies.count // group_size
+        count = len(self._ids)
+        self._group_size, self._rows = group_size, count // group_size
         # The number of the group that each copy is in; a row's next group is `rows` further on.
-        self._groups = np.arange(copies.count) // group_size
+        self._groups = np.arange(count) // group_size
         # Copies whose episode has ended, until the next step resets them.
-        self._over = np.zeros(copies.count, dtype=bool)
+        self._over = np.zeros(count, dtype=bool)
         # What was done and earned in each copy since its reset.
         self._actions: list[list[Any]] = [[] for _ in self._ids]
         self._rewards: list[list[float]] = [[] for _ in self._ids]
-        self._observations: list[Any] = []
-        self._infos: list[Info] = []
+        self._observations: list[Any] = [None] * count
+        self._infos: list[Info] = [{}] * count
+        # Parts in the middle of a step, the one that began first in front.
+        self._pending: deque[_Pending] = deque()
 
     def begin(self) -> None:
         """Start the first episodes."""
-        self._observations, self._infos = self._copies.reset(self._seeds())
+        self._reset(np.ones(len(self._ids), dtype=bool))
 
-    def step(self) -> tuple[list[PlayedEpisode], Stats]:
-        """One step in every copy, and an update if that fills a batch; an error takes the step back.
+    def step(self) -> Taken:
+        """Act in every part that is not in the middle of a step, then end the step that began first.
 
-        A copy whose episode has ended is reset at the next step: should that fail, this one has been taken.
-
-        Returns:
-            The episodes that ended, and the statistics of an update.
+        An update runs if that fills a batch. An error takes back all that is under way. A copy whose episode has ended
+        is reset at the next step: should that fail, this one has been taken.
         """
-        agent, ids, seeds = self._agent, self._ids, self._seeds()
-        if self._over.any():
-            self._reset(self._over)
-            self._over[:] = False
-        with ExitStack() as undone:
-            undone.enter_context(agent.undone_on_error(ids))
-            actions = agent.act_batch(self._observations, ids, self._infos)
+        with self._taken_back_on_error():
+            busy = [pending.copies for pending in self._pending]
+            for copies in self._parts:
+                if copies not in busy:
+                    self._act(copies)
+            return self._end_step()
+
+    def end_steps(self) -> Iterator[Taken]:
+        """End the steps under way one by one, without acting."""
+        while self._pending:
+            with self._taken_back_on_error():
+                taken = self._end_step()
+            yield taken
+
+    @contextmanager
+    def _taken_back_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # The latest first, since each knows what there was before it.
+            while self._pending:
+                self._pending.pop().undo.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _act(self, copies: Copies) -> None:
+        """Act in a part, where an episode has ended in a new one; the part is in the middle of a step then."""
+        agent, rows, ids = self._agent, copies.rows, self._ids[copies.rows]
+        ended = np.zeros_like(self._over)
+        ended[rows] = self._over[rows]
+        self._reset(ended)
+        self._over[rows] = False
+        with ExitStack() as undo:
+            undo.enter_context(agent.undone_on_error(ids))
+            actions = agent.act_batch(self._observations[rows], ids, self._infos[rows])
             if isinstance(agent, Agent) and any(action is None for action in actions):
                 raise ActionParseError(f"A reply names no action. {no_action_advice(agent)}")
-            observations, rewards, terminated, truncated, infos = self._copies.step(actions)
-            agent.assign_rewards(rewards.tolist(), ids)
-            over = terminated | truncated
-            done = np.flatnonzero(over).tolist()
-            cut = [bool(truncated[i] and not terminated[i]) for i in done]
-            ended = [
-                self._judged(self._played(i, actions[i], float(rewards[i]), seeds[i], was_cut, infos[i]), undone)
-                for i, was_cut in zip(done, cut, strict=True)
-            ]
-            stats: Stats = {}
-            if done:
-                groups = [seeds[i] if self._group_size > 1 else None for i in done]
-                finals, said = [observations[i] for i in done], [infos[i] for i in done]
-                stats = agent.terminate_episodes([ids[i] for i in done], cut, finals, groups=groups, final_infos=said)
-        for i, (action, reward) in enumerate(zip(actions, rewards.tolist(), strict=True)):
+            copies.send(actions)
+            self._pending.append(_Pending(copies, actions, undo.pop_all()))
+
+    def _end_step(self) -> Taken:
+        """End the step that began first."""
+        agent, pending = self._agent, self._pending[0]
+        copies, actions = pending.copies, pending.actions
+        first, ids, seeds = copies.rows.start, self._ids[copies.rows], self._seeds(copies)
+        observations, rewards, terminated, truncated, infos = copies.receive()
+        agent.assign_rewards(rewards.tolist(), ids)
+        over = terminated | truncated
+        done = np.flatnonzero(over).tolist()
+        cut = [bool(truncated[i] and not terminated[i]) for i in done]
+        ended = [
+            self._judged(
+                self._played(first + i, actions[i], float(rewards[i]), seeds[i], was_cut, infos[i]), pending.undo
+            )
+            for i, was_cut in zip(done, cut, strict=True)
+        ]
+        stats: Stats = {}
+        if done:
+            groups = [seeds[i] if self._group_size > 1 else None for i in done]
+            finals, said = [observations[i] for i in done], [infos[i] for i in done]
+            stats = agent.terminate_episodes([ids[i] for i in done], cut, finals, groups=groups, final_infos=said)
+        self._pending.popleft().undo.close()
+        for i, (action, reward) in enumerate(zip(actions, rewards.tolist(), strict=True), first):
             self._actions[i].append(action)
             self._rewards[i].append(reward)
-        self._observations, self._infos, self._over = observations, infos, over
-        self._groups[done] += self._rows
+        self._observations[copies.rows], self._infos[copies.rows] = observations, infos
+        self._over[copies.rows] = over
         for i in done:
-            self._actions[i].clear()
-            self._rewards[i].clear()
-        return ended, stats
+            self._groups[first + i] += self._rows
+            self._actions[first + i].clear()
+            self._rewards[first + i].clear()
+        return Taken(len(ids), ended, stats)
 
     def _played(
         self, copy: int, action: Any, reward: float, seed: int, was_cut: bool, info: Mapping[str, Any]
@@ -144,11 +210,11 @@ class Play:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every copy stands; of an agent only."""
+        """Where every copy stands, of which none is in the middle of a step; of an agent only."""
         return {
             "entropy": self._entropy,
             "groups": self._groups.tolist(),
-            "actions": [self._copies.saved_actions(actions) for actions in self._actions],
+            "actions": [self._parts[0].saved_actions(actions) for actions in self._actions],
             # Of an episode that has yet to begin nothing was seen.
             "texts": [None if over else text for text, over in zip(self._texts(), self._over, strict=True)],
         }
@@ -157,10 +223,11 @@ class Play:
         """Bring the copies back to where they stood; where that fails, an episode begins anew, and that is said."""
         self._entropy = state["entropy"]
         self._groups[:] = state["groups"]
-        self._actions = [self._copies.actions_from(actions) for actions in state["actions"]]
-        replay = dict(enumerate(self._actions)) if self._copies.can_replay else None
-        self._observations, self._infos = self._copies.reset(self._seeds(), replay=replay)
-        if self._copies.can_replay:
+        self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
+        can_replay = self._parts[0].can_replay
+        replay = dict(enumerate(self._actions)) if can_replay else None
+        self._reset(np.ones(len(self._ids), dtype=bool), replay)
+        if can_replay:
             changed = np.array(
                 [then not in (now, None) for now, then in zip(self._texts(), state["texts"], strict=True)]
             )
@@ -183,17 +250,23 @@ class Play:
             self._rewards[i].clear()
         self._reset(changed)
 
-    def _reset(self, which: np.ndarray[Any, Any]) -> None:
-        self._observations, infos = self._copies.reset(self._seeds(), which)
-        for i in np.flatnonzero(which).tolist():
-            self._infos[i] = infos[i]
+    def _reset(self, which: np.ndarray[Any, Any], replay: dict[int, list[Any]] | None = None) -> None:
+        """Begin new episodes in some copies, bool (count,), and play actions again there."""
+        for copies in self._parts:
+            mine = which[copies.rows]
+            if mine.any():
+                observations, infos = copies.reset(self._seeds(copies), None if mine.all() else mine, replay)
+                for i in np.flatnonzero(mine).tolist():
+                    self._observations[copies.rows.start + i] = observations[i]
+                    self._infos[copies.rows.start + i] = infos[i]
 
     def _texts(self) -> list[str]:
         """What each copy shows, in words."""
         assert isinstance(self._agent, Agent)
         return [self._agent.text_of(*seen) for seen in zip(self._observations, self._infos, strict=True)]
 
-    def _seeds(self) -> list[int]:
+    def _seeds(self, copies: Copies) -> list[int]:
         """The reset seed of each copy's episode; those of different runs have nothing to do with each other."""
-        sequences = (np.random.SeedSequence(self._entropy, spawn_key=(number,)) for number in self._groups.tolist())
+        groups = self._groups[copies.rows].tolist()
+        sequences = (np.random.SeedSequence(self._entropy, spawn_key=(number,)) for number in groups)
         return [int(sequence.generate_state(1)[0]) for sequence in sequences]

@@ -1,0 +1,42 @@
+"""Acting and learning on a device that is not the CPU: a tensor that is left behind is found without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.on_other_device import CASES, FAULTS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What came of all cases and faults, in a process that has the other device."""
+    environment = {**os.environ, "LLAMAGYM_CPU_KERNELS": "0"}
+    command = [sys.executable, "-m", "tests.on_other_device"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_device_computes_what_the_processor_does(found: Any, case: str):
+    numbers = found["numbers"][case]
+    assert numbers["other"] == pytest.approx(numbers["cpu"], rel=2e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tensor_that_is_left_behind_is_found(found: Any, fault: str):
+    assert "same device" in found["errors"][fault]
+
+
+def test_a_value_head_that_is_left_behind_is_named(found: Any):
+    assert "cpu and other:0" in found["errors"]["value head"]
+    assert "model.to(" in found["errors"]["value head"]

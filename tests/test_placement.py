@@ -1,0 +1,63 @@
+"""Models that are spread over devices, quantised or moved: they work, or one error names the next move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+
+from llamagym import AutoModelForCausalLMWithValueHead, ConfigError
+from llamagym.models.hardware import precision_on
+from llamagym.models.loading import move_
+from tests.agents import WordAgent
+from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
+
+
+def agent_of(model: AutoModelForCausalLMWithValueHead, device: str | None = None) -> WordAgent:
+    """An agent on a model."""
+    return WordAgent(model, tiny_tokenizer("llama"), device, {"max_new_tokens": 2}, seed=0)
+
+
+def loaded(folder: Path, **options: Any) -> AutoModelForCausalLMWithValueHead:
+    """A model of a folder."""
+    tiny_base_model("llama").save_pretrained(folder)
+    return AutoModelForCausalLMWithValueHead.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
+def test_a_device_map_of_one_device_is_taken(tmp_path: Path, device_map: Any):
+    assert agent_of(loaded(tmp_path, device_map=device_map)).act("x")
+
+
+def test_a_model_that_is_spread_is_refused(tmp_path: Path):
+    everywhere = {"model": "cpu", "lm_head": "disk"}
+    model = loaded(tmp_path, device_map=everywhere, offload_folder=str(tmp_path / "offloaded"))
+    with pytest.raises(ConfigError, match=r"lie on cpu and meta.*device_map=\{'': 'cuda:0'\}.*docs/scaling\.md"):
+        agent_of(model)
+
+
+def test_a_model_that_was_spread_later_is_refused():
+    agent = agent_of(tiny_model("llama"))
+    agent.act("x")
+    agent.assign_reward(0.0)
+    cpu_offload(agent.policy.model.pretrained_model.get_base_model(), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="lie on cpu and meta"):
+        agent.act("x")
+
+
+def test_a_quantised_model_stays_where_it_is():
+    model = tiny_model("llama")
+    # What transformers leaves at a model that bitsandbytes has quantised, which takes a CUDA device.
+    model.pretrained_model.get_base_model().hf_quantizer = object()
+    assert agent_of(model, "cpu").act("x")
+    with pytest.raises(ConfigError, match=r"cannot be moved from cpu to cuda:0.*device_map=\{'': 'cuda:0'\}"):
+        move_(model, torch.device("cuda:0"))
+
+
+def test_every_kind_of_device_has_its_precision():
+    assert not precision_on("mps").has_bfloat16()
+    assert precision_on("cuda").float16_above < 0 < precision_on("mps").float16_above
+    assert precision_on("xpu").float16_above == precision_on("cpu").float16_above == float("inf")
