@@ -48,7 +48,7 @@ class TrainingResult:
     turns: int
     message: str
     successes: list[bool | None] = field(default_factory=list)
-    minutes: float = math.nan
+    minutes: float = field(default=math.nan, compare=False)
 
     @property
     def success_rate(self) -> float | None:
