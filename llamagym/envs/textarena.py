@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, needs
 
 _TEXT = gymnasium.spaces.Text(100_000, min_length=0, charset=string.printable)
 
@@ -124,8 +124,6 @@ class TextArenaEnv(gymnasium.Env[str, str]):
 
 
 def _textarena() -> ModuleType:
-    try:
+    with needs("textarena", "TextArenaEnv"):
         import textarena
-    except ImportError as error:
-        raise ConfigError("These games need the package textarena. Run pip install 'llamagym[textarena]'.") from error
     return textarena
