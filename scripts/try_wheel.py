@@ -22,12 +22,14 @@ from bootstrap import EMBEDDED_MODEL, venv_python
 
 LOOP = '''
 import time
+from importlib.metadata import version
 
 import gymnasium as gym
 import llamagym
 from llamagym import Agent, load_model_and_tokenizer
 
 print("llamagym from", llamagym.__file__, flush=True)
+print(*(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "gymnasium")), flush=True)
 
 
 class WordAgent(Agent):
@@ -67,7 +69,8 @@ class MountainCar(WordAgent):
     describe = staticmethod(lambda o: f"Position {o[0]:.1f}, speed {o[1]:.2f}.")
 
 
-for name, kind in {"CartPole-v1": CartPole, "FrozenLake-v1": FrozenLake, "Taxi-v4": Taxi, "MountainCar-v0": MountainCar}.items():
+agents = {"CartPole-v1": CartPole, "FrozenLake-v1": FrozenLake, "Taxi-v4": Taxi, "MountainCar-v0": MountainCar}
+for name, kind in agents.items():
     started = time.perf_counter()
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m")
     agent = kind(model, tokenizer, device, context="turn", ppo_config_dict={"batch_size": 64}, seed=0)

@@ -27,6 +27,7 @@ class Word(Action):
 
 class Heard(Observation):
     said: str
+    truncated: bool = False
 
 
 class Parrot(Environment[Word, Heard, State]):
@@ -42,7 +43,7 @@ class Parrot(Environment[Word, Heard, State]):
         self.tries += 1
         right = action.word == self.secret
         cut = self.tries == 3 and not right
-        return Heard(said=action.word, reward=float(right), done=right or cut, metadata={"truncated": cut})
+        return Heard(said=action.word, reward=float(right), done=right or cut, truncated=cut)
 
     @property
     def state(self) -> State:
@@ -51,7 +52,7 @@ class Parrot(Environment[Word, Heard, State]):
 
 def play(env: OpenEnv) -> None:
     assert env.reset(seed=1) == ('{"said": "right"}', {})
-    assert env.step("left") == ('{"said": "left"}', 0.0, False, False, {"truncated": False})
+    assert env.step("left") == ('{"said": "left"}', 0.0, False, False, {})
     assert env.step("right")[1:4] == (1.0, True, False)
     env.reset(seed=0)
     assert [env.step("no")[2:4] for _ in range(3)] == [(False, False), (False, False), (False, True)]

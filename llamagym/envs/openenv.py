@@ -1,8 +1,8 @@
 """OpenEnv's environments in Gymnasium's terms: one in this process, or one behind a server's address.
 
 OpenEnv (https://github.com/meta-pytorch/OpenEnv) types observations and actions by environment and says `done` alone.
-Here both are text, by two functions of the caller's, and an environment that tells a limit from an ending may do so in
-its observation's metadata ("truncated").
+Here both are text, by two functions of the caller's, and an environment that tells a limit from an ending does so in a
+field of its observation, `truncated`. (A server passes on no metadata.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import ConfigError, needs
 
 _TEXT = gymnasium.spaces.Text(100_000, min_length=0, charset=string.printable)
 # Of every observation of OpenEnv's; what is left is the environment's own.
-_COMMON = {"done", "reward", "metadata"}
+_COMMON = {"done", "reward", "metadata", "truncated"}
 
 
 def as_json(observation: Mapping[str, Any]) -> str:
@@ -38,7 +38,7 @@ class OpenEnv(gymnasium.Env[str, str]):
             source: A server's address, such as "http://localhost:8000", or an `openenv` Environment.
             to_action: Makes the environment's action of a reply: an object of its action's class, or for a server a
                 dictionary of its fields.
-            to_text: Makes text of an observation's fields, without `done`, `reward` and `metadata`.
+            to_text: Makes text of an observation's fields, without `done`, `reward`, `truncated` and `metadata`.
 
         Raises:
             ConfigError: openenv is not installed, or the server does not answer.
@@ -67,7 +67,7 @@ class OpenEnv(gymnasium.Env[str, str]):
         # A client wraps the fields of an observation; an environment returns them as a pydantic model.
         fields = dict(result.observation) if hasattr(result, "observation") else result.model_dump()
         info = dict(fields.get("metadata") or {})
-        truncated = bool(info.get("truncated"))
+        truncated = bool(fields.get("truncated"))
         text = self._to_text({name: value for name, value in fields.items() if name not in _COMMON})
         return text, float(result.reward or 0.0), bool(result.done) and not truncated, truncated, info
 
