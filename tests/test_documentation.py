@@ -12,6 +12,8 @@ block says what is special about it:
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,3 +128,13 @@ def test_the_blocks_of_a_page_run(page, small, tmp_path, monkeypatch):
         # Lines count from the page's beginning, so that an error names the page's line.
         code = "\n" * (block.line - 1) + with_smaller_numbers(block)
         exec(compile(code, str(page), "exec"), namespace)
+
+
+def test_the_pages_are_built_without_a_fault_and_fetch_nothing_from_elsewhere():
+    pytest.importorskip("zensical", reason="needs requirements/docs.txt")
+    command = [sys.executable, str(ROOT / "scripts" / "build_docs.py")]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    api, maths = ((ROOT / "build" / "site" / name).read_text("utf-8") for name in ("api.html", "how-it-learns.html"))
+    assert "terminate_episodes" in api
+    assert maths.count("<math ") > 20
