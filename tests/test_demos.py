@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from llamagym.conversation.demonstrations import INCLUDED, included
 from llamagym.errors import ConfigError
+from tests.agents import make_agent
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = importlib.util.spec_from_file_location("make_demos", ROOT / "scripts" / "make_demos.py")
@@ -94,3 +96,11 @@ def test_demonstrations_are_found_by_name():
     assert included("demo_blackjack").read_text(encoding="utf-8").startswith('{"messages"')
     with pytest.raises(ConfigError, match="Did you mean 'format_blackjack'"):
         included("format_blackjak")
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    agent = make_agent()
+    # As if TRL were not installed, which the module imports.
+    monkeypatch.setitem(sys.modules, "llamagym.learners.sft", None)
+    with pytest.raises(ConfigError, match=r"A warm start needs .* Run pip install 'llamagym\[sft\]'"):
+        agent.sft_from_jsonl(included("demo_blackjack"))
