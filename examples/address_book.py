@@ -5,14 +5,13 @@ python examples/address_book.py
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import script
 
 from llamagym import Agent
+from llamagym.conversation.demonstrations import included
 from llamagym.envs.address_book import AddressBook
 
-FORMAT = Path(__file__).resolve().parent.parent / "sft_data" / "format_address_book.jsonl"
+FORMAT = included("format_address_book")
 
 
 class Clerk(Agent):

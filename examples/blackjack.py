@@ -22,12 +22,11 @@ from blackjack_exact import STATES, State, baseline_returns, expected_return, st
 from gymnasium.vector import AutoresetMode
 
 from llamagym import Agent, load_model_and_tokenizer, parse_choice
+from llamagym.conversation.demonstrations import included
 from llamagym.models import checkpoints
 from llamagym.training.interrupts import EXIT_CODE, Interrupts
 from llamagym.training.saved_run import saved_on_error
 from llamagym.training.tracking import Progress, default_tracker
-
-SFT_DATA = Path(__file__).resolve().parent.parent / "sft_data"
 
 
 class BlackjackAgent(Agent):
@@ -132,7 +131,7 @@ def main() -> None:
         checkpoints.require_none(args.checkpoint_dir)
     newest = checkpoints.newest(args.checkpoint_dir) if args.resume else None
     if args.sft_warm_start and newest is None:
-        print(agent.sft_from_jsonl(SFT_DATA / f"{'format' if args.free_text else 'demo'}_blackjack.jsonl"))
+        print(agent.sft_from_jsonl(included(f"{'format' if args.free_text else 'demo'}_blackjack")))
     before = expected_return(hit_probabilities(agent))
 
     # Both options must be passed: the registered default is sab=True, another game.

@@ -17,7 +17,7 @@ from .conversation.arguments import listed
 from .conversation.chat_template import ChatTemplate, check_vocabulary, end_ids
 from .conversation.demonstrations import read_demonstrations
 from .conversation.episode import Context
-from .errors import ConfigError
+from .errors import ConfigError, needs
 from .learners.algorithms import Algorithm, make_learner
 from .learners.base import Stats
 from .learners.grpo import GRPOConfig, ReinforceConfig
@@ -163,7 +163,8 @@ class Agent(LearningActor):
         Raises:
             ConfigError: An option, the file or a line of it is missing or invalid.
         """
-        from .learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
+        with needs("sft", "A warm start"):
+            from .learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
 
         config = WarmStartConfig.from_dict(options)
         end = self.chat_template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))

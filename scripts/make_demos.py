@@ -1,6 +1,6 @@
 """Write demonstrations: conversations in chat format, one a line.
 
-python scripts/make_demos.py        writes every file of FILES into sft_data/
+python scripts/make_demos.py        writes every file of FILES into llamagym/conversation/sft_data/
 
 Plays the examples' worlds: pip install 'llamagym[textworld,minigrid]'.
 
@@ -35,6 +35,7 @@ from cartpole import make as make_cartpole
 from frozenlake import FrozenLakeAgent
 
 from llamagym import Agent
+from llamagym.conversation.demonstrations import INCLUDED
 from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 from llamagym.envs.babyai import make_babyai
 from llamagym.envs.textworld import TextWorldEnv, make_games
@@ -132,7 +133,7 @@ FILES: dict[str, Callable[[], Demonstrations]] = {
 
 def main() -> None:
     """Write the files."""
-    folder = ROOT / "sft_data"
+    folder = INCLUDED
     folder.mkdir(exist_ok=True)
     for name, make in FILES.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in make()), encoding="utf-8")

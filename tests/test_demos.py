@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from llamagym.conversation.demonstrations import INCLUDED, included
+from llamagym.errors import ConfigError
+from tests.agents import make_agent
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = importlib.util.spec_from_file_location("make_demos", ROOT / "scripts" / "make_demos.py")
@@ -20,7 +25,7 @@ EXTRAS = {"format_babyai.jsonl": "minigrid", "format_text-world.jsonl": "textwor
 
 
 def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (ROOT / "sft_data" / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (INCLUDED / name).read_text(encoding="utf-8").splitlines()]
 
 
 def state_and_word(row: dict) -> tuple[tuple[int, int, int], str]:
@@ -31,7 +36,7 @@ def state_and_word(row: dict) -> tuple[tuple[int, int, int], str]:
 
 
 def test_every_committed_file_is_the_script_s():
-    assert sorted(script.FILES) == sorted(path.name for path in (ROOT / "sft_data").iterdir())
+    assert sorted(script.FILES) == sorted(path.name for path in INCLUDED.iterdir())
 
 
 @pytest.mark.parametrize("name", script.FILES)
@@ -85,3 +90,17 @@ def test_calls_to_the_address_book_name_what_was_read_and_answer_no_better_than_
     assert len(rows) == 256
     # An answer in four replies, and few of the words that were read are colours.
     assert right < 0.1 * len(rows)
+
+
+def test_demonstrations_are_found_by_name():
+    assert included("demo_blackjack").read_text(encoding="utf-8").startswith('{"messages"')
+    with pytest.raises(ConfigError, match="Did you mean 'format_blackjack'"):
+        included("format_blackjak")
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    agent = make_agent()
+    # As if TRL were not installed, which the module imports.
+    monkeypatch.setitem(sys.modules, "llamagym.learners.sft", None)
+    with pytest.raises(ConfigError, match=r"A warm start needs .* Run pip install 'llamagym\[sft\]'"):
+        agent.sft_from_jsonl(included("demo_blackjack"))

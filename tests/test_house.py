@@ -30,7 +30,7 @@ OUTSIDE = ["errors", "options", "agent", "__init__", "__main__"]
 # The one file of the engine that opens the door to what a processor computes faster.
 DOOR = "engine/acceleration.py"
 # Heavy or optional: imported where they are used first.
-LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "tensorboard"}
+LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "textarena", "openenv", "tensorboard"}
 # What must not come along with `import llamagym`, which is to cost less than a second beside torch and transformers.
 HEAVY = {
     *LAZY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
 from tests.tiny import tiny_model, tiny_tokenizer
 
+PROJECT = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
 INTERNALS = {
     "numba": numba_internals,
     "peft": peft_internals,
@@ -39,6 +41,12 @@ def test_the_installed_version_is_one_that_its_file_is_known_to_fit(library):
         f"{library} {installed} is none of {known}: run these tests, and if they pass widen VERSIONS in "
         f"{Path(str(INTERNALS[library].__file__)).name}"
     )
+
+
+@pytest.mark.parametrize("library", INTERNALS)
+def test_no_other_version_is_installed_with_the_package(library):
+    (wanted,) = re.findall(rf'"{library}([<>=!][^";]*)"', PROJECT)
+    assert SpecifierSet(wanted) == SpecifierSet(INTERNALS[library].VERSIONS)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import nn
 
 import llamagym.learners.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
-from llamagym.conversation.demonstrations import read_demonstrations
+from llamagym.conversation.demonstrations import included, read_demonstrations
 from llamagym.errors import DivergedError
 from llamagym.models.lora import fresh_rows, is_activated
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
@@ -337,7 +337,7 @@ def test_format_demonstrations_teach_the_format_and_leave_the_choice_open():
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="float32")
     agent = BlackjackAgent(model, tokenizer, device, {"max_new_tokens": 4}, context="turn", seed=0)
     agent.free_text = True
-    stats = agent.sft_from_jsonl(ROOT / "sft_data" / "format_blackjack.jsonl")
+    stats = agent.sft_from_jsonl(included("format_blackjack"))
     agent.act_batch(STATES)
     replies = [agent.conversation(index).turns[0] for index in range(len(STATES))]
     hits = [agent.conversation(index).messages[-1]["content"].lower() == "hit" for index in range(len(STATES))]

@@ -11,12 +11,34 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import ConfigError, ContextLengthError
+from ..errors import ConfigError, ContextLengthError, did_you_mean
 from .arguments import check_text
 from .chat_template import Message
 from .episode import Conversation, Episode, Reply
 
+INCLUDED = Path(__file__).parent / "sft_data"
+"""Demonstrations that come with the library; `scripts/make_demos.py` writes them."""
+
 _WANTED = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+
+def included(name: str) -> Path:
+    """The file of demonstrations of this name that comes with the library.
+
+    Args:
+        name: "demo_blackjack" shows a strategy with some noise; "format_blackjack", "format_frozenlake" and so on show
+            the format of replies and nothing else.
+
+    Raises:
+        ConfigError: There is none of this name.
+
+    >>> included("format_blackjack").name
+    'format_blackjack.jsonl'
+    """
+    names = sorted(path.stem for path in INCLUDED.glob("*.jsonl"))
+    if name not in names:
+        raise ConfigError(f"No demonstrations come under the name {name!r}. {did_you_mean(name, names)}")
+    return INCLUDED / f"{name}.jsonl"
 
 
 def read_demonstrations(

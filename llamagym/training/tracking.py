@@ -17,6 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from tqdm import tqdm
 
+from ..errors import needs
+
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | str]
@@ -85,7 +87,8 @@ class WandbTracker:
             config: Settings to show beside it.
             mode: "online", "offline" or "disabled"; None honours `WANDB_MODE`.
         """
-        import wandb
+        with needs("wandb", "WandbTracker"):
+            import wandb
 
         self._run = wandb.init(project=project, config=dict(config), mode=mode)  # type: ignore[arg-type]
 

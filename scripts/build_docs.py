@@ -1,0 +1,67 @@
+"""Build the documentation's pages into build/site, which need no network to be built or read.
+
+    pip install -r requirements/docs.txt
+    python scripts/build_docs.py
+
+Pages link to files of the repository as a checkout has them. Those that they link to are put beside the pages, and a
+link that leads nowhere is an error, as every warning of zensical's is.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, SITE = ROOT / "docs", ROOT / "build" / "site"
+FILES = "files"
+_LINK = re.compile(r'((?:href|src)=")([^"#:?]+)((?:#[^"]*)?")')
+_OUTSIDE = re.compile(r'<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
+
+
+def main() -> int:
+    """Build, then put in what pages link to; the exit code."""
+    shutil.rmtree(SITE, ignore_errors=True)
+    code = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=ROOT, check=False).returncode
+    if code:
+        return code
+    faults = [fault for page in sorted(SITE.rglob("*.html")) for fault in complete(page)]
+    print("\n".join(faults) or f"{SITE / 'index.html'}: every link leads somewhere, nothing is fetched from elsewhere")
+    return 1 if faults else 0
+
+
+def complete(page: Path) -> list[str]:
+    """Bring in the files that a page links to; returns what is wrong with it."""
+    if page == SITE / "404.html":  # its links begin at the site's root, wherever that will be
+        return []
+    html, faults = page.read_text(encoding="utf-8"), list[str]()
+
+    def resolved(link: re.Match[str]) -> str:
+        target = unquote(link[2])
+        if (page.parent / target).exists():
+            return link[0]
+        source = (DOCS / page.relative_to(SITE).parent / target).resolve()
+        if not source.is_relative_to(ROOT) or not source.exists():
+            faults.append(f"{page.relative_to(SITE)}: {target} leads nowhere")
+            return link[0]
+        copy = SITE / FILES / source.relative_to(ROOT)
+        # A browser shows a source as text, and a folder not at all.
+        copy = copy.with_name(copy.name + ".txt") if copy.suffix in (".py", ".toml", ".md") else copy
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, copy, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, copy)
+        up = "../" * (len(page.relative_to(SITE).parts) - 1)
+        return f"{link[1]}{up}{copy.relative_to(SITE).as_posix()}{link[3]}"
+
+    page.write_text(_LINK.sub(resolved, html), encoding="utf-8")
+    return faults + [f"{page.relative_to(SITE)}: {found}" for found in _OUTSIDE.findall(html)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

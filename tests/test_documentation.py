@@ -1,0 +1,140 @@
+"""The pages' code: every Python block of `docs/` runs, or the page says why it does not.
+
+Blocks of a page run in order, in one namespace, on a tiny model in the place of the embedded one. A comment above a
+block says what is special about it:
+
+    <!-- not run: reason -->                  it cannot be run here
+    <!-- run with: 2_000 => 8; a => b -->     with smaller numbers
+    <!-- needs: package -->                   only where a package is installed
+    <!-- setup                                code that readers need not see, run before the block; ends with -->
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import llamagym
+from llamagym import load_model_and_tokenizer
+from tests.tiny import tiny_base_model, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# Pages whose blocks have tests of their own, which say more than that they run.
+ELSEWHERE = {"README.md": "test_readme.py", "from-llamagym.md": "test_ports.py"}
+_PART = re.compile(r"<!-- (?P<key>not run|run with|needs): (?P<value>[^\n]*?) -->\n|"
+                   r"<!-- setup\n(?P<setup>.*?)-->\n|"
+                   r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)  # fmt: skip
+
+
+class Block(NamedTuple):
+    """A fenced block, what the comments above it say, and its line on the page."""
+
+    language: str
+    code: str
+    notes: dict[str, str]
+    line: int
+
+
+def blocks(text: str) -> list[Block]:
+    """A page's fenced blocks, and what its comments set up, in order."""
+    found: list[Block] = []
+    notes: dict[str, str] = {}
+    for part in _PART.finditer(text):
+        line = text[: part.start()].count("\n") + 1
+        if part["key"]:
+            notes[part["key"]] = part["value"]
+        elif part["setup"] is not None:
+            found.append(Block("python", part["setup"], {}, line))
+        else:
+            found.append(Block(part["language"], part["code"], notes, line + 1))
+            notes = {}
+    assert not notes, f"a comment stands above no block: {notes}"
+    return found
+
+
+def with_smaller_numbers(block: Block) -> str:
+    """The code, as its comment says it is run."""
+    code = block.code
+    for change in filter(None, block.notes.get("run with", "").split("; ")):
+        old, new = change.split(" => ")
+        assert old in code, f"line {block.line}: {old!r} does not stand in the block"
+        code = code.replace(old, new)
+    return code
+
+
+def test_the_parts_of_a_page_are_found():
+    page = (
+        "text\n<!-- run with: 5 => 1; b => c -->\n```python\na = 5 + b\n```\n\n"
+        "<!-- setup\nb = 2\n-->\n<!-- not run: no shell -->\n```sh\nls\n```\n"
+    )
+    found = blocks(page)
+    assert [(b.language, b.code, b.line) for b in found] == [
+        ("python", "a = 5 + b\n", 4),
+        ("python", "b = 2\n", 7),
+        ("sh", "ls\n", 12),
+    ]
+    assert with_smaller_numbers(found[0]) == "a = 1 + c\n"
+    assert found[2].notes == {"not run": "no shell"}
+    with pytest.raises(AssertionError, match="does not stand in the block"):
+        with_smaller_numbers(Block("python", "a = 1\n", {"run with": "5 => 1"}, 1))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_has_a_language_and_what_is_not_python_says_why_it_is_not_run(page):
+    for block in blocks(page.read_text(encoding="utf-8")):
+        assert block.language, f"{page.name}:{block.line}: name the block's language"
+        if block.language not in ("python", "text", "json"):
+            assert block.notes.get("not run"), f"{page.name}:{block.line}: say above the block why it is not run"
+
+
+def test_pages_that_are_tested_elsewhere_are():
+    for page, test in ELSEWHERE.items():
+        assert page in (ROOT / "tests" / test).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Any:
+    """`load_model_and_tokenizer` with a tiny model in the place of the embedded one."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_base_model("llama").save_pretrained(folder)
+    tiny_tokenizer("llama").save_pretrained(folder)
+    return lambda name, *args, **options: load_model_and_tokenizer(folder, *args, **options)
+
+
+def has_code(page: Path) -> bool:
+    return page.name not in ELSEWHERE and any(
+        block.language == "python" and "not run" not in block.notes for block in blocks(page.read_text("utf-8"))
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=lambda page: page.stem)
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning:textarena")
+def test_the_blocks_of_a_page_run(page, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(llamagym, "load_model_and_tokenizer", small)
+    # Classes find the module that they were defined in by its name.
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        package = block.notes.get("needs")
+        if block.language != "python" or "not run" in block.notes or (package and not find_spec(package)):
+            continue
+        # Lines count from the page's beginning, so that an error names the page's line.
+        code = "\n" * (block.line - 1) + with_smaller_numbers(block)
+        exec(compile(code, str(page), "exec"), namespace)
+
+
+def test_the_pages_are_built_without_a_fault_and_fetch_nothing_from_elsewhere():
+    pytest.importorskip("zensical", reason="needs requirements/docs.txt")
+    command = [sys.executable, str(ROOT / "scripts" / "build_docs.py")]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    api, maths = ((ROOT / "build" / "site" / name).read_text("utf-8") for name in ("api.html", "how-it-learns.html"))
+    assert "terminate_episodes" in api
+    assert maths.count("<math ") > 20
