@@ -122,7 +122,7 @@ def test_long_episodes_and_long_runs_stay_small(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 50})
     train(agent, lambda: CountdownEnv(60), episodes=9, num_envs=3, seed=0)
     assert len(agent.transcripts) == 3
-    assert agent.transcripts[0]["left_out"] == 20
+    assert agent.transcripts[0]["length"] == 60
     assert [turn["turn"] for turn in agent.transcripts[0]["turns"]][19:21] == [20, 41]
     tracker = TranscriptTracker(tmp_path / "transcripts.jsonl", agent)
     for update in range(1, 1025):

@@ -11,8 +11,9 @@ from ..conversation.chat_template import Message
 from ..conversation.episode import Episode, Turn
 
 Transcript = dict[str, Any]
-"""An episode as JSON holds it: `system`, `return`, `terminated`, `left_out` (turns that were too many to show) and
-`turns`, each with its number `turn`, `read`, `reply`, `choices` (probability of each, likeliest first; None for free
+"""An episode as JSON holds it: `system`, `return`, `length`, `truncated` and `turns` (of many, both ends).
+
+A turn has its number `turn`, `read`, `reply`, `choices` (text and probability of each, likeliest first; None for free
 text), `reward`, `penalty`, `valid`, `value` and `advantage` (None unless the episode was learnt from)."""
 
 # Episodes of a batch, turns at either end of an episode, choices of a turn, characters of a text: enough to look at.
@@ -78,8 +79,8 @@ def _transcript(
     return {
         "system": "".join(by_role["system"])[:_CHARACTERS],
         "return": episode.total_reward,
-        "terminated": episode.terminated,
-        "left_out": count - len(shown),
+        "length": count,
+        "truncated": episode.truncated,
         "turns": turns,
     }
 
