@@ -34,7 +34,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     # Inside a script element only "</" and "<!--" could end the data.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    page = template.replace("__TITLE__", html.escape(title), 1).replace("__DATA__", text, 1)
+    page = template.replace("__TITLE__", html.escape(title)).replace("__DATA__", text)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page, encoding="utf-8")

@@ -206,12 +206,16 @@ def default_tracker(
     (folder / "config.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
     project = project or os.environ.get("WANDB_PROJECT")
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
-    for name in names:
-        if name == "csv":
-            trackers.append(CsvTracker(folder / "metrics.csv"))
-        else:
-            options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
-            trackers.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
+    try:
+        for name in names:
+            if name == "csv":
+                trackers.append(CsvTracker(folder / "metrics.csv"))
+            else:
+                options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
+                trackers.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
+    except Exception:
+        MultiTracker(*trackers).close()
+        raise
     return MultiTracker(*trackers)
 
 
