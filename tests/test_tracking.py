@@ -62,10 +62,13 @@ def wandb_records(path):
 
 @needs("wandb")
 def test_offline_wandb_logs_read_back_with_transcripts_as_a_table(tmp_path, monkeypatch):
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     agent, result = trained(tmp_path, project="llamagym", mode="offline")
+    # W&B's own process writes the file, and has written all of it once it has ended.
+    wandb.teardown()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history = []
     for data in wandb_records(path):
