@@ -26,7 +26,7 @@ from llamagym.conversation.demonstrations import included
 from llamagym.models import checkpoints
 from llamagym.training.interrupts import EXIT_CODE, Interrupts
 from llamagym.training.saved_run import saved_on_error
-from llamagym.training.tracking import Progress, default_tracker
+from llamagym.training.tracking import Progress
 
 
 class BlackjackAgent(Agent):
@@ -58,28 +58,21 @@ class BlackjackAgent(Agent):
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="registry name, hub id or local folder")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--load-in-8bit", action="store_true")
-    parser.add_argument("--load-in-4bit", action="store_true")
-    parser.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
-    parser.add_argument("--episodes", type=int, default=250_000, help="hands to play")
-    parser.add_argument("--num-envs", type=int, default=128, help="tables played at once")
-    parser.add_argument("--batch-size", type=int, default=8192, help="turns per update")
-    parser.add_argument("--mini-batch-size", type=int, default=2048, help="turns per optimiser step")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--target-kl", type=float, default=0.03, help="KL by which an update may move the policy")
-    parser.add_argument("--entropy-coef", type=float, default=0.05)
+    parser = script.parser(
+        __doc__,
+        episodes=250_000,
+        num_envs=128,
+        batch_size=8192,
+        mini_batch_size=2048,
+        learning_rate=1e-3,
+        target_kl=0.03,
+        entropy_coef=0.05,
+        eval_every=1,
+    )
     parser.add_argument("--no-calibration", action="store_true", help="leave the model's prior for one word as it is")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
     parser.add_argument("--sft-warm-start", action="store_true", help="learn from demonstrations first")
     parser.add_argument("--max-new-tokens", type=int, default=4, help="longest free-text reply")
-    parser.add_argument("--run-dir", type=Path, help="default: runs/blackjack-<time>")
-    script.add_checkpoint_options(parser)
-    parser.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
-    parser.add_argument("--wandb-mode", choices=["online", "offline", "disabled"], help="WANDB_MODE does the same")
     args = parser.parse_args()
     if args.resume and args.checkpoint_dir is None:
         parser.error("--resume needs --checkpoint-dir")
@@ -143,7 +136,7 @@ def main() -> None:
         natural=False,
         sab=False,
     )
-    tracker = default_tracker(run_dir, vars(args), args.wandb_project, args.wandb_mode)
+    tracker = script.tracker_for(args, run_dir, agent)
     done = {"finished": 0, "turns": 0, "updates": 0, "minutes": 0.0}
     if newest is not None:
         done = agent.load_checkpoint(newest)
@@ -219,7 +212,7 @@ def main() -> None:
         "expected_return_greedy": greedy,
         "baselines": baseline_returns(),
         "policy_table": {" ".join(map(str, state)): hit for state, hit in policy.items()},
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "settings": script.settings_of(args),
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(strategy_table(policy))

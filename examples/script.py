@@ -60,20 +60,16 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--run-dir", type=Path, help="default: runs/<example>-<time>")
-    add_checkpoint_options(options)
+    options.add_argument("--checkpoint-dir", type=Path, help="write checkpoints here; none by default")
+    options.add_argument("--checkpoint-every", type=int, default=10, help="updates between two checkpoints")
+    options.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    options.add_argument("--log-with", nargs="+", default=[], help="csv, tensorboard, trackio, mlflow, wandb, ...")
     options.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
     options.add_argument("--wandb-mode", choices=["online", "offline", "disabled"], help="WANDB_MODE does the same")
     unknown = set(defaults) - {action.dest for action in options._actions}
     assert not unknown, f"no option takes {unknown}"
     options.set_defaults(**defaults)
     return options
-
-
-def add_checkpoint_options(options: argparse.ArgumentParser) -> None:
-    """The options that say how a run is saved and resumed."""
-    options.add_argument("--checkpoint-dir", type=Path, help="write checkpoints here; none by default")
-    options.add_argument("--checkpoint-every", type=int, default=10, help="updates between two checkpoints")
-    options.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
 
 def load(
@@ -179,8 +175,7 @@ def learn(
     """
     run_dir = args.run_dir or Path("runs") / time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
     before, before_error = score(False)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    with closing(default_tracker(run_dir, settings, args.wandb_project, args.wandb_mode)) as tracker:
+    with closing(tracker_for(args, run_dir, agent)) as tracker:
         result = train(
             agent,
             env,
@@ -214,12 +209,24 @@ def learn(
         "standard_error_after": after_error,
         "standard_error_greedy": greedy_error,
         "baselines": baselines,
-        "settings": settings,
+        "settings": settings_of(args),
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"Expected return: {before:.3f} before, {after:.3f} ± {after_error:.3f} after ({greedy:.3f} if greedy).")
     print("Baselines: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()) + ".")
     print(f"{len(result.returns)} episodes, {result.turns} turns, {result.minutes:.1f} min. Results: {run_dir}")
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The command line as JSON holds it."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+
+
+def tracker_for(args: argparse.Namespace, run_dir: Path, agent: Agent) -> MultiTracker:
+    """What the command line says about where statistics go."""
+    return default_tracker(
+        run_dir, settings_of(args), args.wandb_project, args.wandb_mode, agent=agent, log_with=args.log_with
+    )
 
 
 def dtype_name(agent: Agent) -> str:

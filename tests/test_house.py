@@ -23,6 +23,7 @@ WINGS = {
     "learners": {"conversation", "models", "policy"},
     "training": {"conversation", "models", "policy", "learners", "agent"},
     "envs": set(),
+    "report": {"learners"},
 }
 # Importable from anywhere.
 BASICS = {"errors", "options"}
@@ -51,7 +52,7 @@ FILES = sorted(LIBRARY.rglob("*.py"))
 LINES = 350
 # What a newcomer opens first is smaller.
 SMALL = {"agent.py": 299}
-ENTRIES = 14
+ENTRIES = 15
 
 
 def place(path: Path) -> str:

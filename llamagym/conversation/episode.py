@@ -51,6 +51,8 @@ class Reply:
         finish_reason: Why the reply ended.
         choice_index: Which of the prompt's choices was taken, or None for free text.
         weights_version: Number of the weights' state that said it.
+        choice_logprobs: Log-probability of each of the prompt's choices, to be shown; empty for free text, and of what
+            was said before a checkpoint.
     """
 
     ids: tuple[int, ...]
@@ -59,6 +61,7 @@ class Reply:
     finish_reason: FinishReason
     choice_index: int | None
     weights_version: int
+    choice_logprobs: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(slots=True)

@@ -78,6 +78,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         config: How.
         epochs: Passes over a batch, as far as `target_kl` allows.
         has_critic: Whether the value head is learnt, so that episodes that were cut off can be valued.
+        advantages: What the turns of the latest batch were trained towards, by their `id`.
     """
 
     has_critic: ClassVar[bool]
@@ -100,6 +101,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
         self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
+        self.advantages: dict[int, float] = {}
         self.reset_optimizer()
         self._rate = RateController(config.target_kl)
         self._entropy = EntropyController(config.entropy_coef, config.entropy_decay, config.entropy_floor)
@@ -193,6 +195,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             with_features=self.reads_features,
         )
         targets, stats = self._credit(episodes, sampled)
+        of_rows = targets.advantages.tolist()
+        self.advantages = {turn: of_rows[row] for turn, row in sampled.row.items()}
         stats |= self._optimize(segments, sampled, targets)
         self.policy.num_updates += 1
         if config.init_kl_coef:

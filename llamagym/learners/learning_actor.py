@@ -26,6 +26,7 @@ from ..policy.policy import Policy
 from .alarms import Alarms
 from .base import Learner, Stats
 from .replay import Replay, ReplayConfig
+from .transcripts import EpisodeSample, Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class LearningActor(Actor):
 
     Attributes:
         learner: What turns episodes into updates.
+        transcripts: A few episodes of the latest update's batch, to be read; see `learners.transcripts`.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class LearningActor(Actor):
         self._replay = None if replay is None else Replay(policy, replay)
         self._alarms = Alarms(policy.model.pretrained_model.dtype)
         self._buffer: list[Episode] = []
+        self.transcripts: list[Transcript] = []
+        self._sample = EpisodeSample(policy.num_updates)
         # What the constructor was given, as JSON holds it.
         self._options: dict[str, Any] = {}
 
@@ -248,14 +252,14 @@ class LearningActor(Actor):
                     f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so "
                     "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
                 )
-        before, stats = list(self._buffer), Stats()
+        before, sample, stats = list(self._buffer), self._sample.copy(), Stats()
         try:
             if self._learning and train:
                 with self.undone_on_error(ids):
                     self._buffer += self._ended(ids, cut, finals, last_infos, group_of)
                     stats = self._learn()
         except BaseException:
-            self._buffer[:] = before
+            self._buffer[:], self._sample = before, sample
             raise
         self.discard_episodes(ids)
         return stats
@@ -276,6 +280,7 @@ class LearningActor(Actor):
         for index in learnt:
             turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
             ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), groups[index]))
+            self._sample.add(ended[-1], self._conversations[env_ids[index]].messages)
         return ended
 
     def _final_values(
@@ -300,8 +305,13 @@ class LearningActor(Actor):
             stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
             if self._replay is not None:
                 stats |= self._replay.update(batch)
+        self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)
+        self._sample = EpisodeSample(self.policy.num_updates)
         stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
         self._acting_s, self._acted_tokens = 0.0, 0
         for alarm in self._alarms.check(stats):
             logger.warning(alarm)
         return stats
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))

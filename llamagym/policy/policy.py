@@ -192,7 +192,8 @@ class Policy:
         for row, (offer, value) in zip(choosing, self._score_choices([trees[row] for row in choosing]), strict=True):
             index = int(offer.argmax() if greedy else draw(offer.exp(), self.rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
-            replies[row] = Reply(ids, (offer[index].item(),), value, "choice", index, self._state.number)
+            logprobs = tuple(offer.tolist())
+            replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, self._state.number, logprobs)
         return [replies[row] for row in range(len(contexts))]
 
     @alone

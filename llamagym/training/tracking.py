@@ -1,7 +1,8 @@
-"""Where statistics go: the terminal, a JSONL file, Weights & Biases, or several of these."""
+"""Where statistics go: the terminal, files, the trackers that accelerate knows, or several of these."""
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import math
@@ -17,7 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from tqdm import tqdm
 
-from ..errors import needs
+from ..agent import Agent
+from ..options import as_json
+from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
 
@@ -76,29 +79,66 @@ class JsonlTracker:
         self._file.close()
 
 
-class WandbTracker:
-    """A Weights & Biases run."""
+class CsvTracker:
+    """A table for spreadsheets: a line per update, a column per metric; a new metric adds a column."""
 
-    def __init__(self, project: str, config: Mapping[str, Any], mode: str | None = None) -> None:
-        """Start a run.
-
-        Args:
-            project: Its project.
-            config: Settings to show beside it.
-            mode: "online", "offline" or "disabled"; None honours `WANDB_MODE`.
-        """
-        with needs("wandb", "WandbTracker"):
-            import wandb
-
-        self._run = wandb.init(project=project, config=dict(config), mode=mode)  # type: ignore[arg-type]
+    def __init__(self, path: str | Path) -> None:
+        """Append to `path`, creating its folder."""
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._rows: list[dict[str, Any]] = []
+        if self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                self._rows = list(csv.DictReader(file))
+        self._columns = list(self._rows[0]) if self._rows else ["step"]
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Send metrics."""
-        self._run.log(dict(metrics), step=step)
+        """Append a line."""
+        row = {"step": step, **metrics}
+        new = [name for name in row if name not in self._columns]
+        self._rows.append(row)
+        self._columns += new
+        self._write(self._rows if new else [row], anew=bool(new))
+
+    def position(self) -> int:
+        """Lines written so far."""
+        return len(self._rows)
+
+    def rewind(self, position: int) -> None:
+        """Drop the lines after a position."""
+        del self._rows[position:]
+        self._write(self._rows, anew=True)
 
     def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+        """Nothing is pending."""
+
+    def _write(self, rows: Sequence[Mapping[str, Any]], anew: bool) -> None:
+        with self._path.open("w" if anew else "a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns)
+            if anew:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+class TranscriptTracker(JsonlTracker):
+    """A few episodes in words, one a line (see `learners.transcripts`): the report shows them.
+
+    Of the first 16 updates each is recorded, up to the 32nd every second, up to the 64th every fourth and so on: eight
+    more each time that a run's length doubles.
+    """
+
+    def __init__(self, path: str | Path, agent: Agent) -> None:
+        """Append to `path` what `agent` keeps of each update."""
+        super().__init__(path)
+        self._agent = agent
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Append the transcripts of this update, if it is one that is recorded."""
+        update = int(metrics.get("updates", 0))
+        if update % (1 << ((update - 1) // 16).bit_length()) == 0:
+            for transcript in self._agent.transcripts:
+                self._file.write(json.dumps({"step": step, "update": update, **transcript}) + "\n")
+            self._file.flush()
 
 
 class MultiTracker:
@@ -136,13 +176,46 @@ class MultiTracker:
 
 
 def default_tracker(
-    run_dir: str | Path, config: Mapping[str, Any], project: str | None = None, mode: str | None = None
+    run_dir: str | Path,
+    config: Mapping[str, Any],
+    project: str | None = None,
+    mode: str | None = None,
+    *,
+    agent: Agent | None = None,
+    log_with: Sequence[str] = (),
 ) -> MultiTracker:
-    """`metrics.jsonl` in the run's folder, and W&B if a project is named here or in `WANDB_PROJECT`."""
-    trackers: list[Tracker] = [JsonlTracker(Path(run_dir) / "metrics.jsonl")]
+    """What a run writes to its folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and more if asked for.
+
+    Args:
+        run_dir: The folder.
+        config: The run's settings.
+        project: Of Weights & Biases, which is used if one is named here or in `WANDB_PROJECT`.
+        mode: Of Weights & Biases: "online", "offline" or "disabled"; None honours `WANDB_MODE`.
+        agent: Whose transcripts are recorded; None records none.
+        log_with: "csv", or trackers that accelerate knows: "tensorboard", "wandb", "trackio", "mlflow", ...
+
+    Raises:
+        ConfigError: A tracker is unknown, or its package is missing.
+    """
+    folder = Path(run_dir)
+    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
+    settings = as_json(dict(config))
+    if agent is not None:
+        trackers.append(TranscriptTracker(folder / "transcripts.jsonl", agent))
+        settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
     project = project or os.environ.get("WANDB_PROJECT")
-    if project:
-        trackers.append(WandbTracker(project, config, mode))
+    names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
+    try:
+        for name in names:
+            if name == "csv":
+                trackers.append(CsvTracker(folder / "metrics.csv"))
+            else:
+                options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
+                trackers.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
+    except Exception:
+        MultiTracker(*trackers).close()
+        raise
     return MultiTracker(*trackers)
 
 

@@ -1,0 +1,176 @@
+"""Where statistics go: files, TensorBoard and W&B, written by a real run and read back."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import struct
+
+import pytest
+
+from llamagym import ConfigError, train
+from llamagym.training.tracking import CsvTracker, TranscriptTracker, default_tracker
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+
+
+def trained(tmp_path, kind=ChoiceAgent, episodes=8, **trackers):
+    agent = make_agent(kind, context="turn", ppo={"batch_size": 6})
+    tracker = default_tracker(tmp_path, {"seed": 0, "path": tmp_path}, agent=agent, **trackers)
+    result = train(agent, CountdownEnv, episodes=episodes, num_envs=2, seed=0, tracker=tracker)
+    tracker.close()
+    return agent, result
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@needs("tensorboard")
+def test_tensorboard_logs_read_back_as_they_were(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, result = trained(tmp_path, log_with=["tensorboard", "csv"])
+    log = EventAccumulator(str(tmp_path / "llamagym")).Reload()
+    read = [(event.step, event.value) for event in log.Scalars("entropy")]
+    assert [step for step, _ in read] == [2, 4, 6, 8]
+    assert [value for _, value in read] == pytest.approx([stats["entropy"] for stats in result.updates])
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [float(row["entropy"]) for row in table] == [stats["entropy"] for stats in result.updates]
+
+
+def wandb_records(path):
+    """The records of an offline run's file: LevelDB's log format behind a header of seven bytes."""
+    data, at, parts = path.read_bytes(), 7, []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):
+            yield b"".join(parts)
+            parts = []
+
+
+@needs("wandb")
+def test_offline_wandb_logs_read_back_with_transcripts_as_a_table(tmp_path, monkeypatch):
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    agent, result = trained(tmp_path, project="llamagym", mode="offline")
+    # W&B's own process writes the file, and has written all of it once it has ended.
+    wandb.teardown()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history = []
+    for data in wandb_records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            history.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+    entropies = [row["entropy"] for row in history if "entropy" in row]
+    assert entropies == pytest.approx([stats["entropy"] for stats in result.updates])
+    tables = [json.loads(table.read_text()) for table in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert len(tables) == len(result.updates)
+    told = {(row[3], row[4]) for table in tables for row in table["data"]}
+    assert {reply for _, reply in told} <= set(agent.choices)
+    assert ("Observation 3", agent.transcripts[0]["turns"][0]["reply"]) in told
+
+
+def test_an_unknown_tracker_and_a_missing_package_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
+        default_tracker(tmp_path, {}, log_with=["tensorbord"])
+    if importlib.util.find_spec("swanlab") is None:
+        with pytest.raises(ConfigError, match="pip install swanlab"):
+            default_tracker(tmp_path, {}, log_with=["swanlab"])
+
+
+def test_a_table_grows_columns_and_is_rewound(tmp_path):
+    path = tmp_path / "metrics.csv"
+    tracker = CsvTracker(path)
+    tracker.log({"a": 1.0}, 1)
+    tracker.log({"a": 2.0, "b": "x"}, 2)
+    tracker.log({"a": 3.0}, 3)
+    assert path.read_text() == "step,a,b\n1,1.0,\n2,2.0,x\n3,3.0,\n"
+    CsvTracker(path).rewind(2)
+    assert path.read_text() == "step,a,b\n1,1.0,\n2,2.0,x\n"
+
+
+def test_transcripts_hold_what_was_read_said_thought_and_earned(tmp_path):
+    _, result = trained(tmp_path)
+    told = lines(tmp_path / "transcripts.jsonl")
+    assert [transcript["update"] for transcript in told] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert {transcript["return"] for transcript in told} <= set(result.returns)
+    for transcript in told:
+        turns = transcript["turns"]
+        assert transcript["system"] == "Say something."
+        assert [turn["read"] for turn in turns] == [f"Observation {left}" for left in (3, 2, 1)]
+        assert transcript["return"] == sum(turn["reward"] for turn in turns)
+        for turn in turns:
+            chances = dict(turn["choices"])
+            assert turn["reply"] in chances
+            assert sum(chances.values()) == pytest.approx(1.0)
+            assert math.isfinite(turn["value"])
+            assert math.isfinite(turn["advantage"])
+    # Advantages are whitened over a batch, which these two episodes are.
+    first = [turn["advantage"] for transcript in told[:2] for turn in transcript["turns"]]
+    assert sum(first) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_free_text_has_no_choices(tmp_path):
+    class Free(WordAgent):
+        def extract_action(self, response):
+            return 1
+
+    agent, _ = trained(tmp_path, Free, episodes=2)
+    assert {turn["choices"] for transcript in agent.transcripts for turn in transcript["turns"]} == {None}
+
+
+def test_long_episodes_and_long_runs_stay_small(tmp_path):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 50})
+    train(agent, lambda: CountdownEnv(60), episodes=9, num_envs=3, seed=0)
+    assert len(agent.transcripts) == 3
+    assert agent.transcripts[0]["length"] == 60
+    assert [turn["turn"] for turn in agent.transcripts[0]["turns"]][19:21] == [20, 41]
+    tracker = TranscriptTracker(tmp_path / "transcripts.jsonl", agent)
+    for update in range(1, 1025):
+        tracker.log({"updates": update}, update)
+    tracker.close()
+    recorded = sorted({line["update"] for line in lines(tmp_path / "transcripts.jsonl")})
+    assert recorded[:18] == [*range(1, 17), 18, 20]
+    assert len(recorded) == 16 + 6 * 8
+
+
+def test_a_resumed_run_drops_the_transcripts_that_it_writes_again(tmp_path):
+    agent, _ = trained(tmp_path, episodes=2)
+    tracker = TranscriptTracker(tmp_path / "transcripts.jsonl", agent)
+    written = tracker.position()
+    tracker.log({"updates": 2}, 4)
+    assert len(lines(tmp_path / "transcripts.jsonl")) == 4
+    tracker.rewind(written)
+    tracker.close()
+    assert len(lines(tmp_path / "transcripts.jsonl")) == 2
+
+
+def test_an_update_that_fails_leaves_the_sample_as_it_was(monkeypatch):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 2})
+    monkeypatch.setattr(agent.learner, "update", lambda batch: 1 / 0)
+    agent.act("x")
+    agent.assign_reward(1.0)
+    agent.terminate_episode()
+    agent.act("y")
+    agent.assign_reward(2.0)
+    with pytest.raises(ZeroDivisionError):
+        agent.terminate_episode()
+    monkeypatch.undo()
+    assert agent.terminate_episode()
+    assert [transcript["return"] for transcript in agent.transcripts] == [2.0, 1.0]
