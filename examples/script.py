@@ -20,7 +20,7 @@ import numpy as np
 
 from llamagym import Agent, Callback, GRPOConfig, LlamaGymError, Run, evaluate, load_model_and_tokenizer, train
 from llamagym.training import EnvSource
-from llamagym.training.tracking import default_tracker
+from llamagym.training.tracking import MultiTracker, default_tracker
 
 Score = tuple[float, float]
 """Expected return and its standard error; the latter is 0 where the return is computed, not sampled."""
