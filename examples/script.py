@@ -18,6 +18,7 @@ import gymnasium
 import numpy as np
 
 from llamagym import Agent, GRPOConfig, LlamaGymError, evaluate, load_model_and_tokenizer, train
+from llamagym.learners import ranks
 from llamagym.training import EnvSource
 from llamagym.training.tracking import Metrics, MultiTracker, default_tracker
 
@@ -229,6 +230,8 @@ def learn(
     )
     minutes = tracker.minutes
     tracker.close()
+    if not ranks.is_first():
+        return
     after, after_error = score(False)
     greedy, greedy_error = score(True)
     results = {"expected return": f"{after:.3f} ± {after_error:.3f}", "if greedy": f"{greedy:.3f}", **baselines}

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..agent import Agent
 from ..errors import ConfigError
+from ..learners import ranks
 from ..learners.base import Stats
 from ..models.checkpoints import require_none
 from ..options import as_seed, check_arguments
@@ -68,6 +70,10 @@ def train(
     depends on its seed and on actions alone; elsewhere they begin anew, which is said. An error of the environment or
     of learning saves the state of before the step that failed.
 
+    Of several processes that learn together (`accelerate launch`), each calls this with the same arguments and acts in
+    `num_envs` copies of its own; episodes, updates, turns and returns are counted over all of them. The first alone
+    writes: checkpoints, to a tracker, to the terminal. An error in one ends all, which go on from the last checkpoint.
+
     Args:
         agent: Who learns; switched to `train()`.
         env: An environment's id, an environment, or a function that makes one. With `num_envs` > 1 an environment must
@@ -76,7 +82,7 @@ def train(
         num_envs: Copies that are acted in at once. None: 64, fewer if groups of episodes do not divide that, or 1 of an
             environment that cannot be copied.
         seed: Of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
-        on_update: Called with the statistics of each update; returning True ends the training.
+        on_update: Called with the statistics of each update, in every process; returning True ends the training.
         tracker: Receives them first. If it fails, that is said, and training goes on.
         group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
             for a learner that compares none.
@@ -123,9 +129,10 @@ def train(
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the checkpoint_dir of the run to go on with.")
     if checkpoint_dir is not None and not resume:
-        require_none(Path(checkpoint_dir))
+        with ranks.first_goes_first():
+            require_none(Path(checkpoint_dir))
     agent.train()
-    trackers = MultiTracker(*([] if tracker is None else [tracker]))
+    trackers = MultiTracker(*([] if tracker is None or not ranks.is_first() else [tracker]))
     run = _Run(on_update, trackers, episodes, minutes)
     ids = list(range(num_envs))
     with (
@@ -134,7 +141,8 @@ def train(
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):
-        play = Play(agent, copies, ids, agent.draw_seed() if seed is None else seed, size)
+        entropy = agent.draw_seed() if seed is None else seed
+        play = Play(agent, copies, ids, entropy, size, (ranks.rank(), ranks.count()))
         saved = None
         if checkpoint_dir is not None:
             options = {"num_envs": num_envs, "group_size": size, "seed": seed}
@@ -148,9 +156,10 @@ def train(
         with _saved_on_error(run, saved):
             while not run.is_over:
                 ended, stats = play.step()
-                run.take(ended, stats, len(ids), progress)
+                of_all, signals, late = zip(*ranks.gather((ended, interrupts.stops, run.is_late)), strict=True)
+                run.take(list(chain(*of_all)), stats, len(ids) * ranks.count(), late[0], progress)
                 is_due = bool(stats) and len(run.updates) % checkpoint_every == 0
-                stops = interrupts.stops
+                stops = any(signals)
                 if saved and (is_due or run.is_over or stops):
                     saved.write(run.state_dict(), run.turns, run.updates)
                 if stops:
@@ -184,16 +193,24 @@ class _Run:
     def is_over(self) -> bool:
         """Whether enough has been played."""
         is_enough = self._episodes is not None and len(self.returns) >= self._episodes
-        return self._was_ended or is_enough or self._elapsed >= self._seconds
+        return self._was_ended or is_enough
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its time is over."""
+        return self._elapsed >= self._seconds
 
     @property
     def _elapsed(self) -> float:
         """Seconds since the run began, without those in which it was stopped."""
         return time.perf_counter() - self._began
 
-    def take(self, ended: Sequence[tuple[int, float]], stats: Stats, turns: int, progress: Progress) -> None:
-        """Take in a step: episodes that ended, and an update if there was one."""
+    def take(
+        self, ended: Sequence[tuple[int, float]], stats: Stats, turns: int, is_late: bool, progress: Progress
+    ) -> None:
+        """Take in a step: episodes that ended, an update if there was one, and whether it was the last in time."""
         self.turns += turns
+        self._was_ended = is_late
         new = [value for _, value in ended]
         if self._episodes is not None:
             new = new[: self._episodes - len(self.returns)]
@@ -202,7 +219,7 @@ class _Run:
         if stats:
             self.updates.append(stats)
             self._tracker.log(stats, len(self.returns))
-            self._was_ended = bool(self._on_update and self._on_update(stats))
+            self._was_ended |= any(ranks.gather(bool(self._on_update and self._on_update(stats))))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -216,6 +233,7 @@ class _Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
         self._began = time.perf_counter() - state["seconds"]
+        self._was_ended = ranks.gather(self.is_late)[0]
         self._tracker.rewind(state["tracker"])
 
 
@@ -227,7 +245,7 @@ def _saved_on_error(run: _Run, saved: SavedRun | None) -> Iterator[None]:
     except Exception as error:
         copy = failed_copy(error)
         where = "" if copy is None else f" in copy {copy} of the environment"
-        if saved is not None:
+        if saved is not None and ranks.count() == 1:
             saved.write(run.state_dict(), run.turns, run.updates)
             logger.error("Training has failed%s; its last whole state is saved.", where)
         elif where:

@@ -17,6 +17,7 @@ import numpy as np
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ActionParseError
+from ..learners import ranks
 from ..learners.base import Stats
 from .environments import Copies
 
@@ -27,7 +28,13 @@ class Play:
     """An agent in copies of an environment."""
 
     def __init__(
-        self, agent: Agent, copies: Copies, ids: Sequence[Hashable], seed: int | None, group_size: int = 1
+        self,
+        agent: Agent,
+        copies: Copies,
+        ids: Sequence[Hashable],
+        seed: int | None,
+        group_size: int = 1,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Prepare the first episodes.
 
@@ -37,18 +44,24 @@ class Play:
             ids: The agent's names for the copies.
             seed: Of the episodes' reset seeds; None draws one.
             group_size: How many copies in a row share their seeds.
+            share: Which of how many processes this is: together they play what one does with as many copies.
         """
         self._agent, self._copies, self._ids = agent, copies, list(ids)
         self._entropy: Any = np.random.SeedSequence(seed).entropy
+        self._rank, self._ranks = share
         self._group_size, self._rows = group_size, copies.count // group_size
-        # The number of the group that each copy is in; a row's next group is `rows` further on.
-        self._groups = np.arange(copies.count) // group_size
+        # The number of the group that each copy is in; a row's next group is as much further on as there are rows.
+        self._groups = self._groups_from(0)
         self._totals = np.zeros(copies.count)
         # Copies whose episode has ended, until the next step resets them.
         self._over = np.zeros(copies.count, dtype=bool)
         # What was done in each copy since its reset.
         self._actions: list[list[Any]] = [[] for _ in self._ids]
         self._observations: list[Any] = []
+
+    def _groups_from(self, first: int) -> Any:
+        """The groups of all copies where those of all processes begin with a number."""
+        return first + self._rank * self._rows + np.arange(self._copies.count) // self._group_size
 
     def begin(self) -> None:
         """Start the first episodes."""
@@ -75,7 +88,7 @@ class Play:
             over = terminated | truncated
             done = np.flatnonzero(over).tolist()
             stats: Stats = {}
-            if done:
+            if done or self._ranks > 1:
                 cut = [bool(truncated[i] and not terminated[i]) for i in done]
                 groups = [seeds[i] if self._group_size > 1 else None for i in done]
                 finals = [observations[i] for i in done]
@@ -86,7 +99,7 @@ class Play:
             self._actions[i].append(action)
         self._observations, self._over = observations, over
         self._totals[done] = 0.0
-        self._groups[done] += self._rows
+        self._groups[done] += self._rows * self._ranks
         for i in done:
             self._actions[i].clear()
         return ended, stats
@@ -96,6 +109,8 @@ class Play:
         return {
             "entropy": self._entropy,
             "groups": self._groups.tolist(),
+            "ranks": self._ranks,
+            "next_group": 1 + max(ranks.gather(int(self._groups.max()))),
             "totals": self._totals.tolist(),
             "actions": [self._copies.saved_actions(actions) for actions in self._actions],
             # Of an episode that has yet to begin nothing was seen.
@@ -108,6 +123,11 @@ class Play:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Bring the copies back to where they stood; where that fails, an episode begins anew, and that is said."""
         self._entropy = state["entropy"]
+        if state.get("ranks", 1) != self._ranks:
+            logger.warning("Another number of processes goes on, so the episodes under way begin anew.")
+            self._groups = self._groups_from(state["next_group"])
+            self.begin()
+            return
         self._groups[:], self._totals[:] = state["groups"], state["totals"]
         self._actions = [self._copies.actions_from(actions) for actions in state["actions"]]
         self._observations = self._copies.reset(self._seeds(), replay=dict(enumerate(self._actions)))

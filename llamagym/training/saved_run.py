@@ -9,6 +9,7 @@ from typing import Any
 
 from ..agent import Agent
 from ..errors import CheckpointError
+from ..learners import ranks
 from ..learners.base import Stats
 from ..models.checkpoints import check_options, newest, path_of, prune
 from ..options import as_json
@@ -54,7 +55,8 @@ class SavedRun:
                 "or pass another checkpoint_dir."
             ) from error
         self._latest = turns
-        prune(self._root, self._keep, path)
+        if ranks.is_first():
+            prune(self._root, self._keep, path)
 
     def read(self) -> dict[str, Any] | None:
         """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
@@ -62,7 +64,8 @@ class SavedRun:
         Raises:
             CheckpointError: None of those that there are can be read, or they do not fit.
         """
-        path = newest(self._root)
+        with ranks.first_goes_first():
+            path = newest(self._root)
         if path is None:
             logger.info("no checkpoint in %s: training begins", self._root)
             return None
