@@ -43,7 +43,7 @@ class Case:
 _STEPS = {"mini_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 1}
 _LONG = {"context": "episode", "generate": {"max_new_tokens": 4}}
 CASES = {
-    "PPO": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "target_kl": 0.03}}),
+    "PPO": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "target_kl": 0.3}}),
     "PPO, one process without episodes": Case(ChoiceAgent, ONE_IDLE, {"ppo": _STEPS}),
     "PPO, whole conversations in free text, KL": Case(WordAgent, RAGGED, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}),
     "PPO, LSTD": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "critic": "lstd"}}),
@@ -174,7 +174,8 @@ def in_one_go_and_in_two(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_run_of_two_processes_is_resumed_bit_for_bit(tmp_path):
     for in_one_go, resumed in together(2, in_one_go_and_in_two, tmp_path):
-        assert resumed == in_one_go
+        # As text, where NaN equals itself.
+        assert repr(resumed) == repr(in_one_go)
 
 
 def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
@@ -213,7 +214,7 @@ def test_a_process_that_is_killed_ends_the_others_and_any_number_goes_on(tmp_pat
     for done in (alone, *both):
         assert [of["updates"] for of in done["stats"]] == [1.0, 2.0, 3.0]
     # What two had begun with goes on as two; alone it is other episodes.
-    assert alone["stats"][:2] == both[0]["stats"][:2]
+    assert repr(alone["stats"][:2]) == repr(both[0]["stats"][:2])
 
 
 def late(seconds: float) -> list[int]:

@@ -188,7 +188,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.policy.model.zero_grad()
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)
+            version = self.policy.weights_version
             ranks.take_first_(self._all_weights())
+            if self.policy.weights_version != version:
+                # Rounded otherwise than in the first process, on other hardware.
+                self.policy.drop_caches(version)
         sampled = collect(
             self.policy,
             episodes,

@@ -160,7 +160,9 @@ def _replace(tensors: list[Tensor], function: Callable[[Tensor], Any]) -> None:
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = function(torch.cat([tensor.detach().flatten() for tensor in alike]).to(PartialState().device))
         for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            # A copy of the same numbers would count as a change.
+            if not tensor.equal(part := part.view(tensor.shape).to(tensor.device)):
+                tensor.copy_(part)
 
 
 @contextmanager
