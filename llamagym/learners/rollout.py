@@ -89,8 +89,8 @@ def collect(
                 features[rows] = now.features.float().cpu()
             again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
         ranks.sum_([features, again, now_values])
-        rows = torch.tensor(outdated)
-        old[rows], values[rows] = again[rows], now_values[rows]
+        others = torch.tensor(outdated)
+        old[others], values[others] = again[others], now_values[others]
     weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
     reference, kl = old, torch.zeros(len(turns))
     if with_reference:
