@@ -17,6 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from tqdm import tqdm
 
+from ..learners import ranks
+
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | str]
@@ -135,7 +137,12 @@ class MultiTracker:
 def default_tracker(
     run_dir: str | Path, config: Mapping[str, Any], project: str | None = None, mode: str | None = None
 ) -> MultiTracker:
-    """`metrics.jsonl` in the run's folder, and W&B if a project is named here or in `WANDB_PROJECT`."""
+    """`metrics.jsonl` in the run's folder, and W&B if a project is named here or in `WANDB_PROJECT`.
+
+    Of several processes that learn together, only the first gets any.
+    """
+    if not ranks.is_first():
+        return MultiTracker()
     trackers: list[Tracker] = [JsonlTracker(Path(run_dir) / "metrics.jsonl")]
     project = project or os.environ.get("WANDB_PROJECT")
     if project:
@@ -147,14 +154,15 @@ class Progress:
     """How far a run is, on stderr: a bar in a terminal, elsewhere (a file, a pipe, CI) one line per update."""
 
     def __init__(self, episodes: int | None, unit: str = "episode", window: int = 100) -> None:
-        """Begin.
+        """Begin; of several processes only the first shows anything.
 
         Args:
             episodes: How many there will be; None is unknown.
             unit: What an episode is called.
             window: Over how many of the last episodes the mean return is taken.
         """
-        self._has_bar = sys.stderr.isatty()
+        self._is_shown = ranks.is_first()
+        self._has_bar = self._is_shown and sys.stderr.isatty()
         self._bar = tqdm(total=episodes, unit=unit, disable=not self._has_bar)
         self._recent: deque[float] = deque(maxlen=window)
         self._unit, self._total, self._done, self._updates = unit, episodes, 0, 0
@@ -195,6 +203,6 @@ class Progress:
         """Show a line, above the bar if there is one."""
         if self._has_bar:
             self._bar.write(line, file=sys.stderr)
-        else:
+        elif self._is_shown:
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
