@@ -3,6 +3,7 @@
 python examples/blackjack.py                     the embedded 135M model, minutes on a laptop
 python examples/blackjack.py --free-text         no list of admissible words: the reply is free text
 python examples/blackjack.py --sft-warm-start    learns from demonstrations first; with --free-text only the format
+accelerate launch --config_file scripts/accelerate/cpu-2.yaml examples/blackjack.py    in two processes
 python examples/blackjack.py --model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --load-in-8bit --device cuda
 """
 
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 import gymnasium as gym
@@ -23,6 +25,7 @@ from gymnasium.vector import AutoresetMode
 
 from llamagym import Agent, load_model_and_tokenizer, parse_choice
 from llamagym.conversation.demonstrations import included
+from llamagym.learners import ranks
 from llamagym.models import checkpoints
 from llamagym.training.interrupts import EXIT_CODE, Interrupts
 from llamagym.training.saved_run import saved_on_error
@@ -122,7 +125,8 @@ def main() -> None:
     agent.free_text = args.free_text
     if args.checkpoint_dir and not args.resume:
         checkpoints.require_none(args.checkpoint_dir)
-    newest = checkpoints.newest(args.checkpoint_dir) if args.resume else None
+    with ranks.first_goes_first():
+        newest = checkpoints.newest(args.checkpoint_dir) if args.resume else None
     if args.sft_warm_start and newest is None:
         print(agent.sft_from_jsonl(included(f"{'format' if args.free_text else 'demo'}_blackjack")))
     before = expected_return(hit_probabilities(agent))
@@ -148,10 +152,11 @@ def main() -> None:
         counted = {"finished": finished, "turns": turns, "updates": updates, "tracker": tracker.position()}
         path = checkpoints.path_of(args.checkpoint_dir, turns)
         agent.save_checkpoint(path, {**counted, "minutes": (time.perf_counter() - started) / 60})
-        checkpoints.prune(args.checkpoint_dir, keep=3, written=path)
+        if ranks.is_first():
+            checkpoints.prune(args.checkpoint_dir, keep=3, written=path)
 
-    # Hands under way are dealt anew when a run is resumed, and others than at its start.
-    observations, _ = envs.reset(seed=args.seed + turns)
+    # Hands under way are dealt anew when a run is resumed, others than at its start, and others in each process.
+    observations, _ = envs.reset(seed=args.seed + turns + ranks.rank() * args.num_envs)
     # Hands that are dealt alike are what GRPO compares.
     dealt = list(zip(*(part.tolist() for part in observations), strict=True))
     with (
@@ -160,7 +165,8 @@ def main() -> None:
         Interrupts(listens=args.checkpoint_dir is not None) as interrupts,
         saved_on_error(save if args.checkpoint_dir else None),
     ):
-        while finished < args.episodes and not interrupts.stops:
+        stops = False
+        while finished < args.episodes and not stops:
             hands = list(zip(*(part.tolist() for part in observations), strict=True))
             actions = agent.act_batch(hands)
             sample = agent.current_episode_messages
@@ -171,9 +177,12 @@ def main() -> None:
             for table in ended:
                 dealt[table] = tuple(part[table].item() for part in observations)
 
-            turns += len(hands)
-            finished += len(ended)
-            progress.advance(rewards[ended].tolist(), stats)
+            # What several processes must agree on, they tell each other.
+            returns, signals = zip(*ranks.gather((rewards[ended].tolist(), interrupts.stops)), strict=True)
+            stops = any(signals)
+            turns += ranks.count() * len(hands)
+            finished += sum(map(len, returns))
+            progress.advance(list(chain(*returns)), stats)
             if stats:
                 updates += 1
                 exact = {"expected_return": expected_return(hit_probabilities(agent, greedy=args.free_text))}
@@ -187,8 +196,10 @@ def main() -> None:
         if args.checkpoint_dir:
             save()
     minutes = (time.perf_counter() - started) / 60
-    if interrupts.stops:
+    if stops:
         sys.exit(EXIT_CODE)
+    if not ranks.is_first():
+        return
     if not updates:
         print(agent.why_no_update())
 
@@ -206,6 +217,7 @@ def main() -> None:
         "updates": updates,
         "minutes": minutes,
         "turns_per_second": turns / minutes / 60,
+        "processes": ranks.count(),
         "peak_memory_gib": peak,
         "expected_return_before": before,
         "expected_return_after": after,

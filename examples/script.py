@@ -19,6 +19,7 @@ import gymnasium
 import numpy as np
 
 from llamagym import Agent, Callback, GRPOConfig, LlamaGymError, Run, evaluate, load_model_and_tokenizer, train
+from llamagym.learners import ranks
 from llamagym.training import EnvSource
 from llamagym.training.tracking import MultiTracker, default_tracker
 
@@ -188,6 +189,8 @@ def learn(
             checkpoint_every=args.checkpoint_every,
             resume=args.resume,
         )
+    if not ranks.is_first():
+        return
     after, after_error = score(False)
     greedy, greedy_error = score(True)
     results = {"expected return": f"{after:.3f} ± {after_error:.3f}", "if greedy": f"{greedy:.3f}", **baselines}

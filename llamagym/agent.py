@@ -18,6 +18,7 @@ from .conversation.chat_template import ChatTemplate, check_vocabulary, end_ids
 from .conversation.demonstrations import read_demonstrations
 from .conversation.episode import Context
 from .errors import ConfigError, needs
+from .learners import ranks
 from .learners.algorithms import Algorithm, make_learner
 from .learners.base import Stats
 from .learners.grpo import GRPOConfig, ReinforceConfig
@@ -134,7 +135,7 @@ class Agent(LearningActor):
         learner = make_learner(policy, algorithm, options, use_target_kl, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
-        self._seeds = np.random.default_rng(seed)
+        self._seeds = ranks.gather(np.random.default_rng(seed))[0]
         given = {
             "generate_config_dict": generation.given(),
             "algorithm": algorithm,
@@ -211,7 +212,7 @@ class Agent(LearningActor):
         results: Mapping[str, Any] | None = None,
         merged: bool = False,
     ) -> None:
-        """Save the agent as a folder that `load`, and plain transformers and PEFT, read.
+        """Save the agent as a folder that `load`, and plain transformers and PEFT, read; of several processes, once.
 
         It holds the adapter (without one: all weights), the value head, the tokenizer, the options that the agent was
         made with, the priors of its choices, and a model card that shows how to use it.
@@ -225,6 +226,8 @@ class Agent(LearningActor):
         Raises:
             ConfigError: `merged` is asked for where there is nothing that can be merged.
         """
+        if not ranks.is_first():
+            return
         with written_whole(Path(folder), KIND) as whole:
             write_export(self, whole, self._options, environment, results, merged)
 
@@ -267,6 +270,7 @@ class Agent(LearningActor):
         ):
             restore_prior(agent.policy, state["choice_prior"])
         agent.policy.rng.set_state(state["rng"])
+        ranks.diverge_(agent.policy.rng)
         return agent
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None, **saved: Any) -> str:

@@ -58,7 +58,7 @@ def fitted(rewards: torch.Tensor, episodes: int = 400) -> tuple[ValueHead, torch
     """A head fitted to episodes through three states, told apart by one feature each."""
     head = ValueHead(3)
     features = torch.eye(3).repeat(episodes, 1)
-    return head, fit(head, features, [3] * episodes, rewards, torch.zeros(episodes), 0.5, 0.95, lambda total: total)
+    return head, fit(head, features, [3] * episodes, rewards, torch.zeros(episodes), 0.5, 0.95)
 
 
 def test_values_are_found_in_one_go_whatever_their_size():
@@ -81,7 +81,7 @@ def test_with_little_data_weights_stay_near_where_they_were():
     head = ValueHead(3)
     with torch.no_grad():
         head.summary.weight.fill_(2.0)
-    values = fit(head, torch.eye(3)[:1], [1], torch.tensor([7.0]), torch.zeros(1), 0.9, 0.95, lambda total: total)
+    values = fit(head, torch.eye(3)[:1], [1], torch.tensor([7.0]), torch.zeros(1), 0.9, 0.95)
     # A single episode has no other half.
     assert values.tolist() == [2.0]
     assert 2.0 < head(torch.eye(3)[:1]).item() < 3.0
@@ -118,5 +118,5 @@ def test_another_critic_is_refused():
 
 def test_values_are_finite_where_features_repeat():
     head = ValueHead(2)
-    values = fit(head, torch.ones(6, 2), [1] * 6, torch.arange(6.0), torch.zeros(6), 1.0, 1.0, lambda total: total)
+    values = fit(head, torch.ones(6, 2), [1] * 6, torch.arange(6.0), torch.zeros(6), 1.0, 1.0)
     assert np.isfinite(values.numpy()).all()

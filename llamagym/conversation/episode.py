@@ -7,9 +7,9 @@ and sampled; nothing is decoded and encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ConfigError, EpisodeError
@@ -113,6 +113,7 @@ class Episode:
         final_value: The critic's estimate of the state after the last turn; 0 after termination.
         group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
             episode starts in the same state, or in one drawn from the same distribution.
+        rank: Which of several processes played it.
     """
 
     turns: tuple[Turn, ...]
@@ -120,6 +121,7 @@ class Episode:
     truncated: bool
     final_value: float = 0.0
     group: Hashable | None = None
+    rank: int = 0
 
     @property
     def total_reward(self) -> float:
@@ -129,6 +131,19 @@ class Episode:
     def segments(self) -> list[Segment]:
         """The episode cut wherever a turn starts a new context."""
         return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
+
+
+def played_by(rank: int, episode: Episode, versions: Mapping[int, int]) -> Episode:
+    """An episode that a process played, for one with other numbers for the states of its weights (`renumbered`)."""
+    return replace(episode, turns=tuple(renumbered(episode.turns, versions)), rank=rank)
+
+
+def renumbered(turns: Sequence[Turn], versions: Mapping[int, int]) -> list[Turn]:
+    """Turns by other numbers for the states of the weights, given for some; the weights of the rest are gone."""
+    return [
+        replace(turn, reply=replace(turn.reply, weights_version=versions.get(turn.reply.weights_version, -1)))
+        for turn in turns
+    ]
 
 
 def commonest_reply(episodes: Sequence[Episode]) -> float:

@@ -55,13 +55,16 @@ def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
         "truncated": episode.truncated,
         "final_value": episode.final_value,
         "group": episode.group,
+        "rank": episode.rank,
     }
 
 
 def episode_from(record: Mapping[str, Any], table: IdTable) -> Episode:
     """The episode that `episode_record` gave."""
     turns = tuple(_turn_from(turn, table) for turn in record["turns"])
-    return Episode(turns, record["terminated"], record["truncated"], record["final_value"], key_from(record["group"]))
+    ended = (record["terminated"], record["truncated"], record["final_value"])
+    # Without a rank where one process alone could learn.
+    return Episode(turns, *ended, key_from(record["group"]), record.get("rank", 0))
 
 
 def conversation_record(conversation: Conversation, table: IdTable) -> dict[str, Any]:

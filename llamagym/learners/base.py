@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..conversation.episode import Episode, Segment
@@ -30,6 +29,7 @@ from ..models.hardware import is_out_of_memory
 from ..models.lora import mask_frozen_gradients_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
+from . import ranks
 from .batches import Batching
 from .checks import check_episodes, check_precision
 from .config import LearnerConfig
@@ -37,9 +37,9 @@ from .controllers import AdaptiveKLController, EntropyController, RateController
 from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
-from .rollout import Sampled, collect, measure_kl, outcomes, shortest_opening
+from .rollout import Sampled, collect, measure_kl, outcomes, own_share, shortest_opening
 from .state import restore, state_of
-from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, move_state_
+from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_
 from .trust_region import TrustRegion, farthest
 from .undo import attributes_undone_on_error, undone_on_error
 
@@ -96,9 +96,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """
         self.policy = policy
         self.config = config
-        self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
+        self.accelerator = ranks.accelerator(policy.device)
         self.epochs, self._nodes = epochs, config.microbatch_nodes
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
+        ranks.take_first_(self._all_weights())
         self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
         self.advantages: dict[int, float] = {}
@@ -125,6 +126,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         check_precision(weight for part in parts for weight in part)
         return parts
 
+    def _all_weights(self) -> list[Tensor]:
+        """All that an update may change in place: the weights that learn, the value head, its constants."""
+        body, head = self._learning_weights()[0], self.policy.model.v_head
+        return [*body, *head.parameters(), *head.buffers()]
+
     @property
     def reads_features(self) -> bool:
         """Whether crediting a batch takes the critic's features."""
@@ -133,10 +139,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception restores weights, optimiser, controllers and counters."""
-        head = self.policy.model.v_head
-        weights = [*self._learning_weights()[0], *head.parameters(), *head.buffers()]
         counted = attributes_undone_on_error(self.policy, {"num_updates": int})
-        with undone_on_error(self, dict.fromkeys(_UPDATE_STATE, deepcopy), weights), counted:
+        with undone_on_error(self, dict.fromkeys(_UPDATE_STATE, deepcopy), self._all_weights()), counted:
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         return 1.0
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
-        """One update on a batch of whole episodes; an error in it leaves no trace.
+        """One update on a batch of whole episodes, the same in all processes; an error in it leaves no trace.
 
         Returns:
             Statistics; the README says how to read them.
@@ -170,7 +174,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 with self.undone_on_error():
                     return self._update(episodes)
             except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error) or self._nodes == 1:
+                # Other processes are in the middle of theirs and would not begin again.
+                if not is_out_of_memory(error) or self._nodes == 1 or ranks.count() > 1:
                     raise
                 self._nodes //= 2
                 logger.warning("memory has run out: from now on a pass takes %d tokens (microbatch_nodes)", self._nodes)
@@ -187,6 +192,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.policy.model.zero_grad()
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)
+            version = self.policy.weights_version
+            ranks.take_first_(self._all_weights())
+            if self.policy.weights_version != version:
+                # Rounded otherwise than in the first process, on other hardware.
+                self.policy.drop_caches(version)
         sampled = collect(
             self.policy,
             episodes,
@@ -195,18 +205,18 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             with_features=self.reads_features,
         )
         targets, stats = self._credit(episodes, sampled)
-        of_rows = targets.advantages.tolist()
-        self.advantages = {turn: of_rows[row] for turn, row in sampled.row.items()}
+        self.advantages = dict(zip(sampled.row, targets.advantages.tolist(), strict=True))
         stats |= self._optimize(segments, sampled, targets)
         self.policy.num_updates += 1
         if config.init_kl_coef:
             stats["kl_coef"], stats["ref_kl"] = self._kl.value, sampled.ref_kl.mean().item()
             if config.adap_kl_ctrl:
                 self._kl.update(stats["ref_kl"], len(sampled.row))
+        ranks.check_alike(self._all_weights())
         return stats | {
             **outcomes(episodes),
             "updates": float(self.policy.num_updates),
-            "learn_tokens": float(self.policy.tokens_forwarded - forwarded),
+            "learn_tokens": float(sum(ranks.gather(self.policy.tokens_forwarded - forwarded))),
             "learn_s": time.perf_counter() - started,
         }
 
@@ -223,13 +233,13 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             stats, fresh_error = self._backward(minibatch, sampled, targets)
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
-            if not self._guard.passes(stats, gradients_of(self.optimizer), self.accelerator):
+            if not self._guard.passes(stats, gradients_of(self.optimizer)):
                 self.optimizer.zero_grad()
                 skipped += 1
                 continue
             # Before the first step nothing has moved, and what differs is rounding.
             if steps:
-                largest_kl = farthest(largest_kl, mean_over_processes(self.accelerator, stats["approx_kl"]))
+                largest_kl = farthest(largest_kl, stats["approx_kl"])
             if region.is_left(largest_kl):
                 break
             for name, value in stats.items():
@@ -241,8 +251,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             # No later minibatch shows where the last step led.
             if steps:
                 probe = minibatches(segments, size, self._rng)[0] if region.has_bounds else shortest_opening(segments)
-                moved = measure_kl(self.policy, probe, sampled, self._nodes)
-                largest_kl = farthest(largest_kl, mean_over_processes(self.accelerator, moved))
+                largest_kl = farthest(largest_kl, measure_kl(self.policy, probe, sampled, self._nodes))
         if stopped := region.is_left(largest_kl):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
@@ -265,12 +274,16 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         }
 
     def _backward(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> tuple[Stats, float]:
-        """Gradients of a minibatch; returns its statistics and the largest |ratio - 1| among turns just sampled."""
+        """Gradients of a minibatch, of which each process reads its share and all get the sum.
+
+        Returns:
+            Its statistics, and the largest |ratio - 1| among turns just sampled.
+        """
         decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
         fresh_error, version = math.nan, self.policy.weights_version
-        for chunk in self.policy.chunks(minibatch, self._nodes):
+        for chunk in self.policy.chunks(own_share(minibatch, sampled.ranks), self._nodes):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
             now = self.policy.evaluate(chunk)
@@ -284,7 +297,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 old = sampled.old_logprobs[[rows[i] for i in fresh], : now.logprobs.shape[1]].to(now.logprobs.device)
                 error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
                 fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)
-        return dict(stats), fresh_error
+        sum_gradients_(self.optimizer)
+        parts_of_all, errors = zip(*ranks.gather((dict(stats), fresh_error)), strict=True)
+        names = dict.fromkeys(name for parts in parts_of_all for name in parts)
+        sums = {name: sum(parts.get(name, 0.0) for parts in parts_of_all) for name in names}
+        return sums, max((error for error in errors if not math.isnan(error)), default=math.nan)
 
     def _loss(
         self, now: Evaluation, rows: list[int], sampled: Sampled, targets: TargetsT, by_decision: float, by_turn: float
@@ -322,7 +339,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _step(self) -> float:
         """One optimiser step on the gradients at hand; returns the norm of the policy's."""
         groups = self.optimizer.param_groups
-        average_gradients_(self.accelerator, self.optimizer)
         # Each by its own norm: the value head's gradient is far the larger and would scale the policy's away.
         norms = [self.accelerator.clip_grad_norm_(group["params"], self.config.max_grad_norm) for group in groups]
         self._steps += 1

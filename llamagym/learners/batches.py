@@ -32,13 +32,17 @@ class Batching:
 
         What is left would be learnt from later, when it is further from the policy, and might pile up.
         """
-        batch = [episode for unit in self._units(finished) for episode in unit]
+        batch = self.complete(finished)
         if not self._is_full(batch):
             return []
         self._counted = (0, 0)
         taken = set(map(id, batch))
         finished[:] = [episode for episode in finished if id(episode) not in taken]
         return batch
+
+    def complete(self, finished: Sequence[Episode]) -> list[Episode]:
+        """Those of the finished episodes that can be learnt from, in groups where groups are compared."""
+        return [episode for unit in self._units(finished) for episode in unit]
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
         """Why no update has run yet: how full the batch is."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ..errors import DivergedError
+from . import ranks
 from .state import Stateful
-from .steps import mean_over_processes
 
 # So many in a row end a run: weights or inputs are beyond repair.
 _MOST_SKIPPED = 3
@@ -26,20 +25,19 @@ class FiniteGuard(Stateful):
         """Begin with nothing skipped."""
         self._in_a_row = self._last_in_a_row = 0
 
-    def passes(self, losses: Mapping[str, float], gradients: Sequence[Tensor], accelerator: Accelerator) -> bool:
-        """Whether a step can be made; if not, the gradients are to be dropped.
+    def passes(self, losses: Mapping[str, float], gradients: Sequence[Tensor]) -> bool:
+        """Whether a step can be made, in all processes or in none; if not, the gradients are to be dropped.
 
         Args:
             losses: Of a minibatch, and what else was computed of it, by name.
             gradients: The minibatch's. Their norm must be finite too, since they are divided by it.
-            accelerator: Joins the processes: all step, or none.
 
         Raises:
             DivergedError: Several steps in a row could not be made.
         """
         numbers = {**losses, "norm of the gradients": float(get_total_norm(gradients))}
         wrong = {name: value for name, value in numbers.items() if not math.isfinite(value)}
-        if mean_over_processes(accelerator, float(not wrong)) == 1.0:
+        if not any(ranks.gather(bool(wrong))):
             self._in_a_row = 0
             return True
         self._in_a_row += 1

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.arguments import check_flags, check_keys, environment_ids, informed, listed, one_each
 from ..conversation.chat_template import ChatTemplate
-from ..conversation.episode import Context, Episode, commonest_reply
+from ..conversation.episode import Context, Episode, commonest_reply, renumbered
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..errors import EpisodeError
 from ..models import checkpoints
@@ -23,8 +23,10 @@ from ..models.state_files import read_state, write_state
 from ..options import as_number
 from ..policy.actor import Actor
 from ..policy.policy import Policy
+from . import ranks
 from .alarms import Alarms
 from .base import Learner, Stats
+from .exchange import of_all_ranks
 from .replay import Replay, ReplayConfig
 from .transcripts import EpisodeSample, Transcript
 
@@ -59,6 +61,7 @@ class LearningActor(Actor):
     ) -> None:
         """Prepare to act and to learn; arguments as for `Agent`."""
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
+        ranks.diverge_(policy.rng)
         self.learner = learner
         self._replay = None if replay is None else Replay(policy, replay)
         self._alarms = Alarms(policy.model.pretrained_model.dtype)
@@ -97,7 +100,8 @@ class LearningActor(Actor):
         """Save all that learning goes on from: `load_checkpoint` in another process computes what this agent will.
 
         The folder appears whole or not at all. All caches are dropped, here as there: what they hold is rounded
-        otherwise than what is computed anew.
+        otherwise than what is computed anew. Where several processes learn together, each must call this; the first
+        writes what all of them go on from.
 
         Args:
             folder: What to write; a checkpoint that lies there is replaced.
@@ -105,14 +109,20 @@ class LearningActor(Actor):
             facts: What the manifest says beside the agent's options, to be read without loading.
         """
         self.policy.drop_caches()
-        with written_whole(Path(folder), checkpoints.KIND, {"options": self._identity, **(facts or {})}) as whole:
-            write_state(whole, _STATE, {"agent": self.state_dict(), "loop": loop or {}})
+        version, rng = self.policy.weights_version, self.policy.rng.get_state()
+        own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": dict(loop or {})}
+        of_others = ranks.gather(own)[1:]
+        if ranks.is_first():
+            with written_whole(Path(folder), checkpoints.KIND, {"options": self._identity, **(facts or {})}) as whole:
+                write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
+        ranks.gather(None)
 
     @alone
     def load_checkpoint(self, folder: str | Path, *, keep_episodes: bool = False) -> dict[str, Any]:
         """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
 
-        Seeds and `microbatch_nodes` are yours to change.
+        Seeds, `microbatch_nodes` and the number of processes are yours to change. With another number of these,
+        episodes under way are dropped, and so are those whose group can no longer be completed.
 
         Args:
             folder: What it wrote, or a folder of checkpoints, of which the newest whole one is taken.
@@ -131,9 +141,22 @@ class LearningActor(Actor):
         state = read_state(folder, _STATE)
         self.check_state(state["agent"])
         self.load_state_dict(state["agent"])
-        if not keep_episodes:
-            self.discard_episodes(list(self._conversations))
+        others = state.get("others", [])
         loop: dict[str, Any] = state["loop"]
+        if 0 < ranks.rank() <= len(others):
+            own = others[ranks.rank() - 1]
+            self.load_own_state_dict(own["acting"])
+            for conversation in self._conversations.values():
+                conversation.turns = renumbered(conversation.turns, {own["version"]: self.policy.weights_version})
+            self.policy.rng.set_state(own["rng"])
+            loop = own["loop"]
+        elif ranks.rank():
+            ranks.diverge_(self.policy.rng)
+        is_same = ranks.count() == 1 + len(others)
+        if not (keep_episodes and is_same):
+            self.discard_episodes(list(self._conversations))
+        if not is_same:
+            self._buffer[:] = self.learner.complete(self._buffer)
         return loop
 
     @property
@@ -221,6 +244,9 @@ class LearningActor(Actor):
 
         A batch is all finished episodes (GRPO: complete groups), once they hold `batch_size` turns.
 
+        Where several processes learn together, a batch is what all of them have finished. All must call this equally
+        often, such as after every step, with no `env_ids` if no episode ended: here they hear of each other.
+
         Args:
             env_ids: Environments whose episodes ended.
             truncated: Which of them were cut off rather than finished; by default none.
@@ -256,7 +282,7 @@ class LearningActor(Actor):
         try:
             if self._learning and train:
                 with self.undone_on_error(ids):
-                    self._buffer += self._ended(ids, cut, finals, last_infos, group_of)
+                    self._buffer += of_all_ranks(self.policy, self._ended(ids, cut, finals, last_infos, group_of))
                     stats = self._learn()
         except BaseException:
             self._buffer[:], self._sample = before, sample
@@ -307,10 +333,12 @@ class LearningActor(Actor):
                 stats |= self._replay.update(batch)
         self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)
         self._sample = EpisodeSample(self.policy.num_updates)
-        stats |= {"act_s": self._acting_s, "act_tokens": float(self._acted_tokens)}
+        seconds, tokens = zip(*ranks.gather((self._acting_s, self._acted_tokens)), strict=True)
+        stats |= {"act_s": max(seconds), "act_tokens": float(sum(tokens))}
         self._acting_s, self._acted_tokens = 0.0, 0
         for alarm in self._alarms.check(stats):
-            logger.warning(alarm)
+            if ranks.is_first():
+                logger.warning(alarm)
         return stats
 
     def _decoded(self, ids: list[int]) -> str:

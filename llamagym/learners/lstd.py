@@ -10,7 +10,7 @@ Shapes: N turns, E episodes, F features, the last one constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ def fit(
     final_values: Tensor,
     gamma: float,
     lam: float,
-    add_up: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Fit the head to a batch; returns the value of each turn by what the other half of the episodes teaches, (N,).
 
@@ -42,7 +41,6 @@ def fit(
         final_values: What comes after each episode's last turn, float (E,).
         gamma: Discount per turn.
         lam: Lambda.
-        add_up: Sums a tensor over processes.
     """
     standard = ((features - head.feature_mean.cpu()) / head.feature_std.cpu()).double()
     rows = torch.cat([standard, torch.ones(len(standard), 1, dtype=torch.double)], dim=1)
@@ -54,8 +52,7 @@ def fit(
         members = half_of_episode == index
         chosen = [length for length, member in zip(lengths, members.tolist(), strict=True) if member]
         of_half = half == index
-        system = normal_equations(rows[of_half], chosen, rewards[of_half], final_values[members], gamma, lam)
-        systems.append(add_up(system))
+        systems.append(normal_equations(rows[of_half], chosen, rewards[of_half], final_values[members], gamma, lam))
     values = torch.empty(len(rows), dtype=torch.double)
     for index in (0, 1):
         values[half == index] = rows[half == index] @ _solve(systems[1 - index], weights)

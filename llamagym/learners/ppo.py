@@ -142,7 +142,6 @@ class PPO(Learner[ValueTargets]):
                 final,
                 config.gamma,
                 config.lam,
-                self._add_up,
             )
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
@@ -150,13 +149,6 @@ class PPO(Learner[ValueTargets]):
         targets = ValueTargets(advantages[real], returns[real])
         self._size = typical_size(discounted_returns(sampled.rewards, config.gamma)[real])
         return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
-
-    def _add_up(self, tensor: Tensor) -> Tensor:
-        """Sum over processes."""
-        if self.accelerator.num_processes == 1:
-            return tensor
-        total: Tensor = self.accelerator.reduce(tensor.float().to(self.policy.device), "sum")
-        return total.to(tensor)
 
     def _loss(
         self,

@@ -22,7 +22,6 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +30,7 @@ from ..models.lock import lock_of
 from ..models.lora import mask_frozen_gradients_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
+from . import ranks
 from .checks import check_precision, check_samples, check_trainer
 from .controllers import AdaptiveKLController
 from .guard import FiniteGuard
@@ -46,7 +46,7 @@ from .losses import (
 )
 from .ppo import PPOConfig, Sizes
 from .samples import Samples, pack, read
-from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, move_state_, weights_of
+from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_, weights_of
 from .trust_region import TrustRegion
 from .undo import undone_on_error
 
@@ -129,7 +129,7 @@ class PPOTrainer:
         if ref_model is None and not model.is_peft_model:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
-        self.accelerator = Accelerator(cpu=model.device.type == "cpu")
+        self.accelerator = ranks.accelerator(model.device)
         self._reset_optimizer()
         self._kl_controller = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._estimator = _ESTIMATORS[kl_penalty]
@@ -198,7 +198,7 @@ class PPOTrainer:
                 batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
                 stats |= self._optimize(batch)
                 if self.config.adap_kl_ctrl:
-                    self._kl_controller.update(stats["ref_kl"], len(queries) * self.accelerator.num_processes)
+                    self._kl_controller.update(stats["ref_kl"], len(queries) * ranks.count())
         return stats | {"learn_s": time.perf_counter() - started}
 
     @torch.no_grad()
@@ -223,7 +223,7 @@ class PPOTrainer:
         if config.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         return Samples(ids, attention, mask, logprobs, values, advantages, returns), {
-            "ref_kl": mean_over_processes(self.accelerator, kl.sum(1).mean().item()),
+            "ref_kl": ranks.mean(kl.sum(1).mean().item()),
             "kl_coef": self.kl_coef,
             "score_mean": scores.mean().item(),
             "score_std": scores.std(correction=0).item(),
@@ -241,7 +241,7 @@ class PPOTrainer:
                 steps.append(self._step(rows, batch))
             epochs += 1
             if config.target_kl is not None:
-                moved = mean_over_processes(self.accelerator, steps[-1]["policy_kl"])
+                moved = ranks.mean(steps[-1]["policy_kl"])
                 stopped = moved > _KL_TOLERANCE * config.target_kl
         if made := [step for step in steps if not step["skipped"]]:
             self._guard.settle(is_good := self._says_finite(batch))
@@ -262,7 +262,7 @@ class PPOTrainer:
         """Whether what the model says of the shortest sample is finite; no later minibatch shows it."""
         shortest = batch.rows(batch.attention.sum(1).argmin()[None])
         said = read(self.model, shortest.ids, shortest.attention, shortest.mask)
-        return mean_over_processes(self.accelerator, float(all(part.isfinite().all() for part in said))) == 1.0
+        return all(ranks.gather(all(bool(part.isfinite().all()) for part in said)))
 
     def _step(self, rows: Tensor, batch: Samples) -> dict[str, float]:
         """One optimiser step on some rows; the chunks' losses add up to the mean over all their response tokens."""
@@ -272,11 +272,11 @@ class PPOTrainer:
             chunk = batch.rows(index)
             share = chunk.mask.sum().item() / total
             loss, parts, error = self._loss(chunk)
-            self.accelerator.backward(share * loss)
+            self.accelerator.backward(share / ranks.count() * loss)
             for name, value in parts.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, error)
-        is_finite = self._guard.passes(stats, gradients_of(self.optimizer), self.accelerator)
+        is_finite = self._guard.passes(stats, gradients_of(self.optimizer))
         skipped = not is_finite or stats["mean_ratio"] > self._ratio_threshold
         del stats["mean_ratio"]
         if skipped:
@@ -287,7 +287,7 @@ class PPOTrainer:
             self.optimizer.zero_grad(set_to_none=False)
         else:
             self._trust_region.enter()
-        average_gradients_(self.accelerator, self.optimizer)
+        sum_gradients_(self.optimizer)
         norm = self.accelerator.clip_grad_norm_(weights_of(self.optimizer), self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from ..conversation.episode import Episode, Segment
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
+from . import ranks
 from .guard import FiniteGuard
-from .rollout import is_finite, shortest_opening
+from .rollout import is_finite, own_share, players, shortest_opening
 from .state import restore, state_of
-from .steps import average_gradients_, gradients_of, holds_exactly, mean_over_processes, move_state_, weights_of
+from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_, weights_of
 from .trust_region import TrustRegion
 from .undo import undone_on_error
 
@@ -82,7 +82,7 @@ class Replay:
         """
         self.policy = policy
         self.config = config
-        self.accelerator = Accelerator(cpu=policy.device.type == "cpu")
+        self.accelerator = ranks.accelerator(policy.device)
         self.reset_optimizer()
         self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
         self._rng = np.random.default_rng(config.seed)
@@ -142,7 +142,9 @@ class Replay:
         if not segments:
             return {}
         region = TrustRegion(weights_of(self.optimizer), target_kl=None)
-        made = [step for _ in range(self.config.steps) if (step := self._step(self._draw(segments), region))]
+        played_by = players(kept)
+        drawn = (self._draw(segments) for _ in range(self.config.steps))
+        made = [step for chosen in drawn if (step := self._step(chosen, played_by, region))]
         if made:
             self._guard.settle(is_good := self._says_finite(segments))
             if not is_good:
@@ -179,22 +181,25 @@ class Replay:
     @torch.no_grad()
     def _says_finite(self, segments: list[Segment]) -> bool:
         """Whether what the policy says after the last step is finite."""
-        return mean_over_processes(self.accelerator, is_finite(self.policy.evaluate(shortest_opening(segments)))) == 1.0
+        return all(ranks.gather(is_finite(self.policy.evaluate(shortest_opening(segments)))))
 
-    def _step(self, segments: list[Segment], region: TrustRegion) -> tuple[float, float] | None:
+    def _step(
+        self, segments: list[Segment], played_by: Mapping[int, int], region: TrustRegion
+    ) -> tuple[float, float] | None:
         """One optimiser step; returns the loss before it and the gradient's norm, None if it could not be made."""
         count = sum(len(turn.reply.logprobs) for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
-        for chunk in self.policy.chunks(segments, self.config.microbatch_nodes):
+        for chunk in self.policy.chunks(own_share(segments, played_by), self.config.microbatch_nodes):
             now = self.policy.evaluate(chunk)
             valid = torch.tensor([turn.valid for segment in chunk for turn in segment.turns], device=now.mask.device)
             loss = -now.logprobs[now.mask & valid[:, None]].sum() / count
             self.accelerator.backward(loss)
             total += loss.item()
-        if not self._guard.passes({"replay_loss": total}, gradients_of(self.optimizer), self.accelerator):
+        sum_gradients_(self.optimizer)
+        total = sum(ranks.gather(total))
+        if not self._guard.passes({"replay_loss": total}, gradients_of(self.optimizer)):
             self.optimizer.zero_grad()
             return None
-        average_gradients_(self.accelerator, self.optimizer)
         region.enter()
         norm = self.accelerator.clip_grad_norm_(weights_of(self.optimizer), self.config.max_grad_norm)
         self.optimizer.step()

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from ..conversation.episode import Episode, Segment
+from ..policy.chunks import shares
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
+from . import ranks
 from .losses import kl_estimate
 
 # A turn that the policy has come to like this much more since it was sampled counts no more than that.
@@ -32,6 +34,7 @@ class Sampled:
 
     Attributes:
         row: Each turn's row in the tensors below, by the turn's identity; rows follow the episodes' order.
+        ranks: Which of several processes played each turn, by its identity.
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
         weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
@@ -43,6 +46,7 @@ class Sampled:
     """
 
     row: dict[int, int]
+    ranks: dict[int, int]
     old_logprobs: Tensor
     weights: Tensor
     old_values: Tensor
@@ -56,7 +60,7 @@ class Sampled:
 def collect(
     policy: Policy, episodes: Sequence[Episode], nodes: int, with_reference: bool, with_features: bool = False
 ) -> Sampled:
-    """What was sampled, and what the policy and the reference say of it now.
+    """What was sampled, and what the policy and the reference say of it now; each process reads its share.
 
     Args:
         policy: Which has yet to learn from the batch.
@@ -67,7 +71,7 @@ def collect(
     """
     segments = [segment for episode in episodes for segment in episode.segments()]
     turns = [turn for episode in episodes for turn in episode.turns]
-    row = {id(turn): index for index, turn in enumerate(turns)}
+    row, played_by = {id(turn): index for index, turn in enumerate(turns)}, players(episodes)
     width = max(len(turn.reply.logprobs) for turn in turns)
     sampled, mask = torch.zeros(len(turns), width), torch.zeros(len(turns), width, dtype=torch.bool)
     for index, turn in enumerate(turns):
@@ -78,19 +82,22 @@ def collect(
     outdated = [turn.reply.weights_version != version for turn in turns]
     mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
     features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
-    for rows, now in evaluate_chunks(policy, segments if with_features else mixed, row, nodes):
-        if with_features:
-            features[rows] = now.features.float().cpu()
-        again = [index for index, of_turn in enumerate(rows) if outdated[of_turn]]
-        rows = [rows[index] for index in again]
-        old[rows, : now.mask.shape[1]] = now.logprobs[again].cpu()
-        values[rows] = now.values[again].cpu()
+    if asked := segments if with_features else mixed:
+        again, now_values = torch.zeros_like(old), torch.zeros_like(values)
+        for rows, now in evaluate_chunks(policy, own_share(asked, played_by), row, nodes):
+            if with_features:
+                features[rows] = now.features.float().cpu()
+            again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
+        ranks.sum_([features, again, now_values])
+        others = torch.tensor(outdated)
+        old[others], values[others] = again[others], now_values[others]
     weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
     reference, kl = old, torch.zeros(len(turns))
     if with_reference:
         reference = torch.zeros_like(old)
-        for rows, now in evaluate_chunks(policy, segments, row, nodes, reference=True):
+        for rows, now in evaluate_chunks(policy, own_share(segments, played_by), row, nodes, reference=True):
             reference[rows, : now.mask.shape[1]] = now.logprobs.cpu()
+        ranks.sum_([reference])
         kl = kl_estimate(old, reference, "k1").masked_fill(~mask, 0.0).sum(1)
     # Episodes and segments list the turns in the same order, so the mask's order is the rows' order.
     rewards = torch.zeros(len(episodes), max(len(episode.turns) for episode in episodes))
@@ -98,7 +105,7 @@ def collect(
     for index, episode in enumerate(episodes):
         rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
         real[index, : len(episode.turns)] = True
-    return Sampled(row, old, weights, values, features, reference, kl, rewards, real)
+    return Sampled(row, played_by, old, weights, values, features, reference, kl, rewards, real)
 
 
 def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -114,6 +121,16 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
         "turns": float(len(turns)),
         "turns_per_episode": len(turns) / len(episodes),
     }
+
+
+def players(episodes: Iterable[Episode]) -> dict[int, int]:
+    """Which of several processes played each turn, by the turn's identity."""
+    return {id(turn): episode.rank for episode in episodes for turn in episode.turns}
+
+
+def own_share(segments: Sequence[Segment], played_by: Mapping[int, int]) -> Sequence[Segment]:
+    """What this process reads of what all of them have to read; `played_by` as from `players`."""
+    return segments if ranks.count() == 1 else shares(segments, ranks.count(), played_by)[ranks.rank()]
 
 
 def is_finite(now: Evaluation) -> bool:
@@ -138,9 +155,10 @@ def evaluate_chunks(
 def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes: int) -> float:
     """How far the policy has moved there, in nats per decision (k2); infinite where what it says is not finite."""
     total = count = 0.0
-    for rows, now in evaluate_chunks(policy, segments, sampled.row, nodes):
+    for rows, now in evaluate_chunks(policy, own_share(segments, sampled.ranks), sampled.row, nodes):
         total += 0.0 if is_finite(now) else math.inf
         old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
         total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
         count += now.mask.sum().item()
-    return total / count
+    totals, counts = zip(*ranks.gather((total, count)), strict=True)
+    return sum(totals) / sum(counts)

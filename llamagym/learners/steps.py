@@ -1,13 +1,14 @@
-"""What the optimisers here share: which weights they hold, their gradients, the mean over processes."""
+"""What the optimisers here share: which weights they hold, and their gradients, summed over processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from . import ranks
 
 
 def weights_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -34,14 +35,10 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return [weight.grad for weight in weights_of(optimizer) if weight.grad is not None]
 
 
-def average_gradients_(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """Let all processes have the mean of their gradients."""
-    if accelerator.num_processes > 1:
+def sum_gradients_(optimizer: Optimizer) -> None:
+    """Let all processes have the sum of their gradients, those that read nothing included."""
+    if ranks.count() > 1:
         for weight in weights_of(optimizer):
-            if weight.grad is not None:
-                weight.grad = accelerator.reduce(weight.grad, "mean")
-
-
-def mean_over_processes(accelerator: Accelerator, value: float) -> float:
-    """A number's mean, so that all processes decide alike."""
-    return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), "mean").item())
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        ranks.sum_(gradients_of(optimizer))

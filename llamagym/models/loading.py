@@ -299,7 +299,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
-        return torch.device(next(kind for kind, there in available.items() if there))
+        device = next(kind for kind, there in available.items() if there)
     try:
         target = torch.device(device)
     except RuntimeError as error:
@@ -308,6 +308,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ModelLoadError(
             f"this torch finds no {target.type} device. Pass device='auto', or install a build for it."
         )
+    if target.type == "cuda" and target.index is None and "LOCAL_RANK" in os.environ:
+        # Of several processes on a machine each has a GPU of its own.
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return target
 
 

@@ -224,12 +224,15 @@ class Actor(TextInterface):
 
     def state_dict(self) -> dict[str, Any]:
         """What to save: the policy, and the episodes under way."""
+        return {"policy": policy_state(self.policy), **self.own_state_dict()}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """What each of several processes has for itself: the episodes under way."""
         table = IdTable()
         under_way = [
             [env_id, conversation_record(conversation, table)] for env_id, conversation in self._conversations.items()
         ]
         return {
-            "policy": policy_state(self.policy),
             "under_way": under_way,
             "ids": table.state_dict(),
             "acting_s": self._acting_s,
@@ -247,6 +250,10 @@ class Actor(TextInterface):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `check_state` has seen, the episodes under way too."""
         restore_policy(self.policy, state["policy"])
+        self.load_own_state_dict(state)
+
+    def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `own_state_dict` gave, once the policy has its weights."""
         table = IdTable.from_state(state["ids"])
         self._conversations.clear()
         for env_id, record in state["under_way"]:

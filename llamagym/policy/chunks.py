@@ -1,9 +1,10 @@
-"""Contexts' lengths: whether they fit the model, and which go together, so that little of a batch is padding."""
+"""Contexts' lengths: whether they fit the model, which go together in a batch, and which process reads which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from ..conversation.episode import Segment
 from ..engine.token_tree import TokenTree
 from ..errors import ContextLengthError
 
@@ -59,3 +60,25 @@ def check_room(trees: Sequence[TokenTree], most: int, reply_tokens: int = 0) -> 
                 f"model's {most}. Pass context='turn', shorten observations, or end episodes sooner."
             )
     return lengths
+
+
+def shares(segments: Sequence[Segment], count: int, ranks: Mapping[int, int]) -> list[list[Segment]]:
+    """Divide recorded contexts among processes, equal ones together, so that each has about as much to read.
+
+    Args:
+        segments: What is to be read, in one order on all processes.
+        count: How many processes there are.
+        ranks: Which of them played each turn, by the turn's identity: it has read the history already.
+    """
+    equal: dict[TokenTree, list[Segment]] = {}
+    for segment in segments:
+        equal.setdefault(TokenTree.from_segment(segment), []).append(segment)
+    parts: list[list[Segment]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for tree in sorted(equal, key=lambda tree: -tree.node_count):
+        players = {ranks[id(segment.turns[0])] for segment in equal[tree]}
+        costs = [tree.node_count + (0 if rank in players else len(tree.history)) for rank in range(count)]
+        least = min(range(count), key=lambda rank: loads[rank] + costs[rank])
+        parts[least] += equal[tree]
+        loads[least] += costs[least]
+    return parts

@@ -36,8 +36,9 @@ from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import ChoiceLength
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
+from .prior import Totals, mean_scores, total_scores, unmeasured
 from .sampling import draw, require_finite, write_text
-from .score import Reading, mean_scores, read
+from .score import Reading, read
 
 # Contexts whose features are taken as a sample of all.
 _INIT_CONTEXTS = 512
@@ -53,6 +54,7 @@ class Policy:
     Attributes:
         generation: How replies are sampled.
         choice_prior: Mean score of each choice under the reference, frozen once measured; 0 where none is measured.
+        measured: What was measured for it since several processes last agreed on it.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         num_updates: How often a learner has changed the weights.
         rng: Draws replies.
@@ -84,6 +86,7 @@ class Policy:
         self.model = model.eval()
         self.generation = generation
         self.choice_prior: dict[tuple[int, ...], float] = {}
+        self.measured: Totals = {}
         self.num_updates = 0
         self._eos_ids = frozenset(eos_ids)
         self._calibrate = calibrate_choices
@@ -126,6 +129,11 @@ class Policy:
         self._choice_cache.clear()
         self._backbone.forget_all()
         self._state.number = self._state.number if version is None else version
+
+    def prior_changed(self) -> None:
+        """Notice that choices are measured against another prior: replies sampled until now are another policy's."""
+        self._choice_cache.clear()
+        self._state.number += 1
 
     @property
     def max_length(self) -> int:
@@ -173,8 +181,7 @@ class Policy:
             # A cut distribution would bias the ratio.
             config = replace(config, top_p=1.0, top_k=0)
         trees = [TokenTree.from_segment(context) for context in contexts]
-        self._notice_changes()
-        replies: dict[int, Reply] = {}
+        replies, version = dict[int, Reply](), self.weights_version
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
         lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
         choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
@@ -186,14 +193,12 @@ class Policy:
                 features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts_written, strict=True):
-                replies[texts[row]] = Reply(
-                    text.ids, text.logprobs, value, text.finish_reason, None, self._state.number
-                )
+                replies[texts[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
         for row, (offer, value) in zip(choosing, self._score_choices([trees[row] for row in choosing]), strict=True):
             index = int(offer.argmax() if greedy else draw(offer.exp(), self.rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             logprobs = tuple(offer.tolist())
-            replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, self._state.number, logprobs)
+            replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
         return [replies[row] for row in range(len(contexts))]
 
     @alone
@@ -302,6 +307,7 @@ class Policy:
         if change is not Change.TRAINED:
             # The reference is another one.
             self.choice_prior.clear()
+            self.measured.clear()
         self._state.accept(change)
 
     @contextmanager
@@ -333,13 +339,10 @@ class Policy:
 
     def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
         """Measure the mean score of choices never met before, on the contexts that offer them now."""
-        fresh = [
-            tree for tree in trees if any(choice not in self.choice_prior for choice in tree.decisions[0].choices or ())
-        ]
+        fresh = unmeasured(trees, self.choice_prior)
         if not self._calibrate:
             self.choice_prior.update((choice, 0.0) for tree in fresh for choice in tree.decisions[0].choices or ())
             return
-        chunks_of_trees = ([fresh[row] for row in rows] for rows in self._chunks(fresh))
-        readings = (self._read(chunk, reference=True, normalized=True) for chunk in chunks_of_trees)
-        for choice, score in mean_scores(readings).items():
-            self.choice_prior.setdefault(choice, score)
+        readings = (self._read([fresh[row] for row in rows], True, normalized=True) for rows in self._chunks(fresh))
+        self.measured |= (totals := total_scores(readings, self.choice_prior))
+        self.choice_prior |= mean_scores([totals])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..models.trained_weights import restore_trained_, trained_state
 from .policy import Policy
+from .prior import Totals, mean_scores
 
 
 def policy_state(policy: Policy) -> dict[str, Any]:
@@ -47,6 +48,21 @@ def restore_prior(policy: Policy, record: list[tuple[list[int], float]]) -> None
     """Take what `prior_record` gave, which is not measured again."""
     policy.choice_prior.clear()
     policy.choice_prior.update({tuple(ids): score for ids, score in record})
+
+
+def agree_on_priors(policy: Policy, measured: Sequence[Totals]) -> bool:
+    """Take the mean of what several processes measured, this one among them, since they last agreed.
+
+    Returns:
+        Whether it is another one than some process sampled with: what all of them sampled counts as another policy's.
+    """
+    agreed = mean_scores(measured)
+    changed = any(total / count != agreed[of] for totals in measured for of, (total, count) in totals.items())
+    policy.choice_prior |= agreed
+    policy.measured.clear()
+    if changed:
+        policy.prior_changed()
+    return changed
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Tensor]:

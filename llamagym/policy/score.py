@@ -6,7 +6,7 @@ C choices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,13 +101,3 @@ def _read_nodes(backbone: Backbone, hidden: Tensor, targets: Tensor, temperature
         for hidden, targets, temperatures in zip(*parts, strict=True)
     ]
     return torch.cat([picked for picked, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
-
-
-def mean_scores(readings: Iterable[Reading]) -> dict[tuple[int, ...], float]:
-    """Each choice's mean score over the contexts that offer it."""
-    sums: dict[tuple[int, ...], list[float]] = {}
-    for reading in readings:
-        for choices, scores in zip(reading.plan.choices, reading.choice_scores.tolist(), strict=True):
-            for choice, score in zip(choices, scores, strict=False):
-                sums.setdefault(choice, []).append(score)
-    return {choice: sum(scores) / len(scores) for choice, scores in sums.items()}

@@ -13,6 +13,7 @@ from typing import Any
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ConfigError
+from ..learners import ranks
 from ..learners.base import Stats
 from ..models.checkpoints import require_none
 from ..options import as_seed, check_arguments
@@ -85,6 +86,11 @@ def train(
     depends on its seed and on actions alone; elsewhere they begin anew, which is said. An error of the environment or
     of learning saves the state of before the step that failed.
 
+    Of several processes that learn together (`accelerate launch`), each calls this with the same arguments and acts in
+    `num_envs` copies of its own; episodes, updates, turns and returns are counted over all of them. Callbacks and
+    `on_update` are called in all, and any of them can end the training. The first alone writes: checkpoints, to a
+    tracker, to the terminal. An error in one ends all, which go on from the last checkpoint.
+
     Args:
         agent: Who learns; switched to `train()`.
         env: An environment's id, an environment, a function that makes one, or a `SyncVectorEnv` or `AsyncVectorEnv`
@@ -156,9 +162,10 @@ def train(
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the checkpoint_dir of the run to go on with.")
     if checkpoint_dir is not None and not resume:
-        require_none(Path(checkpoint_dir))
+        with ranks.first_goes_first():
+            require_none(Path(checkpoint_dir))
     agent.train()
-    trackers = MultiTracker(*([] if tracker is None else [tracker]))
+    trackers = MultiTracker(*([] if tracker is None or not ranks.is_first() else [tracker]))
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
         opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
@@ -166,7 +173,8 @@ def train(
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):
-        play = Play(agent, parts, ids, agent.draw_seed() if seed is None else seed, size, judge)
+        entropy = agent.draw_seed() if seed is None else seed
+        play = Play(agent, parts, ids, entropy, size, judge, (ranks.rank(), ranks.count()))
         saved = None
         if checkpoint_dir is not None:
             # Without an id nothing tells one environment from another.
@@ -187,6 +195,7 @@ def train(
             )
 
         def take(taken: Taken) -> None:
+            taken = taken.with_others()
             counted = run.take(taken.ended, taken.stats, taken.turns)
             progress.advance([episode.total_reward for episode in counted], taken.stats)
             _tell(told, run, counted, taken.stats)
@@ -201,12 +210,13 @@ def train(
                 saved.write(state, run.turns, run.updates)
 
         with _told(told, run, before), saved_on_error(save if saved else None):
-            while not run.is_over:
+            is_over = any(ranks.gather(run.is_over))
+            while not is_over:
                 taken = play.step()
                 take(taken)
                 is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
-                stops = interrupts.stops
-                if saved is not None and (is_due or run.is_over or stops):
+                is_over, stops = map(any, zip(*ranks.gather((run.is_over, interrupts.stops)), strict=True))
+                if saved is not None and (is_due or is_over or stops):
                     for rest in play.end_steps():
                         take(rest)
                     save()

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ActionParseError
+from ..learners import ranks
 from ..learners.base import Stats
 from .environments import Copies
 from .infos import Info
@@ -44,6 +46,11 @@ class Taken(NamedTuple):
     ended: list[PlayedEpisode]
     stats: Stats
 
+    def with_others(self) -> Taken:
+        """The steps of all processes that learn together, which have had the same update."""
+        turns, ended = zip(*ranks.gather((self.turns, self.ended)), strict=True)
+        return Taken(sum(turns), list(chain(*ended)), self.stats)
+
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
@@ -65,6 +72,7 @@ class Play:
         seed: int | None,
         group_size: int = 1,
         judge: Judge | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Prepare the first episodes.
 
@@ -75,14 +83,16 @@ class Play:
             seed: Of the episodes' reset seeds; None draws one.
             group_size: How many copies in a row share their seeds.
             judge: Rewards episodes once they have ended.
+            share: Which of how many processes this is: together they play what one does with as many copies.
         """
         self._judge = judge
         self._agent, self._parts, self._ids = agent, parts, list(ids)
         self._entropy: Any = np.random.SeedSequence(seed).entropy
         count = len(self._ids)
+        self._rank, self._ranks = share
         self._group_size, self._rows = group_size, count // group_size
-        # The number of the group that each copy is in; a row's next group is `rows` further on.
-        self._groups = np.arange(count) // group_size
+        # The number of the group that each copy is in; a row's next group is as much further on as there are rows.
+        self._groups = self._groups_from(0)
         # Copies whose episode has ended, until the next step resets them.
         self._over = np.zeros(count, dtype=bool)
         # What was done and earned in each copy since its reset.
@@ -92,6 +102,10 @@ class Play:
         self._infos: list[Info] = [{}] * count
         # Parts in the middle of a step, the one that began first in front.
         self._pending: deque[_Pending] = deque()
+
+    def _groups_from(self, first: int) -> Any:
+        """The groups of all copies where those of all processes begin with a number."""
+        return first + self._rank * self._rows + np.arange(len(self._ids)) // self._group_size
 
     def begin(self) -> None:
         """Start the first episodes."""
@@ -159,7 +173,7 @@ class Play:
             for i, was_cut in zip(done, cut, strict=True)
         ]
         stats: Stats = {}
-        if done:
+        if done or self._ranks > 1:
             groups = [seeds[i] if self._group_size > 1 else None for i in done]
             finals, said = [observations[i] for i in done], [infos[i] for i in done]
             stats = agent.terminate_episodes([ids[i] for i in done], cut, finals, groups=groups, final_infos=said)
@@ -170,7 +184,7 @@ class Play:
         self._observations[copies.rows], self._infos[copies.rows] = observations, infos
         self._over[copies.rows] = over
         for i in done:
-            self._groups[first + i] += self._rows
+            self._groups[first + i] += self._rows * self._ranks
             self._actions[first + i].clear()
             self._rewards[first + i].clear()
         return Taken(len(ids), ended, stats)
@@ -214,6 +228,8 @@ class Play:
         return {
             "entropy": self._entropy,
             "groups": self._groups.tolist(),
+            "ranks": self._ranks,
+            "next_group": 1 + max(ranks.gather(int(self._groups.max()))),
             "actions": [self._parts[0].saved_actions(actions) for actions in self._actions],
             # Of an episode that has yet to begin nothing was seen.
             "texts": [None if over else text for text, over in zip(self._texts(), self._over, strict=True)],
@@ -222,6 +238,11 @@ class Play:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Bring the copies back to where they stood; where that fails, an episode begins anew, and that is said."""
         self._entropy = state["entropy"]
+        if state.get("ranks", 1) != self._ranks:
+            logger.warning("Another number of processes goes on, so the episodes under way begin anew.")
+            self._groups = self._groups_from(state["next_group"])
+            self.begin()
+            return
         self._groups[:] = state["groups"]
         self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
         can_replay = self._parts[0].can_replay

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..agent import Agent
 from ..errors import CheckpointError
+from ..learners import ranks
 from ..learners.base import Stats
 from ..models.checkpoints import check_options, newest, path_of, prune
 from ..options import as_json
@@ -56,7 +57,8 @@ class SavedRun:
                 "or pass another checkpoint_dir."
             ) from error
         self._latest = turns
-        prune(self._root, self._keep, path)
+        if ranks.is_first():
+            prune(self._root, self._keep, path)
 
     def read(self) -> dict[str, Any] | None:
         """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
@@ -64,7 +66,8 @@ class SavedRun:
         Raises:
             CheckpointError: None of those that there are can be read, or they do not fit.
         """
-        path = newest(self._root)
+        with ranks.first_goes_first():
+            path = newest(self._root)
         if path is None:
             logger.info("no checkpoint in %s: training begins", self._root)
             return None
@@ -83,7 +86,8 @@ def saved_on_error(save: Callable[[], None] | None) -> Iterator[None]:
     except Exception as error:
         copy = failed_copy(error)
         where = "" if copy is None else f" in copy {copy} of the environment"
-        if save is not None:
+        # Of several processes none can save alone; they go on from the last checkpoint.
+        if save is not None and ranks.count() == 1:
             save()
             logger.error("Training has failed%s; its last whole state is saved.", where)
         elif where:

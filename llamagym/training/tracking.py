@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..agent import Agent
+from ..learners import ranks
 from ..options import as_json
 from .services import ServiceTracker
 
@@ -186,6 +187,8 @@ def default_tracker(
 ) -> MultiTracker:
     """What a run writes to its folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and more if asked for.
 
+    Of several processes that learn together, only the first writes any.
+
     Args:
         run_dir: The folder.
         config: The run's settings.
@@ -197,6 +200,8 @@ def default_tracker(
     Raises:
         ConfigError: A tracker is unknown, or its package is missing.
     """
+    if not ranks.is_first():
+        return MultiTracker()
     folder = Path(run_dir)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
     settings = as_json(dict(config))
@@ -223,14 +228,15 @@ class Progress:
     """How far a run is, on stderr: a bar in a terminal, elsewhere (a file, a pipe, CI) one line per update."""
 
     def __init__(self, episodes: int | None, unit: str = "episode", window: int = 100) -> None:
-        """Begin.
+        """Begin; of several processes only the first shows anything.
 
         Args:
             episodes: How many there will be; None is unknown.
             unit: What an episode is called.
             window: Over how many of the last episodes the mean return is taken.
         """
-        self._has_bar = sys.stderr.isatty()
+        self._is_shown = ranks.is_first()
+        self._has_bar = self._is_shown and sys.stderr.isatty()
         self._bar = tqdm(total=episodes, unit=unit, disable=not self._has_bar)
         self._recent: deque[float] = deque(maxlen=window)
         self._unit, self._total, self._done, self._updates = unit, episodes, 0, 0
@@ -271,6 +277,6 @@ class Progress:
         """Show a line, above the bar if there is one."""
         if self._has_bar:
             self._bar.write(line, file=sys.stderr)
-        else:
+        elif self._is_shown:
             sys.stderr.write(line + "\n")
             sys.stderr.flush()

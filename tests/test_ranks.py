@@ -1,0 +1,263 @@
+"""Several processes that learn together, against one that does all of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+
+from llamagym.conversation.episode import renumbered
+from llamagym.errors import ConfigError, RankError
+from llamagym.learners import ranks
+from llamagym.policy.prior import mean_scores
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.processes import KILLED, together
+from tests.resumed_run import CASES as RUNS
+from tests.resumed_run import learn, make
+
+# Turns of the episodes that each of two processes plays.
+RAGGED = [[1, 4, 2], [3, 5]]
+ONE_IDLE = [[1, 4, 2, 3], []]
+GROUPED = [[2, 2, 3], [3, 3, 2, 1, 3]]
+
+
+@dataclass
+class Case:
+    """How to learn, from episodes of which lengths."""
+
+    kind: type
+    lengths: list[list[int]]
+    options: dict[str, Any]
+
+
+_STEPS = {"mini_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 1}
+_LONG = {"context": "episode", "generate": {"max_new_tokens": 4}}
+CASES = {
+    "PPO": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "target_kl": 0.3}}),
+    "PPO, one process without episodes": Case(ChoiceAgent, ONE_IDLE, {"ppo": _STEPS}),
+    "PPO, whole conversations in free text, KL": Case(
+        WordAgent, RAGGED, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}
+    ),
+    "PPO, LSTD": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "critic": "lstd"}}),
+    "PPO, replay": Case(ChoiceAgent, RAGGED, {"ppo": _STEPS, "replay_config_dict": {"episodes": 2, "batch_size": 4}}),
+    "GRPO": Case(ChoiceAgent, GROUPED, {"algorithm": "grpo", "grpo": {**_STEPS, "group_size": 4}}),
+}
+
+
+def made(case: Case) -> Any:
+    """The agent of a case; its batch is full once all episodes have ended."""
+    algorithm = case.options.get("algorithm", "ppo")
+    options = {"context": "turn", **case.options}
+    turns = sum(map(sum, case.lengths))
+    options[algorithm] = {**options[algorithm], "batch_size": turns}
+    return make_agent(case.kind, **options)
+
+
+def play(case: Case) -> dict[str, Any]:
+    """Let a process play its episodes, in rounds, until they are learnt from; says all that it then knows."""
+    agent, own = made(case), case.lengths[ranks.rank()]
+    before, learn = weights_of(agent), agent.learner.update
+    learnt: dict[str, Any] = {}
+
+    def update(episodes: list[Any]) -> dict[str, float]:
+        learnt.update(episodes=list(episodes), version=agent.policy.weights_version)
+        return learn(episodes)
+
+    agent.learner.update = update
+    stats: dict[str, float] = {}
+    for step in range(max(map(max, filter(None, case.lengths)))):
+        playing = [env for env, length in enumerate(own) if length > step]
+        if playing:
+            actions = agent.act_batch([observation(ranks.rank(), env, step) for env in playing], playing)
+            earned = [float(len(str(action)) + env) for env, action in zip(playing, actions, strict=True)]
+            agent.assign_rewards(earned, playing)
+        ended = [env for env in playing if own[env] == step + 1]
+        # Groups of four: the first three of process 0 and the first of process 1, then the rest of process 1.
+        groups = ["first" if ranks.rank() == 0 or env == 0 else "second" for env in ended]
+        cut = [env % 2 == 1 for env in ended]
+        final = [observation(ranks.rank(), env, step + 1) for env in ended]
+        stats |= agent.terminate_episodes(ended, cut, final, groups=groups)
+    return {
+        **learnt,
+        "before": before,
+        "after": weights_of(agent),
+        "stats": stats,
+        "prior": dict(agent.policy.choice_prior),
+        "draw": int(torch.randint(2**60, (), generator=agent.policy.rng)),
+    }
+
+
+def observation(rank: int, env: int, step: int) -> int:
+    """Some are met by both processes."""
+    return 10 * env + step if env < 2 else 100 * rank + 10 * env + step
+
+
+def play_all() -> dict[str, Any]:
+    return {name: play(case) for name, case in CASES.items()}
+
+
+def weights_of(agent: Any) -> np.ndarray:
+    """All that learns, in one row."""
+    return torch.cat([weight.detach().flatten() for weight in agent.learner._all_weights()]).numpy().copy()
+
+
+@pytest.fixture(scope="module")
+def played() -> list[dict[str, Any]]:
+    answers = together(2, play_all)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, name):
+    first = played[0][name]
+    agent = made(CASES[name])
+    assert np.array_equal(weights_of(agent), first["before"])
+    agent.policy.choice_prior.update(first["prior"])
+    now = {first["version"]: agent.policy.weights_version}
+    for episode in first["episodes"]:
+        object.__setattr__(episode, "turns", tuple(renumbered(episode.turns, now)))
+    assert {episode.rank for episode in first["episodes"]} == {0, 1} - ({1} if not CASES[name].lengths[1] else set())
+    with torch.enable_grad():
+        stats = agent.learner.update(first["episodes"])
+    if agent._replay is not None:
+        stats |= agent._replay.update(first["episodes"])
+    assert np.abs(first["after"] - first["before"]).max() > 1e-4
+    np.testing.assert_allclose(weights_of(agent), first["after"], atol=1e-5, rtol=0)
+    told = {key: value for key, value in stats.items() if not key.endswith("_s") and key != "learn_tokens"}
+    assert {key: first["stats"][key] for key in told} == pytest.approx(told, abs=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_processes_end_with_the_same_bits_and_draw_other_numbers(played, name):
+    first, second = (answer[name] for answer in played)
+    assert np.array_equal(first["after"], second["after"])
+    assert first["prior"] == second["prior"]
+    same = {key: value for key, value in first["stats"].items() if not key.endswith("_s")}
+    assert {key: second["stats"][key] for key in same} == pytest.approx(same, nan_ok=True, rel=0, abs=0)
+    assert first["draw"] != second["draw"]
+
+
+def test_priors_of_choices_are_means_over_the_contexts_of_both(played):
+    agent = made(CASES["PPO"])
+    measured = {}
+    for rank, lengths in enumerate(RAGGED):
+        agent.act_batch([observation(rank, env, 0) for env in range(len(lengths))])
+        measured[rank] = dict(agent.policy.measured)
+        agent.policy.weights_changed()
+        agent.discard_episodes(range(len(lengths)))
+    expected = mean_scores(measured.values())
+    assert played[0]["PPO"]["prior"] == pytest.approx(expected, abs=1e-5)
+    assert any(abs(total / count - expected[choice]) > 1e-3 for choice, (total, count) in measured[0].items())
+
+
+def run_on(folder: Path, updates: int, resume: bool) -> dict[str, Any]:
+    """Begin a run, or go on with it, for so many updates."""
+    kind, options = RUNS["ppo"]
+    return learn(make(kind, **options), updates, seed=0, checkpoint_dir=folder, resume=resume)
+
+
+def in_one_go_and_in_two(folder: Path) -> list[dict[str, Any]]:
+    """The same run without a stop, and with one after two updates."""
+    run_on(folder / "two", 2, resume=False)
+    return [run_on(folder / "one", 3, resume=False), run_on(folder / "two", 1, resume=True)]
+
+
+def test_a_run_of_two_processes_is_resumed_bit_for_bit(tmp_path):
+    for in_one_go, resumed in together(2, in_one_go_and_in_two, tmp_path):
+        # As text, where NaN equals itself.
+        assert repr(resumed) == repr(in_one_go)
+
+
+def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
+    """Learn until process 1 is killed in the middle of the third update; says how, and how soon, process 0 ends."""
+    kind, options = RUNS["ppo"]
+    agent, died = make(kind, **options), 0.0
+    backward, before = agent.learner._backward, weights_of(agent)
+
+    def dying(*args: Any) -> Any:
+        nonlocal died, before
+        if agent.policy.num_updates == 2 and not died:
+            died, before = time.perf_counter(), weights_of(agent)
+            if ranks.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return backward(*args)
+
+    agent.learner._backward = dying  # type: ignore[method-assign]
+    try:
+        learn(agent, 9, seed=0, checkpoint_dir=folder)
+    except RankError as error:
+        assert np.array_equal(weights_of(agent), before), "half an update was left"
+        return str(error), time.perf_counter() - died, agent.policy.num_updates
+    raise AssertionError("process 0 went on alone")
+
+
+def test_a_process_that_is_killed_ends_the_others_and_any_number_goes_on(tmp_path):
+    (said, seconds, updates), gone = together(2, killed_in_an_update, tmp_path / "run")
+    assert gone == KILLED
+    assert seconds < 60
+    assert "lost another one" in said
+    assert updates == 2
+    shutil.copytree(tmp_path / "run", tmp_path / "alone")
+    alone = run_on(tmp_path / "alone", 1, resume=True)
+    both = together(2, run_on, tmp_path / "run", 1, True)
+    assert both[0]["weights"] == both[1]["weights"]
+    for done in (alone, *both):
+        assert [of["updates"] for of in done["stats"]] == [1.0, 2.0, 3.0]
+    # What two had begun with goes on as two; alone it is other episodes.
+    assert repr(alone["stats"][:2]) == repr(both[0]["stats"][:2])
+
+
+def late(seconds: float) -> list[int]:
+    """Process 1 comes too late for the other one."""
+    PartialState(cpu=True, timeout=timedelta(seconds=seconds))
+    if ranks.rank() == 1:
+        time.sleep(2 * seconds)
+    return ranks.gather(ranks.rank())
+
+
+def test_a_process_that_does_not_answer_ends_the_others():
+    waiting, _ = together(2, late, 5)
+    assert isinstance(waiting, RankError)
+    assert "did not answer in time" in str(waiting)
+
+
+def with_other_weights() -> None:
+    """Process 1 changes its weights, which the other one does not."""
+    agent = made(CASES["PPO"])
+    if ranks.rank() == 1:
+        with torch.no_grad():
+            agent.policy.model.v_head.summary.bias.add_(1e-3)
+    ranks.check_alike(agent.learner._all_weights())
+
+
+def test_other_weights_in_one_process_are_noticed():
+    for answer in together(2, with_other_weights):
+        assert isinstance(answer, RankError)
+        assert "weights of processes [1]" in str(answer)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_engines_that_divide_a_model_are_refused(engine, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(ConfigError, match="wait for each other for ever"):
+        make_agent(ChoiceAgent)
+
+
+def test_processes_that_accelerate_did_not_join_are_noticed(monkeypatch):
+    make_agent(ChoiceAgent)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="has joined 1 of them"):
+        make_agent(ChoiceAgent)
