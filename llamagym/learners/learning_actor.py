@@ -208,7 +208,7 @@ class LearningActor(Actor):
         A batch is all finished episodes (GRPO: complete groups), once they hold `batch_size` turns.
 
         Where several processes learn together, a batch is what all of them have finished. All must call this equally
-        often, such as after every step, with no `env_ids` if none of their episodes ended: here they hear of each other.
+        often, such as after every step, with no `env_ids` if no episode ended: here they hear of each other.
 
         Args:
             env_ids: Environments whose episodes ended.
