@@ -65,11 +65,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     parser.add_argument("--episodes", type=int, default=250_000, help="hands to play")
     parser.add_argument("--num-envs", type=int, default=128, help="tables played at once")
-    parser.add_argument("--batch-size", type=int, default=8192, help="turns per update")
-    parser.add_argument("--mini-batch-size", type=int, default=2048, help="turns per optimiser step")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--target-kl", type=float, default=0.03, help="KL by which an update may move the policy")
-    parser.add_argument("--entropy-coef", type=float, default=0.05)
+    parser.add_argument("--batch-size", type=int, help="turns per update")
+    parser.add_argument("--mini-batch-size", type=int, help="turns per optimiser step")
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--target-kl", type=float, help="KL by which an update may move the policy")
+    parser.add_argument("--entropy-coef", type=float)
     parser.add_argument("--no-calibration", action="store_true", help="leave the model's prior for one word as it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
@@ -109,11 +109,7 @@ def main() -> None:
         args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
     )
     named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
-    learning = {name: getattr(args, name) for name in named} | {"gamma": 1.0}
-    if args.algorithm == "ppo":
-        learning |= {"ppo_epochs": 2, "value_learning_rate": 3e-3, "cliprange_value": 0.2}
-    else:
-        learning["epochs"] = 2
+    learning = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
     agent = BlackjackAgent(
         model,
         tokenizer,
