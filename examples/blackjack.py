@@ -61,17 +61,7 @@ class BlackjackAgent(Agent):
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = script.parser(
-        __doc__,
-        episodes=250_000,
-        num_envs=128,
-        batch_size=8192,
-        mini_batch_size=2048,
-        learning_rate=1e-3,
-        target_kl=0.03,
-        entropy_coef=0.05,
-        eval_every=1,
-    )
+    parser = script.parser(__doc__, episodes=250_000, num_envs=128, eval_every=1)
     parser.add_argument("--no-calibration", action="store_true", help="leave the model's prior for one word as it is")
     parser.add_argument("--free-text", action="store_true", help="do not restrict replies to stick and hit")
     parser.add_argument("--sft-warm-start", action="store_true", help="learn from demonstrations first")
@@ -106,11 +96,7 @@ def main() -> None:
         args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
     )
     named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
-    learning = {name: getattr(args, name) for name in named} | {"gamma": 1.0}
-    if args.algorithm == "ppo":
-        learning |= {"ppo_epochs": 2, "value_learning_rate": 3e-3, "cliprange_value": 0.2}
-    else:
-        learning["epochs"] = 2
+    learning = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
     agent = BlackjackAgent(
         model,
         tokenizer,

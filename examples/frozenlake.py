@@ -56,19 +56,8 @@ def policy_of(agent: Agent, greedy: bool) -> dict[int, list[float]]:
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(
-        __doc__,
-        episodes=30_000,
-        num_envs=128,
-        batch_size=4096,
-        mini_batch_size=1024,
-        learning_rate=1e-3,
-        target_kl=0.03,
-        entropy_coef=0.05,
-        entropy_decay=0.97,
-        eval_every=1,
-    ).parse_args()
-    agent = script.load(args, FrozenLakeAgent, ppo_epochs=2, value_learning_rate=3e-4, cliprange_value=0.2)
+    args = script.parser(__doc__, episodes=30_000, num_envs=128, eval_every=1).parse_args()
+    agent = script.load(args, FrozenLakeAgent)
 
     def score(greedy: bool) -> script.Score:
         return success_probability(policy_of(agent, greedy)), 0.0

@@ -17,9 +17,12 @@ ABLATIONS = RESULTS / "ablations"
 TITLES = {
     "blackjack": "Blackjack",
     "blackjack-bfloat16": "Blackjack in bfloat16",
+    "blackjack-defaults": "Blackjack with the defaults, one seed",
     "blackjack-free-text": "Blackjack in free text",
     "blackjack-free-text-bfloat16": "Blackjack in free text, bfloat16",
     "frozenlake": "FrozenLake",
+    "frozenlake-defaults": "FrozenLake with the defaults, one seed",
+    "address_book": "Tool calls in free text, one seed",
     "cartpole": "CartPole",
     "text-world": "TextWorld, unseen games",
     "babyai": "BabyAI, unseen missions",
