@@ -16,6 +16,7 @@ import time
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -23,7 +24,7 @@ import script
 from blackjack_exact import STATES, State, baseline_returns, expected_return, strategy_table
 from gymnasium.vector import AutoresetMode
 
-from llamagym import Agent, load_model_and_tokenizer, parse_choice
+from llamagym import Agent, parse_choice
 from llamagym.conversation.demonstrations import included
 from llamagym.learners import ranks
 from llamagym.models import checkpoints
@@ -92,22 +93,8 @@ def main() -> None:
     """Load, play, learn, and report."""
     args = parse_args()
     run_dir = args.run_dir or Path("runs") / time.strftime("blackjack-%Y%m%d-%H%M%S")
-    model, tokenizer, device = load_model_and_tokenizer(
-        args.model, device=args.device, load_in_8bit=args.load_in_8bit, load_in_4bit=args.load_in_4bit
-    )
-    named = ("batch_size", "mini_batch_size", "learning_rate", "entropy_coef", "target_kl")
-    learning = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
-    agent = BlackjackAgent(
-        model,
-        tokenizer,
-        device,
-        generate_config_dict={"max_new_tokens": args.max_new_tokens},
-        algorithm=args.algorithm,
-        calibrate_choices=not args.no_calibration,
-        context="turn",
-        seed=args.seed,
-        **{f"{args.algorithm}_config_dict": learning},
-    )
+    calibrate = not args.no_calibration
+    agent: Any = script.load(args, BlackjackAgent, max_new_tokens=args.max_new_tokens, calibrate_choices=calibrate)
     agent.free_text = args.free_text
     if args.checkpoint_dir and not args.resume:
         checkpoints.require_none(args.checkpoint_dir)
@@ -151,8 +138,8 @@ def main() -> None:
         Interrupts(listens=args.checkpoint_dir is not None) as interrupts,
         saved_on_error(save if args.checkpoint_dir else None),
     ):
-        stops = False
-        while finished < args.episodes and not stops:
+        stops = is_late = False
+        while finished < args.episodes and not stops and not is_late:
             hands = list(zip(*(part.tolist() for part in observations), strict=True))
             actions = agent.act_batch(hands)
             sample = agent.current_episode_messages
@@ -164,16 +151,20 @@ def main() -> None:
                 dealt[table] = tuple(part[table].item() for part in observations)
 
             # What several processes must agree on, they tell each other.
-            returns, signals = zip(*ranks.gather((rewards[ended].tolist(), interrupts.stops)), strict=True)
-            stops = any(signals)
+            minutes = (time.perf_counter() - started) / 60
+            returns, signals, clocks = zip(
+                *ranks.gather((rewards[ended].tolist(), interrupts.stops, minutes)), strict=True
+            )
+            stops, is_late = any(signals), args.minutes is not None and clocks[0] >= args.minutes
             turns += ranks.count() * len(hands)
             finished += sum(map(len, returns))
             progress.advance(list(chain(*returns)), stats)
             if stats:
                 updates += 1
-                exact = {"expected_return": expected_return(hit_probabilities(agent, greedy=args.free_text))}
-                minutes = (time.perf_counter() - started) / 60
-                tracker.log({**stats, **exact, "minutes": minutes}, finished)
+                stats["minutes"] = minutes
+                if updates % args.eval_every == 0:
+                    stats["expected_return"] = expected_return(hit_probabilities(agent, greedy=args.free_text))
+                tracker.log(stats, finished)
                 if args.checkpoint_dir and updates % args.checkpoint_every == 0:
                     save()
                 if updates % 5 == 1:

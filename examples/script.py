@@ -79,6 +79,7 @@ def load(
     context: Literal["turn", "episode"] = "turn",
     lora_layer_fraction: float | None = None,
     max_new_tokens: int | None = None,
+    calibrate_choices: bool = True,
     **learning: Any,
 ) -> Agent:
     """An agent with the options of the command line; what is not given there or here is the library's default.
@@ -89,6 +90,7 @@ def load(
         context: Whether it sees the current observation only, or the whole conversation.
         lora_layer_fraction: The share of the layers that LoRA adapts; None is the registry's.
         max_new_tokens: Longest reply in free text; None is the library's.
+        calibrate_choices: Whether what the model says anyway is taken off its choices' scores.
         learning: Other options of the learner; those that only PPO has are left out of GRPO's.
     """
     model, tokenizer, device = load_model_and_tokenizer(
@@ -113,6 +115,7 @@ def load(
         renamed = {"epochs" if name == "ppo_epochs" else name: value for name, value in options.items()}
         options = {name: value for name, value in renamed.items() if name in known}
     configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options, "context": context, "seed": args.seed}
+    configs["calibrate_choices"] = calibrate_choices
     kind = reading_numbers(kind) if args.bare_numbers else kind
     sampling = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     return kind(model, tokenizer, device, sampling, algorithm=args.algorithm, **configs)
