@@ -230,7 +230,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         region = self._trust_region
         size = self.config.mini_batch_size or math.ceil(len(sampled.row) / _MINIBATCHES)
         for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
-            stats, fresh_error = self._backward(minibatch, sampled, targets)
+            stats, fresh_error = self._backward(minibatch, sampled, targets, first=not steps)
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
             if not self._guard.passes(stats, gradients_of(self.optimizer)):
@@ -273,16 +273,17 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             "stopped_early": float(stopped),
         }
 
-    def _backward(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> tuple[Stats, float]:
+    def _backward(
+        self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT, first: bool
+    ) -> tuple[Stats, float]:
         """Gradients of a minibatch, of which each process reads its share and all get the sum.
 
-        Returns:
-            Its statistics, and the largest |ratio - 1| among turns just sampled.
+        Returns its statistics, and before the `first` step the largest |ratio - 1| among turns just sampled.
         """
         decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
-        fresh_error, version = math.nan, self.policy.weights_version
+        fresh_error, version = math.nan, self.policy.weights_version if first else None
         for chunk in self.policy.chunks(own_share(minibatch, sampled.ranks), self._nodes):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
