@@ -276,10 +276,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _backward(
         self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT, first: bool
     ) -> tuple[Stats, float]:
-        """Gradients of a minibatch, of which each process reads its share and all get the sum.
-
-        Returns its statistics, and before the `first` step the largest |ratio - 1| among turns just sampled.
-        """
+        """A minibatch's gradients, summed over processes; its statistics, before the `first` step the ratio's error."""
         decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
