@@ -183,7 +183,7 @@ def test_gradients_whose_norm_is_infinite_make_no_step(monkeypatch, caplog):
         usual = part.accelerator.backward
         monkeypatch.setattr(part.accelerator, "backward", lambda loss, usual=usual: usual(loss * 1e25))
     before = [weight.clone() for weight in agent.policy.model.parameters()]
-    agent.learner._epochs = 1
+    agent.learner.epochs = 1
     stats = update(agent)
     assert (stats["skipped_steps"], stats["replay_skipped_steps"]) == (1.0, 1.0)
     assert all(torch.equal(now, old) for now, old in zip(agent.policy.model.parameters(), before, strict=True))
