@@ -47,10 +47,15 @@ def models() -> str:
 
 Sections = dict[str, Callable[[], str]]
 PAGES: dict[Path, Sections] = {
-    ROOT / "README.md": {"summary": learning_tables.summary, "speed": speed_tables.speed},
+    ROOT / "README.md": {
+        "summary": learning_tables.summary,
+        "words": learning_tables.words,
+        "speed": speed_tables.speed,
+    },
     ROOT / "docs" / "benchmarks.md": {
         "results": learning_tables.results,
         "ablations": learning_tables.ablations,
+        "comparisons": learning_tables.comparisons,
         "workloads": speed_tables.workloads,
         "end-to-end": speed_tables.end_to_end,
         "benchmarks": speed_tables.benchmarks,

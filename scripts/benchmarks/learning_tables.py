@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 
-from runs import ABLATIONS, RESULTS, TITLES, Run, half_width, runs_by_name, table_row
+from runs import ABLATIONS, COMPARISONS, RESULTS, TITLES, Run, half_width, runs_by_name, table_row
 
 # The results' folder as pages in docs/ link to it.
 _LINK = "../scripts/benchmarks/learning/results"
@@ -31,6 +32,8 @@ _VARIANTS = {
     "blackjack-rate-0": "Blackjack: learning rate 0",
     "cartpole-grpo": "CartPole: GRPO, stopped after 12 minutes",
 }
+# What a run with random weights, or with observations as bare numbers, is compared with: seed 0 of these.
+_COMPARED = {"blackjack": "blackjack-defaults", "taxi": "taxi"}
 
 
 def summary() -> str:
@@ -118,6 +121,42 @@ def ablations() -> str:
         ]
         lines.append(table_row(*cells))
     return "\n".join(lines)
+
+
+def words() -> str:
+    """What learning owes to the language model, in a sentence a task, for the README."""
+    tasks = [
+        f"{TITLES[task].removesuffix(', one seed')} {usual} with the model and words, {random} with random weights of "
+        f"the same architecture, {numbers} with observations as bare numbers (best {optimum})"
+        for task, usual, random, numbers, optimum in _compared("after")
+    ]
+    text = f"Does the language model matter? Sampled, one seed each: {'; '.join(tasks)}."
+    return "\n".join(textwrap.wrap(text, 150, break_on_hyphens=False))
+
+
+def comparisons() -> str:
+    """The same with its files: a task and a way of replying a line."""
+    lines = [
+        "| task, seed 0 | | model and words | random weights | bare numbers | optimum |",
+        "|---|---|---|---|---|---|",
+    ]
+    for how, name in (("after", "sampled"), ("greedy", "greedy")):
+        for task, usual, random, numbers, optimum in _compared(how):
+            files = [f"{_LINK}/{_COMPARED[task]}-seed0.json"]
+            files += [f"{_LINK}/comparisons/{task}-{kind}-seed0.json" for kind in ("random", "numbers")]
+            cells = [f"[{value}]({file})" for value, file in zip((usual, random, numbers), files, strict=True)]
+            lines.append(table_row(TITLES[task].removesuffix(", one seed"), name, *cells, optimum))
+    return "\n".join(lines)
+
+
+def _compared(how: str) -> list[tuple[str, str, str, str, str]]:
+    """Each task, and its return as usual, with random weights, with bare numbers, and at best."""
+    found, rows = runs_by_name(COMPARISONS), []
+    for task, usual in _COMPARED.items():
+        runs = [runs_by_name()[usual][0], *(found[f"{task}-{kind}"][0] for kind in ("random", "numbers"))]
+        returns = [number(run[f"expected_return_{how}"]) for run in runs]
+        rows.append((task, *returns, number(runs[0]["baselines"]["optimum"])))
+    return rows
 
 
 def number(value: float) -> str:

@@ -12,6 +12,7 @@ from scipy import stats
 
 RESULTS = Path(__file__).resolve().parent / "learning" / "results"
 ABLATIONS = RESULTS / "ablations"
+COMPARISONS = RESULTS / "comparisons"
 
 # How experiments are called; others go by the name of their files.
 TITLES = {
