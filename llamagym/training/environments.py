@@ -300,14 +300,14 @@ def _makers(
     return [lambda: gymnasium.make(copy.deepcopy(spec))] * count
 
 
-def made(name: str, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
-    """The environment that `gymnasium.make` knows by an id.
+def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
+    """The environment that `gymnasium.make` knows by an id, with options for it.
 
     Raises:
         ConfigError: It knows none, or a package of it is not installed.
     """
     try:
-        return gymnasium.make(name, render_mode=render_mode)
+        return gymnasium.make(name, **options)
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise ConfigError(
             f"env={name!r} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that makes "
