@@ -29,6 +29,7 @@ from .runs import AGENT, EVALUATION_SEED, copy_prompt
 @click.option("--prompt", type=click.Path(path_type=Path), help="The environment in words: a .yaml or .py file.")
 @click.option("--context", type=click.Choice(["turn", "episode"]), help="What the model sees.  [default: it depends]")
 @click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: 64]")
+@click.option("--batch-size", type=int, help="Turns per update.  [default: it follows from the task]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--eval-episodes", type=int, default=100, show_default=True, help="Episodes before, and after.")
 @click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="[default: runs/ENV-TIME]")
@@ -45,6 +46,7 @@ def train(
     prompt: Path | None,
     context: Any,
     num_envs: int | None,
+    batch_size: int | None,
     seed: int,
     eval_episodes: int,
     run_dir: Path | None,
@@ -69,7 +71,8 @@ def train(
     context = context or default_context(env)
     env.close()
     loaded, tokenizer, device = load_model_and_tokenizer(model)
-    agent = kind(loaded, tokenizer, device, context=context, seed=seed)
+    sizes = {} if batch_size is None else {"batch_size": batch_size}
+    agent = kind(loaded, tokenizer, device, ppo_config_dict=sizes, context=context, seed=seed)
     results = {"before": training.evaluate(agent, env_id, eval_episodes, EVALUATION_SEED, num_envs)}
     settings |= {"prompt": None if prompt is None else copy_prompt(prompt, run_dir), "context": context}
     with closing(default_tracker(run_dir, settings, agent=agent)) as tracker:
