@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llamagym import Agent
-from llamagym.__main__ import examine
+from llamagym.cli.doctor import examine
 from llamagym.learners import probes
 from llamagym.learners.preflight import preflight
 from llamagym.models import torch_internals

@@ -24,6 +24,7 @@ WINGS = {
     "training": {"conversation", "models", "policy", "learners", "agent"},
     "envs": set(),
     "report": {"learners"},
+    "cli": {"conversation", "models", "policy", "learners", "training", "report", "agent"},
 }
 # Importable from anywhere.
 BASICS = {"errors", "options"}
@@ -52,7 +53,7 @@ FILES = sorted(LIBRARY.rglob("*.py"))
 LINES = 350
 # What a newcomer opens first is smaller.
 SMALL = {"agent.py": 299}
-ENTRIES = 15
+ENTRIES = 16
 
 
 def place(path: Path) -> str:

@@ -286,7 +286,7 @@ def _makers(
     env: str | gymnasium.Env | Callable[[], gymnasium.Env], count: int
 ) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     if isinstance(env, str):
-        return [lambda: _registered(env)] * count
+        return [lambda: made(env)] * count
     if not isinstance(env, gymnasium.Env):
         return [env] * count
     spec = env.spec
@@ -300,9 +300,14 @@ def _makers(
     return [lambda: gymnasium.make(copy.deepcopy(spec))] * count
 
 
-def _registered(name: str) -> gymnasium.Env[Any, Any]:
+def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
+    """The environment that `gymnasium.make` knows by an id, with options for it.
+
+    Raises:
+        ConfigError: It knows none, or a package of it is not installed.
+    """
     try:
-        return gymnasium.make(name)
+        return gymnasium.make(name, **options)
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise ConfigError(
             f"env={name!r} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that makes "

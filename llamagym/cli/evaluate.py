@@ -1,0 +1,39 @@
+"""The command `eval`: measures a saved agent beside random actions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .. import training
+from .runs import EVALUATION_SEED, load_agent
+
+
+@click.command("eval")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("env_id", required=False)
+@click.option("--episodes", type=int, default=100, show_default=True, help="How many each of them plays.")
+@click.option("--seed", type=int, default=EVALUATION_SEED, show_default=True, help="Of the episodes.")
+@click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: 64]")
+@click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
+@click.option("--prompt", type=click.Path(path_type=Path), help="The environment in words.  [default: the run's]")
+def evaluate(
+    folder: Path,
+    env_id: str | None,
+    episodes: int,
+    seed: int,
+    num_envs: int | None,
+    sample: bool,
+    prompt: Path | None,
+) -> None:
+    """Measure the agent in FOLDER, of a run or of agent.save(), beside random actions.
+
+    ENV_ID is the environment, by default the one that the agent was trained in.
+    """
+    agent, env_id = load_agent(folder, env_id, prompt)
+    results = {
+        "agent": training.evaluate(agent, env_id, episodes, seed, num_envs, greedy=not sample),
+        "random": training.evaluate("random", env_id, episodes, seed, num_envs),
+    }
+    click.echo(training.side_by_side(results))

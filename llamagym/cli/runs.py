@@ -1,0 +1,86 @@
+"""The folder of a run that `train` wrote: what it played, how that was put into words, and the agent that it saved.
+
+RUN_DIR/config.json         the command line; `env_id` and `prompt` are read again
+RUN_DIR/prompt.yaml (.py)   a copy of what --prompt said
+RUN_DIR/metrics.jsonl       statistics of each update
+RUN_DIR/transcripts.jsonl   episodes in words
+RUN_DIR/checkpoints/        what --resume goes on from
+RUN_DIR/agent/              the agent
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..agent import Agent
+from ..errors import ConfigError
+from ..models.atomic import verify
+from ..models.state_files import read_state
+from ..policy.export import KIND, STATE
+from ..training.environments import made
+from .prompts import agent_class
+
+AGENT, CONFIG = "agent", "config.json"
+
+EVALUATION_SEED = 1_000_000
+"""What episodes to measure with are drawn from, far from the seeds that people train with."""
+
+
+def copy_prompt(prompt: Path, run_dir: Path) -> str:
+    """Keep a prompt file with its run, and return its name there."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    target = run_dir / f"prompt{prompt.suffix}"
+    with suppress(shutil.SameFileError):
+        shutil.copyfile(prompt, target)
+    return target.name
+
+
+def load_agent(folder: Path, env_id: str | None, prompt: Path | None) -> tuple[Agent, str]:
+    """The agent of a run's folder, or of a folder that `agent.save` wrote, and the id of the environment it is for.
+
+    Args:
+        folder: The folder.
+        env_id: The environment; None is the run's.
+        prompt: What puts it into words; None is the run's, or what follows from the environment's spaces.
+
+    Raises:
+        CheckpointError: The agent is damaged.
+        ConfigError: There is none, it is for an unknown environment, or of a class that nothing defines.
+    """
+    saved = folder / AGENT if (folder / AGENT).is_dir() else folder
+    if not (saved / f"{STATE}.json").is_file():
+        raise ConfigError(
+            f"{str(folder)!r} holds no agent. Pass the folder of a run that `train` has finished (--resume finishes "
+            "one), or one that agent.save() wrote."
+        )
+    verify(saved, KIND)
+    settings = _settings(saved.parent)
+    env_id = env_id or settings.get("env_id")
+    if env_id is None:
+        raise ConfigError(f"Nothing says which environment the agent in {str(saved)!r} is for. Pass its id as well.")
+    if prompt is None and settings.get("prompt") is not None:
+        prompt = saved.parent / settings["prompt"]
+    env = made(env_id)
+    kind = agent_class(env, prompt)
+    env.close()
+    was = read_state(saved, STATE)["class"]
+    if was != kind.__name__:
+        raise ConfigError(
+            f"The agent in {str(saved)!r} is a {was}, and would be loaded as a {kind.__name__}. Pass the Python file "
+            f"that defines {was} with --prompt."
+        )
+    return kind.load(saved), env_id
+
+
+def _settings(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / CONFIG
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {error}. Pass ENV_ID and --prompt, and move it away."
+        ) from error

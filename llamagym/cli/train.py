@@ -1,0 +1,99 @@
+"""The command `train`: from an environment's id to an agent that has learnt in it, measured before and after."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import training
+from ..errors import ConfigError
+from ..models.loading import load_model_and_tokenizer
+from ..models.registry import EMBEDDED_NAME
+from ..training.environments import made
+from ..training.tracking import default_tracker
+from .generic import default_context
+from .prompts import agent_class
+from .runs import AGENT, EVALUATION_SEED, copy_prompt
+
+
+@click.command()
+@click.argument("env_id")
+@click.option("--minutes", type=float, help="Stop after so many minutes of training.")
+@click.option("--episodes", type=int, help="Stop after so many episodes.")
+@click.option("--turns", type=int, help="Stop after so many turns, over all copies.")
+@click.option("--model", default=EMBEDDED_NAME, show_default=True, help="Registered name, folder or hub id.")
+@click.option("--prompt", type=click.Path(path_type=Path), help="The environment in words: a .yaml or .py file.")
+@click.option("--context", type=click.Choice(["turn", "episode"]), help="What the model sees.  [default: it depends]")
+@click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: 64]")
+@click.option("--batch-size", type=int, help="Turns per update.  [default: it follows from the task]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
+@click.option("--eval-episodes", type=int, default=100, show_default=True, help="Episodes before, and after.")
+@click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="[default: runs/ENV-TIME]")
+@click.option(
+    "--checkpoint-dir", type=click.Path(file_okay=False, path_type=Path), help="[default: RUN_DIR/checkpoints]"
+)
+@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir, given the same options.")
+def train(
+    env_id: str,
+    minutes: float | None,
+    episodes: int | None,
+    turns: int | None,
+    model: str,
+    prompt: Path | None,
+    context: Any,
+    num_envs: int | None,
+    batch_size: int | None,
+    seed: int,
+    eval_episodes: int,
+    run_dir: Path | None,
+    checkpoint_dir: Path | None,
+    resume: bool,
+) -> None:
+    """Train an agent in the environment that Gymnasium knows as ENV_ID.
+
+    Without --prompt, observations are numbers with names, and the agent chooses among the actions' numbers. At the end
+    the agent is saved, and compared with what it was before and with random actions.
+    """
+    if minutes is None and episodes is None and turns is None:
+        raise click.UsageError("Say how long to train: --minutes, --episodes or --turns.")
+    if resume and run_dir is None:
+        raise click.UsageError("--resume needs --run-dir, the folder of the run to go on with.")
+    settings = dict(locals())
+    run_dir = run_dir or Path("runs") / time.strftime(f"{env_id.replace('/', '-').replace(':', '-')}-%Y%m%d-%H%M%S")
+    if not resume and (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to go on with it, or another --run-dir.")
+    env = made(env_id)
+    kind = agent_class(env, prompt)
+    context = context or default_context(env)
+    env.close()
+    loaded, tokenizer, device = load_model_and_tokenizer(model)
+    sizes = {} if batch_size is None else {"batch_size": batch_size}
+    agent = kind(loaded, tokenizer, device, ppo_config_dict=sizes, context=context, seed=seed)
+    results = {"before": training.evaluate(agent, env_id, eval_episodes, EVALUATION_SEED, num_envs)}
+    settings |= {"prompt": None if prompt is None else copy_prompt(prompt, run_dir), "context": context}
+    with closing(default_tracker(run_dir, settings, agent=agent)) as tracker:
+        result = training.train(
+            agent,
+            env_id,
+            episodes,
+            num_envs,
+            seed,
+            tracker=tracker,
+            turns=turns,
+            minutes=minutes,
+            checkpoint_dir=checkpoint_dir or run_dir / "checkpoints",
+            resume=resume,
+        )
+    results["after"] = training.evaluate(agent, env_id, eval_episodes, EVALUATION_SEED, num_envs)
+    results["random"] = training.evaluate("random", env_id, eval_episodes, EVALUATION_SEED)
+    said = {f"mean return {name}": f"{measured.mean:.3f}" for name, measured in results.items()}
+    agent.save_pretrained(run_dir / AGENT, environment=env_id, results=said)
+    click.echo(training.side_by_side(results))
+    click.echo(
+        f"{len(result.returns)} episodes, {result.turns} turns, {len(result.updates)} updates, "
+        f"{result.minutes:.1f} minutes. The agent and what was logged: {run_dir}"
+    )

@@ -1,0 +1,297 @@
+"""The command line, from an environment's id to an agent that is measured and watched, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from llamagym import Agent, ConfigError
+from llamagym.__main__ import main
+from llamagym.cli.generic import Wording, generic_agent
+from llamagym.cli.prompts import agent_class, read_wording
+from llamagym.conversation.observations import describe, part_names
+from tests.tiny import tiny_base_model, tiny_tokenizer
+
+LAKE = "FrozenLake-v1"
+WORDS = """
+system_prompt: You cross a lake.
+observation: You stand on field {observation}.
+actions: [left, down, right, up]
+"""
+CODE = """
+from llamagym import Agent
+
+class Walker(Agent):
+    def get_system_prompt(self):
+        return "Walk."
+
+    def format_observation(self, observation):
+        return f"Field {observation}"
+
+    def get_action_choices(self, observation):
+        return ["left", "down", "right", "up"]
+
+    def extract_action(self, response):
+        return ["left", "down", "right", "up"].index(response)
+"""
+
+
+class Spaced(gym.Env):
+    """Shows and takes anything of its spaces; ends after two steps."""
+
+    def __init__(self, observed: spaces.Space, acted: spaces.Space) -> None:
+        self.observation_space, self.action_space = observed, acted
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_base_model("llama").save_pretrained(folder)
+    tiny_tokenizer("llama").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a command line; its exit status, what it printed, and what it said on stderr."""
+
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["llamagym", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory) -> Path:
+    """The folder of a run with a wording of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    words = folder / "lake.yaml"
+    words.write_text(WORDS)
+    sizes = ["--turns", "400", "--num-envs", "16", "--eval-episodes", "4", "--batch-size", "128"]
+    command = ["llamagym", "train", LAKE, *sizes, "--model", model, "--run-dir", str(folder), "--prompt", str(words)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert not ended.value.code
+    words.unlink()
+    return folder
+
+
+def test_a_run_is_logged_and_its_agent_measured_watched_and_reported(trained, run):
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (trained / "transcripts.jsonl").read_text().splitlines()]
+    assert rows
+    assert told[0]["system"] == "You cross a lake."
+    assert told[0]["turns"][0]["read"] == "You stand on field 0."
+    assert sorted(choice for choice, _ in told[0]["turns"][0]["choices"]) == ["down", "left", "right", "up"]
+    assert "mean return after" in (trained / "agent" / "README.md").read_text()
+
+    status, printed, _ = run("eval", trained, "--episodes", 6)
+    assert status == 0
+    header, agent, chance = printed.splitlines()
+    assert "95% interval" in header
+    assert agent.split()[0] == "agent"
+    assert chance.split()[0] == "random"
+    assert agent.split()[-1] == chance.split()[-1] == "6"
+    # The agent's own folder will do, and another environment with the same spaces.
+    assert run("eval", trained / "agent", "FrozenLake8x8-v1", "--episodes", 2)[0] == 0
+    assert run("eval", trained / "agent", LAKE, "--episodes", 6)[1] == printed
+
+    status, printed, _ = run("play", trained, "--seed", 3, "--episodes", 2)
+    assert status == 0
+    assert printed.startswith("You cross a lake.\n")
+    assert "You stand on field 0.\n> " in printed
+    assert "SFFF" in printed
+    assert "Episode 2: return" in printed
+
+    assert run("report", trained)[0] == 0
+    assert (trained / "report.html").is_file()
+
+
+def test_a_person_plays_in_the_agents_place(trained, run, monkeypatch, tmp_path):
+    words = tmp_path / "stdin"
+    words.write_text("north\n" + "left\n" * 100)
+    with words.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        status, printed, _ = run("play", trained, "--human", "--seed", 0)
+    assert status == 0
+    assert "'north' is not one of" in printed
+    assert "Episode 1: return" in printed
+    with (tmp_path / "stdin").open("w+") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert run("play", trained, "--human")[0] == 1
+
+
+def test_a_run_is_not_overwritten_and_can_be_resumed(trained, model, run):
+    command = ["train", LAKE, "--num-envs", 16, "--eval-episodes", 2, "--model", model, "--run-dir", trained]
+    command += ["--batch-size", 128, "--turns", 600]
+    status, _, said = run(*command)
+    assert status == 1
+    assert "holds a run. Pass --resume" in said
+    before = (trained / "metrics.jsonl").read_text()
+    status, printed, _ = run(*command, "--resume", "--prompt", trained / "prompt.yaml")
+    assert status == 0
+    assert "608 turns" in printed
+    after = (trained / "metrics.jsonl").read_text()
+    assert after.startswith(before)
+    assert len(after) > len(before)
+
+
+def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
+    code = tmp_path / "walker.py"
+    code.write_text(CODE)
+    folder = tmp_path / "run"
+    command = ["train", LAKE, "--episodes", 4, "--num-envs", 2, "--eval-episodes", 2, "--model", model]
+    assert run(*command, "--prompt", code, "--run-dir", folder)[0] == 0
+    assert run("eval", folder, "--episodes", 2)[0] == 0
+    # Elsewhere, nothing says which environment or class it is of.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (folder / "agent").rename(elsewhere / "agent")
+    assert "Pass its id as well" in run("eval", elsewhere / "agent")[2]
+    status, _, said = run("eval", elsewhere / "agent", LAKE)
+    assert status == 1
+    assert "is a Walker" in said
+    assert run("eval", elsewhere / "agent", LAKE, "--prompt", code, "--episodes", 2)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["train", LAKE], 2, "Say how long to train"),
+        (["train", LAKE, "--minutes", "1", "--resume"], 2, "needs --run-dir"),
+        (["train", "FrozenLike-v1", "--minutes", "1"], 1, "env='FrozenLike-v1' cannot be made"),
+        (["train", "no_such_package:Env-v0", "--minutes", "1"], 1, "No module named 'no_such_package'"),
+        (["train", LAKE, "--minutes", "1", "--prompt", "none.yaml"], 1, "There is no file 'none.yaml'"),
+        (["train", LAKE, "--minutes", "soon"], 2, "'soon' is not a valid float"),
+        (["eval", "nowhere"], 1, "'nowhere' holds no agent"),
+        (["play", "nowhere"], 1, "'nowhere' holds no agent"),
+        (["learn"], 2, "No such command 'learn'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_in_a_line(words, status, said, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found, printed, errors = run(*words)
+    assert found == status
+    assert said in errors
+    assert printed == ""
+    if status == 1:
+        assert len(errors.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_environment_whose_extra_is_missing_is_an_error_that_names_it(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    status, _, errors = run("train", "llamagym/BabyAI-v0", "--minutes", 1)
+    assert status == 1
+    assert "llamagym[minigrid]" in errors
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("actions: [a, b]", "names 2 actions, but Discrete.4. has 4"),
+        ("actions: [a, a, b, c]", "alike"),
+        ("actions: left", "actions in .* is 'left'. Pass a list"),
+        ("action: [a]", "unknown key 'action'. Did you mean 'actions'"),
+        ("observation: nothing", "nothing depends on what is observed"),
+        ("system_prompt: [a]", "Pass a text"),
+        ("observation_names: [a, b]", "has 2 names, but .* has 1 parts"),
+        ("just words", "holds 'just words'"),
+        ("a: [b", "cannot be read as YAML"),
+        ("", "Give it one or more of the keys"),
+    ],
+)
+def test_a_wrong_wording_is_refused(text, match, tmp_path):
+    path = tmp_path / "words.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=match) as wrong:
+        agent_class(gym.make(LAKE), path)
+    assert "words.yaml" in str(wrong.value)
+    assert "\n" not in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("empty.py", "", "must define one subclass of llamagym.Agent .*; found: none"),
+        ("two.py", CODE + CODE.replace("Walker", "Runner"), "found: Walker, Runner"),
+        ("broken.py", "import no_such_package", "cannot be run: ModuleNotFoundError"),
+        ("syntax.py", "def f(:", "cannot be run: SyntaxError"),
+        ("words.txt", WORDS, "neither YAML nor Python"),
+    ],
+)
+def test_a_wrong_agent_is_refused(name, text, match, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=match):
+        agent_class(gym.make(LAKE), tmp_path / name)
+
+
+def test_actions_may_be_called_what_yaml_takes_for_something_else(tmp_path):
+    path = tmp_path / "words.yaml"
+    path.write_text("actions: [yes, no, 1, null]\n")
+    assert read_wording(path) == Wording(actions=["yes", "no", "1", "null"])
+
+
+BOX = spaces.Box(-np.inf, np.inf, (2,))
+
+
+@pytest.mark.parametrize(
+    ("space", "observation", "names", "text"),
+    [
+        (spaces.Discrete(5), np.int64(3), [""], "3"),
+        (BOX, np.array([-0.00001, 12345.6], np.float32), ["x1", "x2"], "x1 = 0, x2 = 12300"),
+        (BOX, np.array([np.inf, np.nan]), ["x1", "x2"], "x1 = inf, x2 = nan"),
+        (spaces.MultiBinary(2), np.array([1, 0], np.int8), ["x1", "x2"], "x1 = 1, x2 = 0"),
+        (spaces.Tuple([spaces.Discrete(9), BOX]), (4, np.ones(2)), ["x1", "x2 x1", "x2 x2"],
+         "x1 = 4, x2 x1 = 1, x2 x2 = 1"),
+        (spaces.Dict(arm=BOX, say=spaces.Text(5)), {"arm": np.ones(2), "say": "hi"}, ["arm x1", "arm x2", "say"],
+         "arm x1 = 1, arm x2 = 1, say = hi"),
+    ],
+)  # fmt: skip
+def test_observations_of_every_space_are_put_into_words(space, observation, names, text):
+    assert part_names(space) == names
+    assert describe(observation, space) == text
+
+
+@pytest.mark.parametrize("space", [spaces.Box(0, 255, (9, 9, 3), np.uint8), spaces.Sequence(spaces.Discrete(2))])
+def test_observations_that_make_no_words_are_refused(space):
+    with pytest.raises(ConfigError, match="Define an Agent"):
+        generic_agent(Spaced(space, spaces.Discrete(2)), Wording())
+
+
+@pytest.mark.parametrize(
+    ("space", "reply", "asks"),
+    [
+        (spaces.Box(-1, 1, (2,)), "[0.5, -0.5]", "as JSON"),
+        (spaces.Text(9), "hello", "what you want to say"),
+        (spaces.Dict(to=spaces.Discrete(3)), '{"to": 2}', "the keys to"),
+        (spaces.Discrete(5000), "4711", "as JSON"),
+        (spaces.MultiDiscrete([8, 8]), "3 4", "Answer with an action."),
+    ],
+)
+def test_actions_are_chosen_or_said_in_free_text(space, reply, asks):
+    kind = generic_agent(Spaced(spaces.Discrete(2), space), Wording())
+    agent = Agent.__new__(kind)
+    assert asks in agent.get_system_prompt()
+    assert space.contains(agent.extract_action(reply))
+    assert space.contains(agent.fallback_action(0))
+    assert (agent.get_action_choices(0) is None) == (not isinstance(space, spaces.MultiDiscrete))
