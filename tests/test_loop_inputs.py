@@ -103,7 +103,7 @@ def test_vector_environments_that_cannot_be_used():
     envs = SyncVectorEnv([CountdownEnv] * 2)
     with pytest.raises(ConfigError, match=r"num_envs=3, but .* has 2 environments"):
         train(agent, envs, 1, 3)
-    with pytest.raises(ConfigError, match="env_timeout is for copies that are made here"):
+    with pytest.raises(ConfigError, match="env_timeout and overlap are for copies that are made here"):
         train(agent, envs, 1, env_timeout=5)
     envs.close()
     with pytest.raises(ConfigError, match="is closed"):

@@ -187,13 +187,13 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
     agent, died = make(kind, **options), 0.0
     backward, before = agent.learner._backward, weights_of(agent)
 
-    def dying(*args: Any) -> Any:
+    def dying(*args: Any, **options: Any) -> Any:
         nonlocal died, before
         if agent.policy.num_updates == 2 and not died:
             died, before = time.perf_counter(), weights_of(agent)
             if ranks.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return backward(*args)
+        return backward(*args, **options)
 
     agent.learner._backward = dying  # type: ignore[method-assign]
     try:
