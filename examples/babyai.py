@@ -2,6 +2,7 @@
 
 python examples/babyai.py                                    go to the red ball, the embedded 135M model
 python examples/babyai.py --level BabyAI-PickupLoc-v0 --all-actions
+python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode
 """
 
 from __future__ import annotations
@@ -56,22 +57,18 @@ def main() -> None:
         __doc__,
         episodes=12_000,
         num_envs=64,
-        batch_size=4096,
-        mini_batch_size=1024,
-        learning_rate=1e-3,
-        target_kl=0.03,
-        entropy_coef=0.01,
         eval_every=10,
         eval_episodes=256,
     )
     options.add_argument("--level", default="BabyAI-GoToRedBallNoDists-v0", help="id of a BabyAI level")
     options.add_argument("--all-actions", action="store_true", help="not only turning and going: for other missions")
+    options.add_argument("--context", choices=("turn", "episode"), default="turn", help="what the agent sees")
     args = options.parse_args()
     train_in = functools.partial(make_babyai, args.level, args.all_actions)
     score_in = functools.partial(make_scored, args.level, args.all_actions)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
-    agent = script.load(args, kind, ppo_epochs=2, value_learning_rate=3e-4, cliprange_value=0.2)
+    agent = script.load(args, kind, args.context, lora_layer_fraction=0.5 if args.context == "episode" else None)
     script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
 
 

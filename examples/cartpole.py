@@ -1,6 +1,7 @@
 """Train a language model to balance a pole on a cart.
 
 python examples/cartpole.py                                      the embedded 135M model
+python examples/cartpole.py --two-decimals                       observations that hardly ever come again
 python examples/cartpole.py --model Qwen/Qwen2.5-0.5B-Instruct   another instruct model
 """
 
@@ -42,6 +43,10 @@ def _side(value: float, none: str) -> str:
 class CartPoleAgent(Agent):
     """Sees cart and pole, coarsely rounded; says which way to push."""
 
+    def read(self, observation: np.ndarray) -> list[float]:
+        """Position, velocity, angle and angular velocity as they are told."""
+        return rounded(observation)
+
     def get_system_prompt(self) -> str:
         """The task, in a line."""
         return (
@@ -51,7 +56,7 @@ class CartPoleAgent(Agent):
 
     def format_observation(self, observation: np.ndarray) -> str:
         """Where cart and pole are, and which way each moves."""
-        position, velocity, angle, turning = rounded(observation)
+        position, velocity, angle, turning = self.read(observation)
         cart = f"cart {_side(position, 'centre')}, moving {_side(velocity, 'nowhere')}"
         return f"{cart}; pole {_side(angle, 'upright')}, falling {_side(turning, 'nowhere')}"
 
@@ -64,6 +69,14 @@ class CartPoleAgent(Agent):
         return ["left", "right"].index(response)
 
 
+class TwoDecimalsAgent(CartPoleAgent):
+    """Sees position (m), velocity (m/s), angle (radians) and angular velocity (radians/s), each to two decimals."""
+
+    def read(self, observation: np.ndarray) -> list[float]:
+        """The environment's own numbers."""
+        return [round(float(value), 2) + 0.0 for value in observation]
+
+
 def make() -> gym.Env:
     """The environment, of at most 500 steps."""
     return gym.make("CartPole-v1")
@@ -71,21 +84,10 @@ def make() -> gym.Env:
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(
-        __doc__,
-        episodes=4000,
-        num_envs=64,
-        batch_size=16384,
-        mini_batch_size=4096,
-        learning_rate=1e-3,
-        target_kl=0.03,
-        entropy_coef=0.02,
-        entropy_decay=0.97,
-        eval_every=10,
-        eval_episodes=64,
-    ).parse_args()
-    # A reward of 1 a step: returns reach 50, and so must the critic's steps and clipping range.
-    agent = script.load(args, CartPoleAgent, gamma=0.98, ppo_epochs=2, cliprange_value=10.0, value_learning_rate=3e-3)
+    options = script.parser(__doc__, episodes=4000, num_envs=64, eval_every=10, eval_episodes=64)
+    options.add_argument("--two-decimals", action="store_true", help="show the environment's own numbers, not cells")
+    args = options.parse_args()
+    agent = script.load(args, TwoDecimalsAgent if args.two_decimals else CartPoleAgent)
     score = script.play_held_out(agent, make, args)
     script.learn(args, agent, make, score, {"random": script.random_return(make), "optimum": 500.0})
 

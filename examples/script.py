@@ -206,6 +206,7 @@ def learn(
         "turns": result.turns,
         "updates": len(result.updates),
         "minutes": result.minutes,
+        "processor_minutes": time.process_time() / 60,
         "turns_per_second": result.turns / result.minutes / 60,
         "peak_memory_gib": peak_memory_gib(),
         "expected_return_before": before,

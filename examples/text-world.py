@@ -2,6 +2,8 @@
 
 python examples/text-world.py                        find the coin at the end of a chain of rooms
 python examples/text-world.py --game locked_door     take the key, unlock and open the door, go through
+python examples/text-world.py --printed              read what the game prints, and remember it
+python examples/text-world.py --game locked_door --free-text        write the commands as well
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import script
 
 from llamagym import Agent, evaluate
+from llamagym.conversation.demonstrations import included
 from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
 
 # Seeds of the games to learn from, and of those to be tested on.
@@ -41,20 +44,35 @@ class TextWorldAgent(Agent):
         return response
 
 
+class Reader(TextWorldAgent):
+    """Reads what the game prints, in a conversation that it sees whole; says one of the possible commands."""
+
+    def get_system_prompt(self) -> str:
+        """The task, in a line."""
+        return "You play a text adventure. Answer with a command."
+
+    def format_observation(self, observation: dict[str, Any]) -> str:
+        """The game's own words."""
+        return str(observation["text"])
+
+
+class Writer(Reader):
+    """Writes its commands; the game says which of them it does not understand."""
+
+    get_action_choices = Agent.get_action_choices
+
+
 def main() -> None:
     """Make the games, load, learn, and report."""
     options = script.parser(
         __doc__,
         episodes=3_000,
         num_envs=64,
-        batch_size=2048,
-        mini_batch_size=512,
-        learning_rate=1e-3,
-        target_kl=0.03,
-        entropy_coef=0.01,
         eval_every=10,
         eval_episodes=100,
     )
+    options.add_argument("--printed", action="store_true", help="read what the game prints, the whole conversation")
+    options.add_argument("--free-text", action="store_true", help="write commands instead of choosing one; --printed")
     options.add_argument("--game", choices=KINDS, default="coin_collector")
     options.add_argument("--level", type=int, default=5, help="of the coin collector: number of rooms")
     options.add_argument("--max-steps", type=int, default=25, help="of an episode")
@@ -65,7 +83,13 @@ def main() -> None:
         make_games(args.game, range(seed, seed + args.games), args.games_dir, args.level)
         for seed in (_TRAINING_SEED, _TEST_SEED)
     )
-    agent = script.load(args, TextWorldAgent, gamma=0.95, ppo_epochs=2, value_learning_rate=3e-4, cliprange_value=0.2)
+    if args.free_text or args.printed:
+        kind = Writer if args.free_text else Reader
+        agent = script.load(args, kind, "episode", lora_layer_fraction=0.5, max_new_tokens=12)
+    else:
+        agent = script.load(args, TextWorldAgent)
+    if args.free_text and not args.resume:
+        print(agent.sft_from_jsonl(included("format_text-world_commands")))
     test_in = functools.partial(TextWorldEnv, unseen, args.max_steps)
     score = script.play_held_out(agent, test_in, args)
     draw = random.Random(0).choice

@@ -38,7 +38,7 @@ from llamagym import Agent
 from llamagym.conversation.demonstrations import INCLUDED
 from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 from llamagym.envs.babyai import make_babyai
-from llamagym.envs.textworld import TextWorldEnv, make_games
+from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
 
 ROOT = Path(__file__).resolve().parent.parent
 NOISE, SEED = 0.1, 0
@@ -102,6 +102,27 @@ def text_world_format() -> Demonstrations:
         return random_play(kind, lambda: TextWorldEnv(games, max_steps=25))
 
 
+def text_world_commands(count: int = 128) -> Demonstrations:
+    """Whole conversations: random commands, among those possible, in games of both kinds as they are printed."""
+    rng, prompts = random.Random(SEED), cast(Any, object.__new__(importlib.import_module("text-world").Writer))
+    rows: Demonstrations = []
+    with tempfile.TemporaryDirectory() as folder:
+        games = [game for kind in KINDS for game in make_games(kind, range(8), folder)]
+        env = TextWorldEnv(games, max_steps=6)
+        for seed in range(count):
+            observation, done = env.reset(seed=SEED + seed)[0], False
+            messages = [{"role": "system", "content": prompts.get_system_prompt()}]
+            while not done:
+                reply = rng.choice(observation["admissible_commands"])
+                messages.append({"role": "user", "content": prompts.format_observation(observation)})
+                messages.append({"role": "assistant", "content": reply})
+                observation, _, terminated, truncated, _ = env.step(reply)
+                done = terminated or truncated
+            rows.append({"messages": messages})
+        env.close()
+    return rows
+
+
 def address_book_format(count: int = 256) -> Demonstrations:
     """Calls, and one answer in four replies, drawn at random from the words that the conversation holds already."""
     rng, env, prompts = random.Random(SEED), AddressBook(), cast(Any, Clerk.__new__(Clerk))
@@ -127,6 +148,7 @@ FILES: dict[str, Callable[[], Demonstrations]] = {
         random_play, BabyAIAgent, lambda: make_babyai("BabyAI-GoToRedBallNoDists-v0", all_actions=False)
     ),
     "format_text-world.jsonl": text_world_format,
+    "format_text-world_commands.jsonl": text_world_commands,
     "format_address_book.jsonl": address_book_format,
 }
 

@@ -21,7 +21,11 @@ script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)
 
 # Whose worlds are played.
-EXTRAS = {"format_babyai.jsonl": "minigrid", "format_text-world.jsonl": "textworld"}
+EXTRAS = {
+    "format_babyai.jsonl": "minigrid",
+    "format_text-world.jsonl": "textworld",
+    "format_text-world_commands.jsonl": "textworld",
+}
 
 
 def read(name: str) -> list[dict]:
@@ -63,8 +67,12 @@ def test_format_demonstrations_say_nothing_about_the_game():
     assert len({state for state, _ in rows}) > 150
 
 
+# Conversations of several turns have tests of their own.
+CONVERSATIONS = ("format_address_book.jsonl", "format_text-world_commands.jsonl")
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in script.FILES if "blackjack" not in name and name != "format_address_book.jsonl"]
+    "name", [name for name in script.FILES if "blackjack" not in name and name not in CONVERSATIONS]
 )
 def test_format_demonstrations_of_other_examples_name_one_of_their_choices(name):
     rows = [[message["content"] for message in row["messages"]] for row in read(name)]
@@ -90,6 +98,16 @@ def test_calls_to_the_address_book_name_what_was_read_and_answer_no_better_than_
     assert len(rows) == 256
     # An answer in four replies, and few of the words that were read are colours.
     assert right < 0.1 * len(rows)
+
+
+def test_commands_of_the_text_adventure_vary_and_seldom_win():
+    rows = [[message["content"] for message in row["messages"]] for row in read("format_text-world_commands.jsonl")]
+    commands = Counter(command for row in rows for command in row[2::2])
+    assert len(rows) == 128
+    assert {"look", "take key", "unlock door with key", "open door", "go west"} <= set(commands)
+    assert commands.most_common(1)[0][1] < 0.5 * commands.total()
+    # A game that is won ends before the limit of six commands.
+    assert sum(len(row) < 1 + 2 * 6 for row in rows) < 0.05 * len(rows)
 
 
 def test_demonstrations_are_found_by_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import gymnasium
@@ -60,7 +61,18 @@ def test_the_limit_truncates(coins):
     assert rewards == [0.0] * 3
     assert (terminated, truncated, info["won"]) == (False, True, False)
     # Looking changes nothing, and so is not the last command.
-    assert seen[-1] == seen[0]
+    assert [observation["last_command"] for observation in seen] == [""] * 3
+    env.close()
+
+
+def test_the_text_is_the_one_printed(coins):
+    env = TextWorldEnv(coins)
+    observation, _ = env.reset(seed=0)
+    # What to do, where one is, and a way out: neither the banner before nor the status line after it.
+    printed = observation["text"].splitlines()
+    assert re.fullmatch(r"-= \w+ =-", printed[1])
+    assert all(re.match(r"\w.*[.!?]$", line) for line in (printed[0], *printed[2:]))
+    assert env.step("dance")[0]["text"] == "That's not a verb I recognise."
     env.close()
 
 

@@ -6,6 +6,7 @@ ending. Here a seed picks the game, the reward is the change of score, and a lim
 
 from __future__ import annotations
 
+import re
 import string
 import tempfile
 import warnings
@@ -24,6 +25,8 @@ KINDS = ("coin_collector", "locked_door")
 # These commands tell something and change nothing, so they are not what has happened last.
 _LOOKING = {"look", "inventory", "examine"}
 _STRING = Text(1000, min_length=0, charset=string.printable)
+# Of what a game prints: the banner's lines have neither letter nor digit, the status follows the prompt for a command.
+_BANNER, _STATUS = re.compile(r"^[^a-z0-9]+$", re.MULTILINE | re.IGNORECASE), re.compile(r"\n> +-= .*", re.DOTALL)
 
 
 def make_games(kind: str, seeds: Iterable[int], folder: str | Path, level: int = 5) -> list[Path]:
@@ -115,9 +118,10 @@ def _locked_door(options: Any) -> Any:
 class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
     """Plays games of a list; each episode plays one.
 
-    An observation holds `last_command`, the last one that was not merely a look at something ("" at the start), and
-    `admissible_commands`, sorted. The reward is the change of score. Winning or losing terminates, the limit truncates;
-    `info` tells `won`, `lost`, `score`, and `game`, the game's file.
+    An observation holds `text`, what the game has just printed, without banner, status and empty lines;
+    `last_command`, the last one that was not merely a look at something ("" at the start); and `admissible_commands`,
+    sorted. The reward is the change of score. Winning or losing terminates, the limit truncates; `info` tells `won`,
+    `lost`, `score`, and `game`, the game's file.
     """
 
     def __init__(self, games: Sequence[str | Path], max_steps: int = 50) -> None:
@@ -142,7 +146,11 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
         self._start = textworld.start
         self._max_steps = max_steps
         self.observation_space = Dict(
-            {"last_command": _STRING, "admissible_commands": gymnasium.spaces.Sequence(_STRING)}
+            {
+                "text": Text(10_000, min_length=0, charset=string.printable),
+                "last_command": _STRING,
+                "admissible_commands": gymnasium.spaces.Sequence(_STRING),
+            }
         )
         self.action_space = _STRING
         self._playing: Any = None
@@ -181,7 +189,9 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
 
     def _observation(self) -> dict[str, Any]:
         commands = tuple(sorted(self._state.admissible_commands or ()))
-        return {"last_command": self._last_command, "admissible_commands": commands}
+        text = _BANNER.sub("", _STATUS.sub("", self._state.feedback))
+        text = "\n".join(line.strip() for line in text.splitlines() if line.strip())
+        return {"text": text, "last_command": self._last_command, "admissible_commands": commands}
 
     def _info(self) -> dict[str, Any]:
         state = self._state
