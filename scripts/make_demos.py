@@ -124,15 +124,17 @@ def text_world_commands(count: int = 128) -> Demonstrations:
 
 
 def address_book_format(count: int = 256) -> Demonstrations:
-    """Calls, and one answer in four replies, drawn at random from the words that the conversation holds already."""
+    """Random calls, each of the kind of word it takes: one that the conversation holds already, if there is one."""
     rng, env, prompts = random.Random(SEED), AddressBook(), cast(Any, Clerk.__new__(Clerk))
     rows: Demonstrations = []
     for seed in range(count):
         said, done, read = env.reset(seed=SEED + seed)[0], False, dict[str, None]()
         messages = [{"role": "system", "content": prompts.get_system_prompt()}]
         while not done:
-            read |= dict.fromkeys(word for word in re.findall(r"\w+", said) if word in {*PEOPLE, *CITIES, *COLOURS})
-            reply = f"{rng.choice(('find', 'find', 'find', 'answer'))} {rng.choice(list(read))}"
+            read |= dict.fromkeys(re.findall(r"\w+", said))
+            verb = rng.choice(("find", "find", "find", "answer"))
+            words = COLOURS if verb == "answer" else (*PEOPLE, *CITIES)
+            reply = f"{verb} {rng.choice([word for word in read if word in words] or words)}"
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
             said, _, done, _, _ = env.step(reply)
         rows.append({"messages": messages})

@@ -70,6 +70,15 @@ def test_the_entropy_coefficient_moves_within_its_bounds():
         LearnerConfig(entropy_floor=0.5, entropy_coef=0.0)
 
 
+def test_before_the_first_reward_advantages_say_nothing():
+    whiten, real = Whitening(), torch.ones(1, 2, dtype=torch.bool)
+    of_critic = torch.tensor([[0.01, -0.01]])
+    assert whiten(of_critic, real, rewarded=False).tolist() == [[0.0, 0.0]]
+    assert whiten(of_critic, real, rewarded=True).std().item() == pytest.approx(1.0, rel=1e-3)
+    # The critic has learnt from rewards now, so its differences tell something in a batch without any as well.
+    assert whiten(of_critic, real, rewarded=False).std().item() == pytest.approx(1.0, rel=1e-3)
+
+
 def test_advantages_that_say_next_to_nothing_are_not_blown_up():
     whiten, real = Whitening(), torch.ones(1, 4, dtype=torch.bool)
     varied = torch.tensor([[1.0, -1.0, 1.0, -1.0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
+import torch
 from torch import Tensor
 
 from .losses import masked_var, masked_whiten
@@ -28,7 +29,7 @@ class Whitening(Stateful):
 
     Once every action earns the same, what is left of the advantages is the critic's error. Scaled to full size it would
     drive the policy as hard as rewards did before, away from what it has learnt. So a deviation counts as no less than
-    a quarter of what was usual.
+    a quarter of what was usual. Before the first reward there is nothing but that error, and they all count as 0.
     """
 
     saved = ("_usual", "_latest")
@@ -38,8 +39,10 @@ class Whitening(Stateful):
         self._usual = 0.0
         self._latest: list[float] = []
 
-    def __call__(self, advantages: Tensor, real: Tensor) -> Tensor:
-        """Normalise advantages (E, T), of which `real` ones, bool (E, T), count."""
+    def __call__(self, advantages: Tensor, real: Tensor, rewarded: bool = True) -> Tensor:
+        """Normalise advantages (E, T), of which `real` ones, bool (E, T), count; `rewarded` if a reward is in them."""
+        if not (rewarded or self._latest):
+            return torch.zeros_like(advantages)
         deviation = masked_var(advantages, real).sqrt().item()
         if math.isfinite(deviation):
             self._latest = [*self._latest, deviation][-_MEDIAN_OF:]

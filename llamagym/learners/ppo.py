@@ -145,7 +145,7 @@ class PPO(Learner[ValueTargets]):
             )
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
-            advantages = self._whiten(advantages, real)
+            advantages = self._whiten(advantages, real, bool(rewards[real].any()))
         targets = ValueTargets(advantages[real], returns[real])
         self._size = typical_size(discounted_returns(sampled.rewards, config.gamma)[real])
         return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
