@@ -86,7 +86,7 @@ def test_format_demonstrations_of_other_examples_name_one_of_their_choices(name)
     assert len({observation for _, observation, _ in rows}) > 5
 
 
-def test_calls_to_the_address_book_name_what_was_read_and_answer_no_better_than_chance():
+def test_random_calls_to_the_address_book_are_seldom_right():
     rows = [[message["content"] for message in row["messages"]] for row in read("format_address_book.jsonl")]
     env, right = AddressBook(), 0.0
     for seed, row in enumerate(rows, script.SEED):
@@ -101,7 +101,7 @@ def test_calls_to_the_address_book_name_what_was_read_and_answer_no_better_than_
             assert word in said or not set(kinds[verb]) & set(said)
     assert len(rows) == 256
     # An answer in four replies, mostly before the right city has been looked up.
-    assert 0 < right < 0.15 * len(rows)
+    assert 0 < right < 0.2 * len(rows)
 
 
 def test_commands_of_the_text_adventure_vary_and_seldom_win():
