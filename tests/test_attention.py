@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llamagym.cpu import fused_layer
 from llamagym.engine import attention, prefix_cache, transformer
+from llamagym.engine.cpu import fused_layer
 from llamagym.engine.kv_cache import KVBuffer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model

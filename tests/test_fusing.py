@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from llamagym.cpu import fused_layer, rowwise
 from llamagym.engine import attention, prefix_cache
+from llamagym.engine.cpu import fused_layer, rowwise
 from llamagym.engine.kv_cache import KVBuffer, entries_of
 from llamagym.engine.masks import Tokens, causal
 from llamagym.models.peft_internals import acting_on_every_token

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 import llamagym
-from llamagym.cpu import numba_internals
+from llamagym.engine.cpu import numba_internals
 from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
 from tests.tiny import tiny_model, tiny_tokenizer

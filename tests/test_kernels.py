@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from llamagym.cpu import attention_backward, attention_kernel, compiling, rowwise
+from llamagym.engine.cpu import attention_backward, attention_kernel, compiling, rowwise
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of numbers near one: float32's sums differ in order, bfloat16's last result is rounded to 8 bits.
@@ -265,7 +265,7 @@ def test_they_run_where_nothing_can_be_kept(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled by the process that runs them")
 def test_the_first_process_computes_what_later_ones_do(tmp_path):
     code = (
-        "import hashlib, torch; from llamagym.cpu.attention_kernel import attend; torch.manual_seed(0);"
+        "import hashlib, torch; from llamagym.engine.cpu.attention_kernel import attend; torch.manual_seed(0);"
         "r = torch.randn;"
         "q, k, v = r(8, 30, 576), r(8, 30, 192), r(8, 30, 192); angles = r(1, 30, 64), r(1, 30, 64);"
         "seen = attend(q, k, v, angles, (r(8, 3, 50, 64), r(8, 3, 50, 64)), r(2, 3, 40, 64), r(1, 1, 30, 90), 0.1);"
@@ -294,7 +294,7 @@ def test_machine_code_of_another_version_is_not_run(tmp_path):
     """A function changes that a kernel of another file calls, which numba does not see."""
     package = tmp_path / "llamagym"
     shutil.copytree(KERNELS.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "import torch; from llamagym.cpu.rowwise import gated; print(gated(*torch.ones(2, 1, 1, 1)).item())"
+    code = "import torch; from llamagym.engine.cpu.rowwise import gated; print(gated(*torch.ones(2, 1, 1, 1)).item())"
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
     run = partial(subprocess.run, [sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
     before = float(run(capture_output=True).stdout)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.cpu import compiling
 from llamagym.engine import likelihood
 from llamagym.engine.acceleration import is_enabled
+from llamagym.engine.cpu import compiling
 from llamagym.engine.likelihood import logprobs_and_entropy, sums_in_groups
 from llamagym.policy.choices import entropy_from_logits
 

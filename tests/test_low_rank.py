@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import nn
 
-from llamagym.cpu.low_rank import add_low_rank
+from llamagym.engine.cpu.low_rank import add_low_rank
 from llamagym.models.peft_internals import low_rank_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from llamagym.cpu import packing
-from llamagym.cpu.packing import Packed
+from llamagym.engine.cpu import packing
+from llamagym.engine.cpu.packing import Packed
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 

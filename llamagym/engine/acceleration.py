@@ -1,4 +1,4 @@
-"""The only entry to `cpu/`: kernels that make the engine faster on a CPU, and are never required.
+"""The only entry to `engine/cpu/`: kernels that make the engine faster on a CPU, and are never required.
 
 `LLAMAGYM_CPU_KERNELS=0` switches them off; then everything runs on PyTorch's and transformers' own operations.
 """
@@ -26,7 +26,7 @@ def likelihood_kernels(logits: Tensor) -> ModuleType | None:
     """`cpu.likelihood` if it can compute with such logits, else None."""
     if not is_enabled() or logits.device.type != "cpu":
         return None
-    from ..cpu import compiling, likelihood  # numba takes a second to import
+    from .cpu import compiling, likelihood  # numba takes a second to import
 
     return likelihood if compiling.has_kernels(logits) else None
 
@@ -40,8 +40,8 @@ class Acceleration:
         self._fused: Any = None
         self._open = ExitStack()
         if is_enabled() and next(body.parameters()).device.type == "cpu":
-            from ..cpu.fused_layer import Fused
-            from ..cpu.packing import Packed
+            from .cpu.fused_layer import Fused
+            from .cpu.packing import Packed
 
             self._packed = Packed(lm, int(PACKED_SHARE * memory_bytes(torch.device("cpu"))))
             self._fused = Fused(body, self._packed, may_hold_scores)

@@ -24,8 +24,8 @@ from torch.nn import functional
 from workload import feign_update
 from workloads import WORKLOADS, agent_of, round_of, take_batch
 
-from llamagym.cpu import fused_layer
 from llamagym.engine import likelihood
+from llamagym.engine.cpu import fused_layer
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.policy.choice_cache import ChoiceCache
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ..models.peft_internals import base_of, is_low_rank, low_rank_of
-from ..models.torch_internals import hooks_of
-from ..models.transformers_internals import attention_function, attention_of, has_attention, rotate
+from ...models.peft_internals import base_of, is_low_rank, low_rank_of
+from ...models.torch_internals import hooks_of
+from ...models.transformers_internals import attention_function, attention_of, has_attention, rotate
 from .attention_backward import attend_with_gradients
 from .attention_kernel import attend
 from .compiling import has_kernels

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
-from ..learners.alarms import Alarms
+from ...errors import ConfigError
+from ...learners.alarms import Alarms
 
 # Transcripts of a run that the page holds, spread evenly over what was recorded.
 _TRANSCRIPTS = 200

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.peft_internals import adapters_by_module, merged_into
-from ..models.torch_internals import Product, can_pack, pack, pack_float16, versions_of
+from ...models.peft_internals import adapters_by_module, merged_into
+from ...models.torch_internals import Product, can_pack, pack, pack_float16, versions_of
 
 # The error that float16 may cause, relative to a matrix's norm: float32's own rounding. bfloat16's smallest numbers,
 # far below a matrix's others, underflow in float16.

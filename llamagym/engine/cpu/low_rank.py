@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.peft_internals import LowRank
+from ...models.peft_internals import LowRank
 
 
 def add_low_rank(product: Tensor, inputs: Tensor, low_rank: LowRank) -> Tensor:
