@@ -45,7 +45,7 @@ def check_keys(keys: Sequence[Any], what: str) -> None:
     for key in keys:
         if isinstance(key, tuple):
             check_keys(key, what)
-        elif not (key is None or isinstance(key, (str, Real))):
+        elif not (key is None or isinstance(key, (str, int, Real))):  # the last takes longest
             raise EpisodeError(
                 f"The {what} {key!r} is a {type(key).__name__}. Pass a number, a string, or a tuple of such."
             )

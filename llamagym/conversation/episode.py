@@ -7,7 +7,7 @@ and sampled; nothing is decoded and encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -281,16 +281,18 @@ class Conversation:
                 turn.reward = reward
             raise
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """While open, an exception takes back all that was observed and answered, as if it had never been."""
+    def savepoint(self) -> Callable[[], None]:
+        """A function that takes back all that is observed and answered after this, as if it had never been.
+
+        A context would be clearer, and for hundreds of conversations a step takes a tenth of its time.
+        """
         turns, messages, flags = len(self.turns), len(self.messages), (self.pending, self.learns, self.awaits_reward)
-        try:
-            yield
-        except BaseException:
+
+        def roll_back() -> None:
             del self.turns[turns:], self.messages[messages:]
             self.pending, self.learns, self.awaits_reward = flags
-            raise
+
+        return roll_back
 
 
 def _check_choices(choices: Sequence[Sequence[Any]], offered: Any) -> None:

@@ -313,6 +313,8 @@ class LearningActor(Actor):
         self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any], infos: Sequence[Any]
     ) -> dict[int, float]:
         """The critic's estimate of each final observation, by index into `env_ids`."""
+        if not cut:
+            return {}
         contexts = [
             self._conversations[env_ids[index]].observe(self.text_of(finals[index], infos[index]), self.response_prefix)
             for index in cut

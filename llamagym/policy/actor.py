@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -198,12 +198,14 @@ class Actor(TextInterface):
     @contextmanager
     def undone_on_error(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
         """While open, an exception takes back the turns of these environments, and the random numbers they drew."""
-        with ExitStack() as undone:
-            undone.enter_context(self._no_new_conversations_on_error())
-            undone.enter_context(redrawn_on_error(self.policy.rng))
-            for env_id in env_ids:
-                undone.enter_context(self.conversation(env_id).undone_on_error())
-            yield
+        with self._no_new_conversations_on_error(), redrawn_on_error(self.policy.rng):
+            roll_backs = [self.conversation(env_id).savepoint() for env_id in env_ids]
+            try:
+                yield
+            except BaseException:
+                for roll_back in roll_backs:
+                    roll_back()
+                raise
 
     @contextmanager
     def _no_new_conversations_on_error(self) -> Iterator[None]:

@@ -154,10 +154,7 @@ class Policy:
 
     def seed(self, seed: int | None) -> None:
         """Restart the sampling's random numbers."""
-        if seed is None:
-            self.rng.seed()
-        else:
-            self.rng.manual_seed(int(seed))
+        self.rng.manual_seed(self.rng.seed() if seed is None else int(seed))
 
     def enable_reference(self) -> None:
         """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
@@ -211,12 +208,14 @@ class Policy:
             segments: Without pending prompts.
             reference: Ask the reference policy instead; without gradients.
         """
+        self._notice_changes()
         return evaluate_turns(segments, lambda trees: self._read(trees, reference))
 
     @alone
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
         """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
+        self._notice_changes()
         trees = [TokenTree.from_segment(context) for context in contexts]
         check_room(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
@@ -225,6 +224,7 @@ class Policy:
     @torch.no_grad()
     def values(self, contexts: Sequence[Segment]) -> list[float]:
         """The critic's estimate at each context's pending prompt, in reward units."""
+        self._notice_changes()
         trees = [TokenTree.from_segment(context) for context in contexts]
         check_room(trees, self.max_length)
         results: dict[int, float] = {}
@@ -244,6 +244,7 @@ class Policy:
             segments: Where replies are decided.
             critic: Whether the value head's features are standardised too.
         """
+        self._notice_changes()
         trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # In a single context nothing differs; a later batch may hold more.
@@ -275,7 +276,6 @@ class Policy:
 
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
-        self._notice_changes()
         scored = {tree: self._choice_cache[tree] for tree in trees if tree in self._choice_cache}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in scored]
         self._measure_priors(fresh)
@@ -323,7 +323,7 @@ class Policy:
         self._state.keep()
 
     def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
-        self._notice_changes()
+        """Read trees; the caller has noticed changes, which each public method does once, at its beginning."""
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
         with self._without_adapter() if reference else nullcontext(), backbone.ready():
             return read(
