@@ -5,11 +5,13 @@ python examples/address_book.py
 
 from __future__ import annotations
 
+import random
+
 import script
 
 from llamagym import Agent
 from llamagym.conversation.demonstrations import included
-from llamagym.envs.address_book import AddressBook
+from llamagym.envs.address_book import AddressBook, random_call
 
 FORMAT = included("format_address_book")
 
@@ -30,13 +32,30 @@ class Clerk(Agent):
         return response
 
 
+def random_calls(episodes: int = 256) -> float:
+    """Share of episodes that random calls answer right."""
+    rng, env, right = random.Random(0), AddressBook(), 0.0
+    for seed in range(episodes):
+        said, done = env.reset(seed=script.HELD_OUT_SEED + seed)[0], False
+        while not done:
+            told, reward, done, _, _ = env.step(random_call(rng, said))
+            said, right = said + told, right + reward
+    return right / episodes
+
+
 def main() -> None:
     """Load, show the format by random calls, learn, and report."""
     args = script.parser(__doc__, episodes=5_000, num_envs=64, eval_every=5, eval_episodes=256).parse_args()
     agent = script.load(args, Clerk, "episode", lora_layer_fraction=0.5, max_new_tokens=8)
     if not args.resume:
         print(agent.sft_from_jsonl(FORMAT))
-    script.learn(args, agent, AddressBook, script.play_held_out(agent, AddressBook, args), {"optimum": 1.0})
+    script.learn(
+        args,
+        agent,
+        AddressBook,
+        script.play_held_out(agent, AddressBook, args),
+        {"random": random_calls(), "optimum": 1.0},
+    )
 
 
 if __name__ == "__main__":

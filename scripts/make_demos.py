@@ -16,7 +16,6 @@ import functools
 import importlib
 import json
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from frozenlake import FrozenLakeAgent
 
 from llamagym import Agent
 from llamagym.conversation.demonstrations import INCLUDED
-from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
+from llamagym.envs.address_book import AddressBook, random_call
 from llamagym.envs.babyai import make_babyai
 from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
 
@@ -124,19 +123,17 @@ def text_world_commands(count: int = 128) -> Demonstrations:
 
 
 def address_book_format(count: int = 256) -> Demonstrations:
-    """Random calls, each of the kind of word it takes: one that the conversation holds already, if there is one."""
+    """Whole conversations of random calls."""
     rng, env, prompts = random.Random(SEED), AddressBook(), cast(Any, Clerk.__new__(Clerk))
     rows: Demonstrations = []
     for seed in range(count):
-        said, done, read = env.reset(seed=SEED + seed)[0], False, dict[str, None]()
-        messages = [{"role": "system", "content": prompts.get_system_prompt()}]
+        said, done = env.reset(seed=SEED + seed)[0], False
+        told, messages = said, [{"role": "system", "content": prompts.get_system_prompt()}]
         while not done:
-            read |= dict.fromkeys(re.findall(r"\w+", said))
-            verb = rng.choice(("find", "find", "find", "answer"))
-            words = COLOURS if verb == "answer" else (*PEOPLE, *CITIES)
-            reply = f"{verb} {rng.choice([word for word in read if word in words] or words)}"
+            reply = random_call(rng, told)
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
             said, _, done, _, _ = env.step(reply)
+            told += said
         rows.append({"messages": messages})
     return rows
 

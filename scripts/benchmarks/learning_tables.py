@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 
-from runs import ABLATIONS, COMPARISONS, RESULTS, TITLES, Run, half_width, runs_by_name, table_row
+from runs import ABLATIONS, COMPARISONS, RESULTS, TITLES, Run, half_width, runs_by_name, table_row, title
 
 # The results' folder as pages in docs/ link to it.
 _LINK = "../scripts/benchmarks/learning/results"
@@ -21,6 +21,10 @@ _TARGETS = {
     "babyai": "0.9",
     "taxi": "7.5",
     "guess_number": "0.95",
+    "address_book": "0.8",
+    "cartpole-two-decimals": "450",
+    "text-world-printed": "0.9",
+    "babyai-go-to-local": "0.85",
 }
 # Variants of a recipe, by the name of their result files; a learning rate of 0 is the control.
 _VARIANTS = {
@@ -47,7 +51,7 @@ def summary() -> str:
         baselines, hardware = runs[0]["baselines"], runs[0]["hardware"]
         native = "bfloat16" if "with native bfloat16" in hardware["processor"] else "float32"
         cells = [
-            TITLES.get(name, name).removesuffix(", bfloat16").removesuffix(" in bfloat16"),
+            title(name, runs).removesuffix(", bfloat16").removesuffix(" in bfloat16"),
             number(statistics.mean(run["expected_return_before"] for run in runs)),
             f"{number(statistics.mean(after))} ({number(min(after))})",
             *(number(baselines[baseline]) if baseline in baselines else "" for baseline in ("random", "optimum")),
@@ -67,9 +71,9 @@ def results() -> str:
     plots = []
     for name, runs in runs_by_name().items():
         seeds = " ".join(f"[{run['seed']}]({_LINK}/{run['file']})" for run in runs)
-        title = TITLES.get(name, name)
+        called = title(name, runs)
         cells = [
-            f"{title} {seeds}",
+            f"{called} {seeds}",
             number(statistics.mean(run["expected_return_before"] for run in runs)),
             *(over_seeds([run[f"expected_return_{how}"] for run in runs]) for how in ("after", "greedy")),
             _TARGETS.get(name.removesuffix("-bfloat16"), ""),
@@ -81,7 +85,7 @@ def results() -> str:
         ]
         lines.append(table_row(*cells))
         if (RESULTS / f"{name}.png").exists():
-            plots += ["", f"![Learning curves: {title}]({_LINK}/{name}.png)"]
+            plots += ["", f"![Learning curves: {called}]({_LINK}/{name}.png)"]
     hardware = [run["hardware"] for runs in runs_by_name().values() for run in runs]
     machines = dict.fromkeys(f"{of_run['cores']} cores of an {of_run['processor']}" for of_run in hardware)
     lines += [
@@ -126,7 +130,7 @@ def ablations() -> str:
 def words() -> str:
     """What learning owes to the language model, in a sentence a task, for the README."""
     tasks = [
-        f"{TITLES[task].removesuffix(', one seed')} {usual} with the model and words, {random} with random weights of "
+        f"{TITLES[task]} {usual} with the model and words, {random} with random weights of "
         f"the same architecture, {numbers} with observations as bare numbers (best {optimum})"
         for task, usual, random, numbers, optimum in _compared("after")
     ]
@@ -145,7 +149,7 @@ def comparisons() -> str:
             files = [f"{_LINK}/{_COMPARED[task]}-seed0.json"]
             files += [f"{_LINK}/comparisons/{task}-{kind}-seed0.json" for kind in ("random", "numbers")]
             cells = [f"[{value}]({file})" for value, file in zip((usual, random, numbers), files, strict=True)]
-            lines.append(table_row(TITLES[task].removesuffix(", one seed"), name, *cells, optimum))
+            lines.append(table_row(TITLES[task], name, *cells, optimum))
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from runs import RESULTS, TITLES, Run, half_width, runs_by_name
+from runs import RESULTS, Run, half_width, runs_by_name, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def learning(name: str, runs: list[Run]) -> Figure:
     panels[0].set_ylim(min(values) - margin, max(values) + margin)
     panels[0].set_ylabel(f"expected return, {'greedy' if is_greedy(runs[0]) else 'sampled'} policy")
     panels[1].legend(fontsize=8, loc="lower right")
-    figure.suptitle(TITLES.get(name, name), fontsize=11)
+    figure.suptitle(title(name, runs), fontsize=11)
     return figure
 
 

@@ -18,18 +18,21 @@ COMPARISONS = RESULTS / "comparisons"
 TITLES = {
     "blackjack": "Blackjack",
     "blackjack-bfloat16": "Blackjack in bfloat16",
-    "blackjack-defaults": "Blackjack with the defaults, one seed",
+    "blackjack-defaults": "Blackjack with the defaults",
     "blackjack-free-text": "Blackjack in free text",
     "blackjack-free-text-bfloat16": "Blackjack in free text, bfloat16",
     "frozenlake": "FrozenLake",
-    "frozenlake-defaults": "FrozenLake with the defaults, one seed",
-    "address_book": "Tool calls in free text, one seed",
+    "frozenlake-defaults": "FrozenLake with the defaults",
+    "address_book": "Tool calls in free text, whole conversation",
     "cartpole": "CartPole",
+    "cartpole-two-decimals": "CartPole to two decimals",
     "text-world": "TextWorld, unseen games",
+    "text-world-printed": "TextWorld as printed, whole conversation, unseen games",
     "babyai": "BabyAI, unseen missions",
-    "taxi": "Taxi, one seed",
+    "babyai-go-to-local": "BabyAI GoToLocal, unseen missions",
+    "taxi": "Taxi",
     "mastermind": "Mastermind, whole conversation",
-    "guess_number": "Guess the number, whole conversation, one seed",
+    "guess_number": "Guess the number, whole conversation",
 }
 
 Run = dict[str, Any]
@@ -42,6 +45,11 @@ def runs_by_name(folder: Path | None = None) -> dict[str, list[Run]]:
         run = {"file": path.name, **json.loads(path.read_text(encoding="utf-8"))}
         found.setdefault(path.stem.rpartition("-seed")[0], []).append(run)
     return {name: sorted(runs, key=lambda run: int(run["seed"])) for name, runs in found.items()}
+
+
+def title(name: str, runs: Sequence[Run]) -> str:
+    """What an experiment is called, and that one run is but one."""
+    return TITLES.get(name, name) + (", one seed" if len(runs) == 1 else "")
 
 
 def table_row(*cells: str) -> str:
