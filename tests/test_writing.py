@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.engine.likelihood import sums_in_groups
-from llamagym.engine.space import Space
-from llamagym.policy.sampling import draw, draw_tokens
+from llamagym.policy.sampling import draw
 from tests.agents import WordAgent, make_agent, touch_weights
 from tests.tiny import FAMILIES
 
@@ -84,7 +82,6 @@ def test_nothing_is_read_from_memory_that_was_never_written(activated):
     try:
         for _ in range(2):
             replies += say(agent, ["x", "xyz", "x" * 9] * 8)[0]
-            agent.policy._backbone.space._kept.fill_(torch.nan)
         with torch.no_grad():
             now = agent.policy.evaluate([agent.conversation(env).current_segment() for env in range(24)])
     finally:
@@ -117,35 +114,6 @@ def test_a_prompt_is_rendered_once(monkeypatch):
     assert (template.first_prompt("s", "x"), template.next_prompt("x", None)) == expected
     assert len(rendered) == 2
     assert template.first_prompt("s", "y") != expected[0]
-
-
-def test_memory_is_taken_again_where_it_suffices():
-    space, like = Space(max_bytes=400), torch.empty(0)
-    first = space.take(like, (4, 20))
-    assert space.take(like, (3, 5)).data_ptr() == first.data_ptr()
-    larger = space.take(like, (10, 10))
-    assert larger.shape == (10, 10)
-    assert space.take(like, (4, 20)).data_ptr() == larger.data_ptr() != first.data_ptr()
-    # What is too large is not kept, and what is kept is not lost by it.
-    assert space.take(like, (101,)).shape == (101,)
-    assert space.take(like, (100,)).data_ptr() == larger.data_ptr()
-    assert space.take(like.half(), (4,)).dtype == torch.float16
-
-
-# One group a token, groups of one size, and groups of which some have no weight.
-@pytest.mark.parametrize(
-    "probabilities", [[0.0, 0.5, 0.5], [0.0, 0.5, 0.0, 0.3, 0.2, 0.0], [0.0] * 6 + [0.7, 0.0, 0.3]]
-)
-def test_draws_follow_the_distribution(probabilities):
-    rng = torch.Generator().manual_seed(0)
-    rows = torch.arange(2).repeat(50_000)
-    logits = torch.tensor([probabilities, probabilities[::-1]]).log()
-    drawn = draw_tokens(logits, *sums_in_groups(logits), rows, rng)
-    for row, expected in enumerate((probabilities, probabilities[::-1])):
-        share = drawn[rows == row].bincount(minlength=len(expected)) / 50_000
-        assert share[torch.tensor(expected) == 0].sum() == 0
-        # Five standard errors.
-        assert share.tolist() == pytest.approx(expected, abs=0.011)
 
 
 def test_a_draw_is_in_proportion_to_weights():

@@ -32,7 +32,7 @@ class Decoder:
         """Prepare replies of up to `max_new_tokens` tokens.
 
         Args:
-            backbone: The model; no other decoder may be using it.
+            backbone: The model.
             trees: Contexts with one shared prefix and generation prompts of one length.
             max_new_tokens: Of a reply.
         """
@@ -45,7 +45,7 @@ class Decoder:
         columns = self._start + self._prompt_length + max_new_tokens
         prefix = torch.cat(backbone.prefix(trees[0].prefix))
         is_shared = backbone.shares(prefix, len(trees))
-        self._buffer = KVBuffer(prefix, len(trees), columns, is_shared, backbone.space)
+        self._buffer = KVBuffer(prefix, len(trees), columns, is_shared)
         # Outputs of the trunk and of the layers above it, for each row's columns from `_start` on.
         self._states = backbone.new_states(2, len(trees), columns - self._start)
         self._rows: dict[PartialReply, int] = {}

@@ -14,13 +14,12 @@ from transformers import Cache
 
 from ..models.transformers_internals import DynamicLayer, InitializedLayer
 from .radix_tree import Activations
-from .space import Space
 
 
 class KVBuffer:
     """Keys and values of several rows, with columns free for more; the first columns are a prefix of all rows."""
 
-    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool, space: Space | None = None) -> None:
+    def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool) -> None:
         """Allocate it, filled with the prefix alone.
 
         Args:
@@ -28,13 +27,11 @@ class KVBuffer:
             rows: How many.
             columns: How many entries a row can hold, those of the prefix included.
             is_shared: Whether all rows attend to one prefix (see `attention`); otherwise each row has a copy.
-            space: Memory to reuse, which invalidates the buffer that took it before; None allocates.
         """
         layers, heads, length, width = prefix.shape
         self._prefix = prefix if is_shared else None
         self._first = length if is_shared else 0
-        sizes = layers, rows, heads, columns - self._first, width
-        self._entries = prefix.new_empty(sizes) if space is None else space.take(prefix, sizes)
+        self._entries = prefix.new_empty(layers, rows, heads, columns - self._first, width)
         if not is_shared:
             self._entries[..., :length, :] = prefix[:, None]
 

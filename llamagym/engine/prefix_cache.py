@@ -25,14 +25,12 @@ from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .kv_cache import KVBuffer
 from .masks import Tokens, causal
 from .radix_tree import Activations, Ids, Part, RadixTree
-from .space import Space
 from .token_tree import Batch, Decision, TokenTree
 from .transformer import Transformer
 
 # Kept at most: this share of the device's memory, or so many bytes where it is unknown. A token takes 25 kB in a 135M
 # model.
 _KEPT_SHARE, _KEPT_BYTES = 1 / 8, 2**30
-_SPACE_BYTES = 128 * 2**20  # For KV buffers: 64 rows of 40 tokens take 60 MB in a 135M model.
 # Tokens in one pass.
 _PREFILL_TOKENS = 2048
 # What the trunk makes of tokens, and what the layers above make of histories; what these make of a reply is filed under
@@ -61,7 +59,6 @@ class PrefixCache(Transformer):
     Attributes:
         history_is_frozen: Whether histories do not depend on what is trained.
         tokens_forwarded: Tokens, with what padding there was, that went through the model so far.
-        space: Memory of the KV buffer in use.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead) -> None:
@@ -70,7 +67,6 @@ class PrefixCache(Transformer):
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
         self._tree = RadixTree(int(_KEPT_SHARE * memory_bytes(self.device)) or _KEPT_BYTES)
-        self.space = Space(_SPACE_BYTES)
         if self.history_is_frozen:
             self._split()
         # Passes to come multiply by other copies than these first ones, which were not fused.

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from common import RESULTS, save
 from torch.nn import functional
 from workload import feign_update
@@ -87,10 +86,6 @@ def _add_low_rank(product: Any, inputs: Any, low_rank: Any) -> Any:
     return product.to(inputs.dtype)
 
 
-def _without_space(agent: Any) -> AbstractContextManager[Any]:
-    return patch.multiple(agent.policy._backbone.space, _max_bytes=0, _kept=torch.empty(0))
-
-
 @contextmanager
 def _without_attention_backward(agent: Any) -> Iterator[None]:
     layers = _acceleration(agent)._fused._layers.values()
@@ -111,7 +106,6 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/attention_kernel": lambda agent: patch.multiple(fused_layer, _MANY_TOKENS=0, _MANY_COLUMNS=0),
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
-    "engine/space": _without_space,
     "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone, "_can_share", False),
     "policy/choice_cache": lambda agent: patch.object(agent.policy, "_choice_cache", ChoiceCache(0)),
 }
