@@ -5,15 +5,16 @@ python scripts/benchmarks/versions.py /tmp/before
 
 Each version is a process of its own that knows only what users know, with the same options; both have the packages of
 this environment. An update of several steps, as users have them, follows every few games, so acting meets new weights
-as often as it does for them. CPU time, since what else runs on a machine sways it least.
+as often as it does for them. CPU time, since what else runs on a machine sways it least. What a run leaves out stays as
+it was measured before; each workload names its commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ENVIRONMENT, ROOT, Rate, Rival, rates_in_turn, save, serve
+from common import ENVIRONMENT, RESULTS, ROOT, Rate, Rival, git, rates_in_turn, save, serve
 
 WORDS = ("red", "green", "old", "new", "small", "large", "door", "key", "lamp", "river", "bridge", "tower", "stone")
 OPTIONS = {
@@ -46,6 +47,9 @@ WORKLOADS = {
     "conversation": (16, 6, 1, 30, 16, "episode"),
     "single": (1, 4, 4, 10, 32, "turn"),
 }
+# Turns acted and learnt from, and, since replies in free text differ in length, tokens learnt from, each a second of CPU
+# time; memory in GiB.
+WORK = ("act", "learn", "learn_tokens", "memory")
 
 
 def observations(words: int) -> Iterator[str]:
@@ -81,7 +85,7 @@ def serve_version(kind: str) -> None:
     sampling = {"max_new_tokens": max(tokens, 1)}
     agent: Any = Player(model, tokenizer, device, sampling, OPTIONS, context=context, seed=0)
     texts, ids = observations(words), list(range(num_envs))
-    spent = {"act": 0.0, "learn": 0.0}
+    spent = {"act": 0.0, "learn": 0.0, "learn_tokens": 0}
 
     def play() -> None:
         started = time.process_time()
@@ -92,9 +96,10 @@ def serve_version(kind: str) -> None:
             agent.terminate_episodes(ids)
         spent["act"] = time.process_time() - started
         batch, agent._buffer = agent._buffer, []
-        started = time.process_time()
+        started, forwarded = time.process_time(), agent.policy.tokens_forwarded
         agent.learner.update(batch)
         spent["learn"] = time.process_time() - started
+        spent["learn_tokens"] = agent.policy.tokens_forwarded - forwarded
 
     def act() -> float:
         play()
@@ -103,10 +108,13 @@ def serve_version(kind: str) -> None:
     def learn() -> float:
         return num_envs * turns * games / spent["learn"]
 
+    def learn_tokens() -> float:
+        return spent["learn_tokens"] / spent["learn"]
+
     def memory() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
-    rates: dict[str, Rate] = {"act": act, "learn": learn, "memory": memory}
+    rates: dict[str, Rate] = {"act": act, "learn": learn, "learn_tokens": learn_tokens, "memory": memory}
     serve(rates, "llamagym")
 
 
@@ -122,11 +130,11 @@ def compare(kind: str, folders: dict[str, Path], rounds: int) -> dict[str, Any]:
         rates = {
             (name, work): (lambda rival=rival, work=work: rival.rate(work))
             for name, rival in rivals.items()
-            for work in ("act", "learn", "memory")
+            for work in WORK
         }
         measured = rates_in_turn(rates, rounds)
-    result: dict[str, Any] = {}
-    for work in ("act", "learn", "memory"):
+    result: dict[str, Any] = {"commit": git("rev-parse", "HEAD")}
+    for work in WORK:
         before, after = (measured[name, work] for name in ("before", "after"))
         result[work] = {"before": before, "after": after, "ratio": after["median"] / before["median"]}
         print(f"{kind} {work}: {before['median']:.2f} before, {after['median']:.2f} after", flush=True)
@@ -146,11 +154,13 @@ def main() -> None:
         return
     if args.before is None:
         parser.error("name a checkout of the earlier version")
-    git = ["git", "-C", str(args.before), "rev-parse", "HEAD"]
-    earlier = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    earlier = git("-C", str(args.before.resolve()), "rev-parse", "HEAD")
     folders = {"before": args.before.resolve(), "after": ROOT}
     results = {kind: compare(kind, folders, args.rounds) for kind in args.workloads}
-    save(f"versions-{earlier[:7]}", {"before": earlier, "options": OPTIONS, "workloads": results})
+    name = f"versions-{earlier[:7]}"
+    result = RESULTS / f"{name}.json"
+    measured = json.loads(result.read_text())["workloads"] if result.exists() else {}
+    save(name, {"before": earlier, "options": OPTIONS, "workloads": measured | results})
 
 
 if __name__ == "__main__":
