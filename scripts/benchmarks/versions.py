@@ -47,7 +47,7 @@ WORKLOADS = {
     "conversation": (16, 6, 1, 30, 16, "episode"),
     "single": (1, 4, 4, 10, 32, "turn"),
 }
-# Turns acted and learnt from, and, since replies in free text differ in length, tokens learnt from, each a second of CPU
+# Turns acted and learnt from, and tokens learnt from, since replies in free text differ in length, a second of CPU
 # time; memory in GiB.
 WORK = ("act", "learn", "learn_tokens", "memory")
 
