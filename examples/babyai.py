@@ -57,11 +57,6 @@ def main() -> None:
         __doc__,
         episodes=12_000,
         num_envs=64,
-        batch_size=4096,
-        mini_batch_size=1024,
-        learning_rate=1e-3,
-        target_kl=0.03,
-        entropy_coef=0.01,
         eval_every=10,
         eval_episodes=256,
     )
@@ -73,16 +68,7 @@ def main() -> None:
     score_in = functools.partial(make_scored, args.level, args.all_actions)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
-    layers = 0.5 if args.context == "episode" else None
-    agent = script.load(
-        args,
-        kind,
-        args.context,
-        lora_layer_fraction=layers,
-        ppo_epochs=2,
-        value_learning_rate=3e-4,
-        cliprange_value=0.2,
-    )
+    agent = script.load(args, kind, args.context, lora_layer_fraction=0.5 if args.context == "episode" else None)
     script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
 
 
