@@ -239,11 +239,15 @@ def test_the_interval_holds_the_mean_and_shrinks_with_the_sample():
 def test_free_text_without_a_fallback_is_told_at_the_start(caplog):
     class Talker(WordAgent):
         def extract_action(self, response):
-            return len(response) % 3
+            return len(response) % 3 if response else None
 
     class Prepared(Talker):
         def fallback_action(self, observation):
             return 0
+
+    class Taker(WordAgent):
+        def extract_action(self, response):
+            return len(response) % 3
 
     with caplog.at_level(logging.WARNING):
         train(make_agent(Talker), CountdownEnv, 1, 1)
@@ -252,8 +256,8 @@ def test_free_text_without_a_fallback_is_told_at_the_start(caplog):
     assert "define fallback_action(observation)" in told[0]
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        train(make_agent(Prepared), CountdownEnv, 1, 1)
-        train(make_agent(ChoiceAgent), CountdownEnv, 1, 1)
+        for kind in (Prepared, Taker, ChoiceAgent):
+            train(make_agent(kind), CountdownEnv, 1, 1)
     assert not any("will end the training" in message for message in caplog.messages)
 
 

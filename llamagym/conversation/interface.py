@@ -81,6 +81,14 @@ class TextInterface(ABC):
         """Whether the class says what to do when a reply names no action."""
         return type(self).fallback_action is not TextInterface.fallback_action
 
+    @property
+    def takes_any_reply(self) -> bool:
+        """Whether even an empty reply names an action."""
+        try:
+            return self.extract_action("") is not None
+        except Exception:  # whatever the user's code makes of it
+            return False
+
     def _told(self, method: str, info: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"info": {} if info is None else info} if method in self._informed else {}
 

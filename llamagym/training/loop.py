@@ -189,7 +189,7 @@ def train(
             run.load_state_dict(before)
             trackers.rewind(before["tracker"])
             progress.resume(run.returns, len(run.updates))
-        if play.awaits_free_text() and not agent.has_fallback:
+        if play.awaits_free_text() and not (agent.has_fallback or agent.takes_any_reply):
             logger.warning(
                 "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
             )
