@@ -293,14 +293,15 @@ def test_a_change_of_any_source_is_another_stamp(name: str, tmp_path):
 def test_machine_code_of_another_version_is_not_run(tmp_path):
     """A function changes that a kernel of another file calls, which numba does not see."""
     package = tmp_path / "llamagym"
-    shutil.copytree(KERNELS.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(KERNELS.parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
     code = "import torch; from llamagym.engine.cpu.rowwise import gated; print(gated(*torch.ones(2, 1, 1, 1)).item())"
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
     run = partial(subprocess.run, [sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
     before = float(run(capture_output=True).stdout)
-    source = (package / "cpu" / "compiling.py").read_text()
+    copied = package / "engine" / "cpu" / "compiling.py"
+    source = copied.read_text()
     result = "return np.float32(0) if is_nothing else "
     assert source.count(result) == 1
-    (package / "cpu" / "compiling.py").write_text(source.replace(result, result + "np.float32(2) * "))
+    copied.write_text(source.replace(result, result + "np.float32(2) * "))
     after = float(run(capture_output=True).stdout)
     assert (before, after) == pytest.approx((1 / (1 + math.exp(-1)), 1 / (1 + 2 * math.exp(-1))))
