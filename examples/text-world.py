@@ -72,7 +72,7 @@ def main() -> None:
         eval_episodes=100,
     )
     options.add_argument("--printed", action="store_true", help="read what the game prints, the whole conversation")
-    options.add_argument("--free-text", action="store_true", help="write commands instead of choosing one; --printed")
+    options.add_argument("--free-text", action="store_true", help="write commands, not choose; implies --printed")
     options.add_argument("--game", choices=KINDS, default="coin_collector")
     options.add_argument("--level", type=int, default=5, help="of the coin collector: number of rooms")
     options.add_argument("--max-steps", type=int, default=25, help="of an episode")

@@ -284,7 +284,7 @@ class Conversation:
     def savepoint(self) -> Callable[[], None]:
         """A function that takes back all that is observed and answered after this, as if it had never been.
 
-        A context would be clearer, and for hundreds of conversations a step takes a tenth of its time.
+        A closure, not a context manager: entering one per conversation took 6 % of a step of 64 environments.
         """
         turns, messages, flags = len(self.turns), len(self.messages), (self.pending, self.learns, self.awaits_reward)
 
