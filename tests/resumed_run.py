@@ -20,6 +20,7 @@ from tests.agents import ChoiceAgent, WordAgent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "learning_rate": 0.01, "warmup_steps": 1, "target_kl": None}
+SIZES["cooldown"] = 1.0  # each update at a rate of its own
 _REFERENCE = {"init_kl_coef": 0.2, "adap_kl_ctrl": True, "target": 0.01, "horizon": 20}
 
 

@@ -219,6 +219,23 @@ def test_time_ends_a_training_and_a_resumed_one_counts_what_was_spent(tmp_path):
     assert run(0.1).turns - first.turns > 2
 
 
+@pytest.mark.parametrize("budget", [{"episodes": 40}, {"turns": 120}])
+@pytest.mark.parametrize(
+    ("algorithm", "cooldown", "falls"), [("ppo", 0.5, True), ("grpo", 0.5, True), ("ppo", 0, False)]
+)
+def test_rates_and_bonus_fall_to_0_at_the_end_of_a_run(budget, algorithm, cooldown, falls):
+    options = {"batch_size": 12, "warmup_steps": 1, "target_kl": None, "cooldown": cooldown, "entropy_coef": 0.01}
+    options |= {"group_size": 4} if algorithm == "grpo" else {}
+    agent = make_agent(ChoiceAgent, context="turn", algorithm=algorithm, **{algorithm: options})
+    updates = train(agent, functools.partial(CountdownEnv, 3), num_envs=4, **budget).updates
+    full = agent.learner.config.learning_rate
+    # Ten updates of a batch each; a tenth of the run is over when the second batch begins.
+    expected = [min(1.0, (1 - number / 10) / 0.5) if falls else 1.0 for number in range(10)]
+    assert [update["learning_rate"] for update in updates] == pytest.approx([full * scale for scale in expected])
+    assert [update["entropy_coef"] for update in updates] == pytest.approx([0.01 * scale for scale in expected])
+    assert agent.learner.cooldown.scale == 1, "what comes after the run is not its end"
+
+
 def test_copies_where_no_number_is_given():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"batch_size": 6, "group_size": 3})
     assert train(agent, CountdownEnv, episodes=1).turns == 63 * 3

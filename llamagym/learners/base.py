@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -33,11 +32,11 @@ from . import ranks
 from .batches import Batching
 from .checks import check_episodes, check_precision
 from .config import LearnerConfig
-from .controllers import AdaptiveKLController, EntropyController, RateController, Whitening
+from .controllers import AdaptiveKLController, Cooldown, EntropyController, RateController, Whitening
 from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
-from .rollout import Sampled, collect, measure_kl, outcomes, own_share, shortest_opening
+from .rollout import Sampled, Targets, collect, measure_kl, outcomes, own_share, shortest_opening
 from .state import restore, state_of
 from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_
 from .trust_region import TrustRegion, farthest
@@ -56,17 +55,6 @@ _UPDATE_STATE = ("_steps", "_guard", "_whiten", "_rate", "_entropy", "_kl", "_rn
 _ADAM_EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class Targets:
-    """What the turns of a batch are trained towards.
-
-    Attributes:
-        advantages: How much better a turn did than expected, float (N,).
-    """
-
-    advantages: Tensor
-
-
 TargetsT = TypeVar("TargetsT", bound=Targets)
 
 
@@ -78,6 +66,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         config: How.
         epochs: Passes over a batch, as far as `target_kl` allows.
         has_critic: Whether the value head is learnt, so that episodes that were cut off can be valued.
+        cooldown: Told how far a run has come.
         advantages: What the turns of the latest batch were trained towards, by their `id`.
     """
 
@@ -106,6 +95,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.reset_optimizer()
         self._rate = RateController(config.target_kl)
         self._entropy = EntropyController(config.entropy_coef, config.entropy_decay, config.entropy_floor)
+        self.cooldown = Cooldown(config.cooldown)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
         if config.init_kl_coef:
@@ -157,6 +147,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _value_unit(self) -> float:
         """What the value head's learning rate is measured in, in reward units."""
         return 1.0
+
+    @property
+    def _bonus(self) -> float:
+        """The weight of the entropy bonus, per nat."""
+        return self._entropy.value * self.cooldown.scale
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
         """One update on a batch of whole episodes, the same in all processes; an error in it leaves no trace.
@@ -262,12 +257,12 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             if not is_good:
                 steps, skipped = steps - 1, skipped + 1
         self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps)
-        means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._entropy.value}
+        means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._bonus}
         if sums:
             self._entropy.update(means["entropy"])
         return means | {
             "ratio_error": ratio_error,
-            "learning_rate": self.config.learning_rate * self._rate.scale,
+            "learning_rate": self.config.learning_rate * self._rate.scale * self.cooldown.scale,
             "optimizer_steps": float(steps),
             "skipped_steps": float(skipped),
             "stopped_early": float(stopped),
@@ -319,7 +314,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         advantages = (targets.advantages[rows, None] * sampled.weights[rows, : mask.shape[1]]).to(device)
         policy = clipped_surrogate(now.logprobs, old, advantages, mask, config.cliprange)
         entropy = masked_mean(now.entropy, mask)
-        loss = by_decision * (policy.loss - self._entropy.value * entropy)
+        loss = by_decision * (policy.loss - self._bonus * entropy)
         if config.kl_in_loss:
             reference = sampled.ref_logprobs[rows, : mask.shape[1]].to(device)
             # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.
@@ -340,9 +335,9 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         # Each by its own norm: the value head's gradient is far the larger and would scale the policy's away.
         norms = [self.accelerator.clip_grad_norm_(group["params"], self.config.max_grad_norm) for group in groups]
         self._steps += 1
-        rise = min(1.0, self._steps / self.config.warmup_steps)
+        schedule = min(1.0, self._steps / self.config.warmup_steps) * self.cooldown.scale
         for group, rate, scale in zip(groups, self._rates, (self._rate.scale, self._value_unit), strict=False):
-            group["lr"] = rate * scale * rise
+            group["lr"] = rate * scale * schedule
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norms[0])

@@ -45,6 +45,8 @@ class LearnerConfig(Options):
         learning_rate: Of the policy's weights (Adam).
         warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure
             the gradient.
+        cooldown: Share of a run, at its end, over which learning rates and the entropy bonus fall to 0. `train` knows
+            how far a run has come; nothing falls in a loop of your own.
         gamma: Discount per turn.
         cliprange: Epsilon of the clipped surrogate.
         entropy_coef: Weight of the entropy bonus, per nat.
@@ -70,6 +72,7 @@ class LearnerConfig(Options):
     mini_batch_size: int | None = None
     learning_rate: float = 1e-3
     warmup_steps: int = 20
+    cooldown: float = 0.2
     gamma: float = 0.99
     cliprange: float = 0.2
     entropy_coef: float = 0.02
@@ -92,7 +95,7 @@ class LearnerConfig(Options):
         self._require_finite("entropy_coef", "init_kl_coef")
         self._require_rate("learning_rate")
         self._require_positive("cliprange", "target", "horizon", "target_kl", "max_grad_norm")
-        self._require_fraction("gamma", "entropy_decay")
+        self._require_fraction("cooldown", "gamma", "entropy_decay")
         if self.entropy_floor is not None and self.entropy_coef <= 0:
             raise ConfigError(
                 f"entropy_floor={self.entropy_floor} needs a bonus to raise, received "

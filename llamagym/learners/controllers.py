@@ -1,4 +1,4 @@
-"""What is steered from one update to the next: the advantages' scale, the coefficients of KL and entropy, the rate."""
+"""What is steered from one update to the next: the advantages' scale, the coefficients of KL and entropy, the rates."""
 
 from __future__ import annotations
 
@@ -116,3 +116,29 @@ class EntropyController(Stateful):
             return
         error = max(1 - entropy / self._floor, -1.0)
         self.value = min(max(self.value * _ENTROPY_STEP**error, self._least), self._least * _ENTROPY_RANGE)
+
+
+class Cooldown:
+    """Scales learning rates and the entropy bonus down to 0 over the end of a run (Hägele et al. 2024, section 3).
+
+    Steps of full size leave a policy that wavers about the one it has found, and a bonus one that still explores, from
+    which no later batch learns. https://arxiv.org/abs/2405.18392
+
+    Attributes:
+        progress: Share of the run that was over when the batch began, 0 to 1; 0 where nobody says.
+    """
+
+    def __init__(self, share: float) -> None:
+        """Scale over this share of a run; 0 never does."""
+        self.progress, self._share = 0.0, share
+
+    @property
+    def scale(self) -> float:
+        """What to multiply by.
+
+        >>> cooldown = Cooldown(0.2)
+        >>> cooldown.progress = 0.9
+        >>> round(cooldown.scale, 6)
+        0.5
+        """
+        return max(0.0, min(1.0, (1 - self.progress) / self._share)) if self._share else 1.0

@@ -26,10 +26,10 @@ import torch
 from ..conversation.episode import Episode
 from ..errors import EpisodeError
 from ..policy.policy import Policy
-from .base import Learner, Stats, Targets
+from .base import Learner, Stats
 from .config import LearnerConfig
 from .losses import GroupBaseline, discounted_returns, group_advantages
-from .rollout import Sampled
+from .rollout import Sampled, Targets
 
 
 @dataclass(frozen=True)

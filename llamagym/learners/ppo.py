@@ -17,11 +17,11 @@ from torch import Tensor
 from ..conversation.episode import Episode
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
-from .base import Learner, Stats, Targets
+from .base import Learner, Stats
 from .config import LearnerConfig
 from .losses import clipped_value_loss, discounted_returns, explained_variance, gae, typical_size
 from .lstd import fit
-from .rollout import Sampled
+from .rollout import Sampled, Targets
 
 # The critic's learning rate and its clipping range where none is given, in units of the returns' size.
 _VALUE_RATE, _VALUE_RANGE = 5e-4, 0.2

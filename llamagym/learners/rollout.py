@@ -57,6 +57,17 @@ class Sampled:
     real: Tensor
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What the turns of a batch are trained towards.
+
+    Attributes:
+        advantages: How much better a turn did than expected, float (N,).
+    """
+
+    advantages: Tensor
+
+
 def collect(
     policy: Policy, episodes: Sequence[Episode], nodes: int, with_reference: bool, with_features: bool = False
 ) -> Sampled:

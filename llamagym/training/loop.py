@@ -170,6 +170,7 @@ def train(
     with (
         opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
         own_conversations(agent, ids),
+        run.paces_learner(),
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):

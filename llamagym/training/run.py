@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..agent import Agent
 from ..errors import ConfigError
+from ..learners import ranks
 from ..learners.base import Stats
 from .played import PlayedEpisode, success_rate
 
@@ -43,6 +45,8 @@ class Run:
         self._began = time.perf_counter()
         # Of the first episode that no update's success rate counts yet.
         self._uncounted = 0
+        # Progress when the batch under way began: a run of a single update learns at the full rate.
+        self._batch_began = 0.0
         self._was_stopped = False
 
     @property
@@ -51,10 +55,31 @@ class Run:
         return (time.perf_counter() - self._began) / 60
 
     @property
+    def progress(self) -> float:
+        """Share of the budget that is spent first, 0 to 1."""
+        spent = ((self._episodes, len(self.returns)), (self._turns, self.turns), (self._minutes, self.minutes))
+        return min(1.0, max(used / budget for budget, used in spent if budget is not None))
+
+    @property
     def is_over(self) -> bool:
         """Whether enough has been played."""
-        spent = ((self._episodes, len(self.returns)), (self._turns, self.turns), (self._minutes, self.minutes))
-        return self._was_stopped or any(budget is not None and used >= budget for budget, used in spent)
+        return self._was_stopped or self.progress == 1
+
+    @contextmanager
+    def paces_learner(self) -> Iterator[None]:
+        """While open, the learner knows how far the run has come."""
+        self._pace(0.0)
+        try:
+            yield
+        finally:
+            self._pace(0.0)
+
+    def _pace(self, progress: float) -> None:
+        self._batch_began = self.agent.learner.cooldown.progress = progress
+
+    def _progress_of_all(self) -> float:
+        """The same in all processes, whose clocks are not."""
+        return max(ranks.gather(self.progress))
 
     def stop(self) -> None:
         """End the run after this step."""
@@ -75,6 +100,7 @@ class Run:
             stats |= {} if rate is None else {"success_rate": rate}
             self._uncounted = len(self.successes)
             self.updates.append(stats)
+            self._pace(self._progress_of_all())
         return counted
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,6 +112,7 @@ class Run:
             "updates": self.updates,
             "turns": self.turns,
             "seconds": 60 * self.minutes,
+            "batch_began": self._batch_began,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,3 +122,5 @@ class Run:
         self.successes = state.get("successes", [None] * len(self.returns))
         self._uncounted = state.get("uncounted", len(self.returns))
         self._began = time.perf_counter() - state["seconds"]
+        # Less where the budget has grown since.
+        self._pace(min(state.get("batch_began", 0.0), self._progress_of_all()))
