@@ -123,6 +123,14 @@ def test_an_agent_in_one_s_own_loop_goes_on(tmp_path):
 # Stopping
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """As in a terminal: a shell lets its background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupting(DiceEnv):
     """Sends its own process a signal after some steps."""
 

@@ -18,7 +18,7 @@ _TARGETS = {
     "frozenlake": "0.65",
     "cartpole": "450, worst 300",
     "text-world": "0.9",
-    "babyai": "0.9",
+    "babyai-defaults": "0.9",
     "taxi": "7.5",
     "guess_number": "0.95",
     "address_book": "0.8",
@@ -37,7 +37,7 @@ _VARIANTS = {
     "cartpole-grpo": "CartPole: GRPO, stopped after 12 minutes",
 }
 # What a run with random weights, or with observations as bare numbers, is compared with: seed 0 of these.
-_COMPARED = {"blackjack": "blackjack-defaults", "taxi": "taxi"}
+_COMPARED = {"blackjack": "blackjack-defaults", "taxi": "taxi", "frozenlake": "frozenlake-defaults"}
 
 
 def summary() -> str:

@@ -29,7 +29,6 @@ TITLES = {
     "text-world": "TextWorld, unseen games",
     "text-world-defaults": "TextWorld with the defaults, unseen games",
     "text-world-printed": "TextWorld as printed, whole conversation, unseen games",
-    "babyai": "BabyAI, unseen missions",
     "babyai-defaults": "BabyAI with the defaults, unseen missions",
     "babyai-go-to-local": "BabyAI GoToLocal, unseen missions",
     "taxi": "Taxi",
