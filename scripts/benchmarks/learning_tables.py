@@ -37,7 +37,7 @@ _VARIANTS = {
     "cartpole-grpo": "CartPole: GRPO, stopped after 12 minutes",
 }
 # What a run with random weights, or with observations as bare numbers, is compared with: seed 0 of these.
-_COMPARED = {"blackjack": "blackjack-defaults", "taxi": "taxi"}
+_COMPARED = {"blackjack": "blackjack-defaults", "taxi": "taxi", "frozenlake": "frozenlake-defaults"}
 
 
 def summary() -> str:
