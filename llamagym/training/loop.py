@@ -108,7 +108,8 @@ def train(
         group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
             for a learner that compares none.
         turns: Stop at the step with which so many are taken, over all copies. None: no limit.
-        minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit.
+        minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit. The clock
+            then also says when rates begin to fall (`cooldown`): from there on two runs of one seed differ.
         callbacks: Told of steps, episodes and updates; see `Callback`.
         judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
             it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
