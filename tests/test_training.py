@@ -227,13 +227,28 @@ def test_rates_and_bonus_fall_to_0_at_the_end_of_a_run(budget, algorithm, cooldo
     options = {"batch_size": 12, "warmup_steps": 1, "target_kl": None, "cooldown": cooldown, "entropy_coef": 0.01}
     options |= {"group_size": 4} if algorithm == "grpo" else {}
     agent = make_agent(ChoiceAgent, context="turn", algorithm=algorithm, **{algorithm: options})
-    updates = train(agent, functools.partial(CountdownEnv, 3), num_envs=4, **budget).updates
+    optimizer, stepped = agent.learner.optimizer, []
+    env, note = functools.partial(CountdownEnv, 3), lambda _: stepped.append(optimizer.param_groups[0]["lr"])
+    updates = train(agent, env, num_envs=4, on_update=note, **budget).updates
     full = agent.learner.config.learning_rate
     # Ten updates of a batch each; a tenth of the run is over when the second batch begins.
     expected = [min(1.0, (1 - number / 10) / 0.5) if falls else 1.0 for number in range(10)]
     assert [update["learning_rate"] for update in updates] == pytest.approx([full * scale for scale in expected])
+    assert stepped == pytest.approx([full * scale for scale in expected])
     assert [update["entropy_coef"] for update in updates] == pytest.approx([0.01 * scale for scale in expected])
     assert agent.learner.cooldown.scale == 1, "what comes after the run is not its end"
+
+
+def test_a_resumed_run_with_more_to_do_is_not_at_its_end(tmp_path):
+    def run(**options):
+        agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 12, "warmup_steps": 1, "target_kl": None})
+        env = functools.partial(CountdownEnv, 3)
+        updates = train(agent, env, num_envs=4, seed=0, checkpoint_dir=tmp_path, **options).updates
+        return [update["learning_rate"] for update in updates]
+
+    first = run(episodes=40)
+    assert first[-1] == pytest.approx(first[0] / 2)
+    assert run(episodes=80, resume=True)[10] == first[0]
 
 
 def test_copies_where_no_number_is_given():

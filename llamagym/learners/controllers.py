@@ -121,8 +121,8 @@ class EntropyController(Stateful):
 class Cooldown:
     """Scales learning rates and the entropy bonus down to 0 over the end of a run (Hägele et al. 2024, section 3).
 
-    Steps of full size leave a policy that wavers about the one it has found, and a bonus one that still explores, from
-    which no later batch learns. https://arxiv.org/abs/2405.18392
+    At full size, steps keep throwing the policy off what it has found, and the bonus pays for exploration that no later
+    batch will learn from. https://arxiv.org/abs/2405.18392
 
     Attributes:
         progress: Share of the run that was over when the batch began, 0 to 1; 0 where nobody says.

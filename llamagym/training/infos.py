@@ -63,6 +63,6 @@ def put_finals(observations: list[Any], infos: list[Info]) -> None:
 def _is_picklable(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:
+    except Exception:  # an object's own __reduce__ may raise anything
         return False
     return True

@@ -45,8 +45,6 @@ class Run:
         self._began = time.perf_counter()
         # Of the first episode that no update's success rate counts yet.
         self._uncounted = 0
-        # Progress when the batch under way began: a run of a single update learns at the full rate.
-        self._batch_began = 0.0
         self._was_stopped = False
 
     @property
@@ -75,7 +73,8 @@ class Run:
             self._pace(0.0)
 
     def _pace(self, progress: float) -> None:
-        self._batch_began = self.agent.learner.cooldown.progress = progress
+        """Say how far the run had come when the batch under way began: a single update learns at the full rate."""
+        self.agent.learner.cooldown.progress = progress
 
     def _progress_of_all(self) -> float:
         """The same in all processes, whose clocks are not."""
@@ -112,7 +111,7 @@ class Run:
             "updates": self.updates,
             "turns": self.turns,
             "seconds": 60 * self.minutes,
-            "batch_began": self._batch_began,
+            "batch_began": self.agent.learner.cooldown.progress,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
