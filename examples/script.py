@@ -44,7 +44,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--load-in-4bit", action="store_true")
     options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="to play")
-    options.add_argument("--minutes", type=float, help="stop at the first update after so many")
+    options.add_argument("--minutes", type=float, help="stop after so many, if that is sooner")
     options.add_argument("--num-envs", type=int, help="environments acted in at once")
     options.add_argument("--batch-size", type=int, help="turns per update")
     options.add_argument("--mini-batch-size", type=int, help="turns per optimiser step")
@@ -148,17 +148,16 @@ def random_return(env: Callable[[], gymnasium.Env], episodes: int = 200) -> floa
 
 
 class Scoring(Callback):
-    """Adds the score to the statistics of every so many updates; the first update after so many minutes is the last."""
+    """Adds the score to the statistics of every so many updates."""
 
-    def __init__(self, score: Callable[[bool], Score], every: int, minutes: float | None) -> None:
-        """Score after every `every` updates, for `minutes`, or for as long as there is something to play."""
-        self._score, self._every, self._minutes = score, every, minutes
+    def __init__(self, score: Callable[[bool], Score], every: int) -> None:
+        """Score after every `every` updates."""
+        self._score, self._every = score, every
 
-    def on_update(self, run: Run, stats: dict[str, float]) -> bool:
-        """Score if it is time, and go on if there is time left."""
+    def on_update(self, run: Run, stats: dict[str, float]) -> None:
+        """Score if it is time."""
         if len(run.updates) % self._every == 0:
             stats["expected_return"], stats["standard_error"] = self._score(False)
-        return self._minutes is None or run.minutes < self._minutes
 
 
 def learn(
@@ -187,7 +186,8 @@ def learn(
             args.num_envs,
             args.seed,
             tracker=tracker,
-            callbacks=Scoring(score, args.eval_every, args.minutes),
+            minutes=args.minutes,
+            callbacks=Scoring(score, args.eval_every),
             checkpoint_dir=args.checkpoint_dir,
             checkpoint_every=args.checkpoint_every,
             resume=args.resume,
