@@ -74,10 +74,10 @@ def test_frozenlake_tells_what_lies_around():
 
 
 def test_cartpole_ends_when_time_is_up(start):
-    summary, metrics = start("cartpole", "--episodes 1000 --eval-episodes 2 --minutes 0")
+    summary, metrics = start("cartpole", "--episodes 100000 --eval-episodes 2 --minutes 0.1")
     check(summary, metrics)
-    assert summary["updates"] == 1
-    assert summary["episodes"] < 1000
+    assert summary["episodes"] < 100000
+    assert 0.1 <= summary["minutes"] < 1
     assert 15 < summary["baselines"]["random"] < 30
 
 
@@ -99,7 +99,7 @@ def test_what_cartpole_is_told_is_enough_to_balance():
 
 def test_babyai_counts_successes(start):
     pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
-    summary, metrics = start("babyai", "--episodes 1000 --eval-episodes 2 --minutes 0")
+    summary, metrics = start("babyai", "--episodes 6 --eval-episodes 2")
     check(summary, metrics)
     # Of two episodes none, one or both succeed: the reward's share for speed is not in the score.
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
@@ -107,7 +107,7 @@ def test_babyai_counts_successes(start):
 
 @pytest.mark.parametrize("name", ["guess_number", "mastermind"])
 def test_games_of_memory_see_the_whole_conversation(name: str, start):
-    summary, metrics = start(name, "--episodes 1000 --eval-episodes 2 --minutes 0 --batch-size 128")
+    summary, metrics = start(name, "--episodes 50 --eval-episodes 2 --batch-size 128")
     check(summary, metrics)
     assert metrics[0]["turns_per_episode"] > 3
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
@@ -124,8 +124,8 @@ def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
             after = env.unwrapped.step(number)[0]
             assert (action in possible(words, env.unwrapped.action_mask(state))) == (after != state)
     assert taxi.best_return() == pytest.approx(7.93)
-    summary, metrics = start("taxi", "--episodes 1000 --eval-episodes 2 --minutes 0")
-    assert summary["updates"] == len(metrics) == 1
+    summary, metrics = start("taxi", "--episodes 6 --eval-episodes 2")
+    assert summary["updates"] == len(metrics) >= 1
     # Without walking into walls, at worst 200 steps.
     assert -200 <= summary["expected_return_after"] <= 20
 
@@ -133,8 +133,8 @@ def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
 def test_text_world_learns_and_is_tested_on_different_games(start, tmp_path):
     pytest.importorskip("textworld", reason="the extra textworld is not installed")
     games = tmp_path / "games"
-    options = f"--game locked_door --games 1 --games-dir {games} --max-steps 5 --eval-episodes 2 --minutes 0"
-    summary, metrics = start("text-world", f"--episodes 1000 {options}")
+    options = f"--game locked_door --games 1 --games-dir {games} --max-steps 5 --eval-episodes 2"
+    summary, metrics = start("text-world", f"--episodes 12 {options}")
     check(summary, metrics)
     assert {path.name for path in games.glob("*.z8")} == {"locked_door-seed0.z8", "locked_door-seed10000.z8"}
 
