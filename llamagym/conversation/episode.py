@@ -104,16 +104,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished episode.
+    """An episode to learn from: a finished one, or what there is so far of one under way.
 
     Attributes:
-        turns: Its turns in order, at least one.
+        turns: Its turns in order, at least one; without those that were learnt from while it was under way.
         terminated: Whether the environment reached a final state.
-        truncated: Whether it was cut off; `final_value` then stands for what was missed.
+        truncated: Whether it was cut off. One under way is neither.
         final_value: The critic's estimate of the state after the last turn; 0 after termination.
         group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
             episode starts in the same state, or in one drawn from the same distribution.
         rank: Which of several processes played it.
+        earlier_turns: How many turns were learnt from before.
+        earlier_reward: The sum of their rewards.
     """
 
     turns: tuple[Turn, ...]
@@ -122,11 +124,23 @@ class Episode:
     final_value: float = 0.0
     group: Hashable | None = None
     rank: int = 0
+    earlier_turns: int = 0
+    earlier_reward: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.terminated or self.truncated
+
+    @property
+    def length(self) -> int:
+        """Turns played, those among them that were learnt from before."""
+        return self.earlier_turns + len(self.turns)
 
     @property
     def total_reward(self) -> float:
         """Undiscounted sum of the environment's rewards (penalties not included)."""
-        return sum(turn.reward for turn in self.turns)
+        return self.earlier_reward + sum(turn.reward for turn in self.turns)
 
     def segments(self) -> list[Segment]:
         """The episode cut wherever a turn starts a new context."""
@@ -173,6 +187,7 @@ class Conversation:
             older half of the turns shown, or as many as need be, is dropped: a new context begins with the rest.
         reply_length: Tokens kept free for a reply in free text.
         turns: Finished turns.
+        learnt_turns: How many of them have been learnt from.
         messages: The same as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
         learns: Whether all replies were sampled to learn from.
@@ -185,6 +200,7 @@ class Conversation:
     max_length: int | None = None
     reply_length: int = 0
     turns: list[Turn] = field(default_factory=list)
+    learnt_turns: int = 0
     messages: list[Message] = field(default_factory=list)
     pending: Prompt | None = None
     learns: bool = True
@@ -263,6 +279,22 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         self.pending = None
         return turn
+
+    def finished(self, truncated: bool, final_value: float, group: Hashable | None) -> Episode:
+        """The episode that has ended, without what was learnt from before."""
+        return self._unlearnt(len(self.turns), not truncated, truncated, final_value, group)
+
+    def under_way(self) -> Episode:
+        """What can be learnt from before the episode ends: all but the last turn, whose value stands for the rest."""
+        return self._unlearnt(len(self.turns) - 1, False, False, self.turns[-1].reply.value, None)
+
+    def _unlearnt(
+        self, stop: int, terminated: bool, truncated: bool, final_value: float, group: Hashable | None
+    ) -> Episode:
+        first = self.learnt_turns
+        earlier = sum(turn.reward for turn in self.turns[:first])
+        turns = tuple(self.turns[first:stop])
+        return Episode(turns, terminated, truncated, final_value, group, earlier_turns=first, earlier_reward=earlier)
 
     def reward(self, reward: float, turn: int = -1) -> None:
         """Add to a turn's reward, by default the last one's."""

@@ -56,6 +56,7 @@ def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
         "final_value": episode.final_value,
         "group": episode.group,
         "rank": episode.rank,
+        "earlier": [episode.earlier_turns, episode.earlier_reward],
     }
 
 
@@ -63,8 +64,9 @@ def episode_from(record: Mapping[str, Any], table: IdTable) -> Episode:
     """The episode that `episode_record` gave."""
     turns = tuple(_turn_from(turn, table) for turn in record["turns"])
     ended = (record["terminated"], record["truncated"], record["final_value"])
-    # Without a rank where one process alone could learn.
-    return Episode(turns, *ended, key_from(record["group"]), record.get("rank", 0))
+    # Older records have no rank, and no turns that were learnt from earlier.
+    rank, earlier = record.get("rank", 0), record.get("earlier", [0, 0.0])
+    return Episode(turns, *ended, key_from(record["group"]), rank, *earlier)
 
 
 def conversation_record(conversation: Conversation, table: IdTable) -> dict[str, Any]:
@@ -73,6 +75,7 @@ def conversation_record(conversation: Conversation, table: IdTable) -> dict[str,
         "system_prompt": conversation.system_prompt,
         "turns": [_turn_record(turn, table) for turn in conversation.turns],
         "messages": conversation.messages,
+        "learnt_turns": conversation.learnt_turns,
         "learns": conversation.learns,
         "awaits_reward": conversation.awaits_reward,
     }
@@ -82,6 +85,7 @@ def restore_conversation(conversation: Conversation, record: Mapping[str, Any], 
     """Let a new conversation go on where the one that was recorded stood."""
     conversation.system_prompt = record["system_prompt"]
     conversation.turns = [_turn_from(turn, table) for turn in record["turns"]]
+    conversation.learnt_turns = record.get("learnt_turns", 0)
     conversation.messages = record["messages"]
     conversation.learns, conversation.awaits_reward = record["learns"], record["awaits_reward"]
 

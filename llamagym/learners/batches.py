@@ -1,4 +1,4 @@
-"""When finished episodes make a batch."""
+"""When episodes make a batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _DIFFERENT_TURNS, _MOST_TURNS = 768, 8192
 
 
 class Batching:
-    """Takes batches of whole episodes.
+    """Takes batches of episodes.
 
     Attributes:
         config: How many turns a batch has.
     """
 
     config: LearnerConfig
-    # Turns of the finished episodes and how many of them differ, when that was last counted.
+    # Turns of the episodes and how many of them differ, when that was last counted.
     _counted = (0, 0)
 
     @property
@@ -27,16 +27,21 @@ class Batching:
         """Episodes of one start that are compared."""
         return 1
 
-    def take(self, finished: list[Episode]) -> list[Episode]:
+    def take(self, finished: list[Episode], under_way: Sequence[Episode] = ()) -> list[Episode]:
         """Take a batch out of the finished episodes: all, once they hold enough turns (see `batch_size`), else none.
 
         What is left would be learnt from later, when it is further from the policy, and might pile up.
+
+        Args:
+            finished: Loses what is taken.
+            under_way: What there is of other episodes; counted and taken as well, once one has finished.
         """
-        batch = self.complete(finished)
-        if not self._is_full(batch):
+        complete = self.complete(finished)
+        batch = [*complete, *under_way]
+        if not complete or not self._is_full(batch):
             return []
         self._counted = (0, 0)
-        taken = set(map(id, batch))
+        taken = set(map(id, complete))
         finished[:] = [episode for episode in finished if id(episode) not in taken]
         return batch
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from numbers import Integral
 from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
-from ..conversation.episode import Episode
+from ..conversation.episode import Conversation, Episode
 from ..errors import ConfigError, EpisodeError
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+from ..options import as_number
+
+# Of an action: in float32 the squares of the returns of a large batch of long episodes still add up to a finite number.
+_LARGEST_REWARD = 1e12
 
 
 def check_episodes(episodes: Sequence[Episode]) -> None:
@@ -24,6 +29,59 @@ def check_episodes(episodes: Sequence[Episode]) -> None:
         raise EpisodeError(
             f"An update was given {len(episodes)} episodes of {[len(episode.turns) for episode in episodes]} turns. "
             "Pass at least one, and none without turns."
+        )
+
+
+def check_reward(reward: float, place: int, conversation: Conversation, env_id: Hashable) -> None:
+    """Refuse a reward for an action that there is not, was learnt from already, or is no number to learn from.
+
+    Args:
+        reward: To be added to what the action has earned.
+        place: Of the action's turn, from 0, or from the end by negative numbers.
+        conversation: Of the environment, with at least one turn.
+        env_id: The environment's.
+
+    Raises:
+        EpisodeError: It is such a reward.
+    """
+    count = len(conversation.turns)
+    is_whole = isinstance(place, Integral) and not isinstance(place, bool)
+    if not is_whole or not -count <= place < count:
+        raise EpisodeError(
+            f"Reward {reward} is for turn {place!r} of environment {env_id!r}, whose episode has {count} turns. Pass a "
+            f"whole number from {-count} to {count - 1}; rewards of an episode that has ended cannot be changed."
+        )
+    if place % count < conversation.learnt_turns:
+        raise EpisodeError(
+            f"Reward {reward} for turn {place} of environment {env_id!r} comes too late: its first "
+            f"{conversation.learnt_turns} turns have been learnt from. Pass a judge to train(): it is asked before."
+        )
+    total = conversation.turns[int(place)].reward + as_number(reward)
+    if not abs(total) < _LARGEST_REWARD:
+        raise EpisodeError(
+            f"Reward {reward!r} for environment {env_id!r} is no number, not finite, or brings the sum of its "
+            f"action's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the environment, or scale "
+            "its rewards."
+        )
+
+
+def check_end(env_id: Hashable, has_turns: bool, lacks_final: bool) -> None:
+    """Refuse the end of an episode.
+
+    Args:
+        env_id: The environment's.
+        has_turns: Whether there is an episode at all.
+        lacks_final: Whether it was cut off, and the observation to value the rest by is missing.
+
+    Raises:
+        EpisodeError: There is none, or that is so.
+    """
+    if not has_turns:
+        raise EpisodeError(f"Environment {env_id!r} has no episode to end. Call act() at least once first.")
+    if lacks_final:
+        raise EpisodeError(
+            f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so what would "
+            "have followed cannot be valued. Pass final_observation=observation, from env.step()."
         )
 
 

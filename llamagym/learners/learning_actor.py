@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
-from numbers import Integral
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.arguments import check_flags, check_keys, environment_ids, informed, listed, one_each
 from ..conversation.chat_template import ChatTemplate
-from ..conversation.episode import Context, Episode, commonest_reply, renumbered
+from ..conversation.episode import Context, Conversation, Episode, commonest_reply, renumbered
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..errors import EpisodeError
 from ..models import checkpoints
@@ -26,6 +25,7 @@ from ..policy.policy import Policy
 from . import ranks
 from .alarms import Alarms
 from .base import Learner, Stats
+from .checks import check_end, check_reward
 from .exchange import of_all_ranks
 from .replay import Replay, ReplayConfig
 from .transcripts import EpisodeSample, Transcript
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 _STATE = "state"
 # Options that may differ from the saved ones: the random numbers of a checkpoint go on whatever the seeds say.
 _FREE = frozenset({"seed", "microbatch_nodes"})
-# Of an action: in float32 the squares of the returns of a large batch of long episodes still add up to a finite number.
-_LARGEST_REWARD = 1e12
 
 
 class LearningActor(Actor):
@@ -68,6 +66,8 @@ class LearningActor(Actor):
         self._buffer: list[Episode] = []
         self.transcripts: list[Transcript] = []
         self._sample = EpisodeSample(policy.num_updates)
+        # Environments whose episodes are learnt from before they end.
+        self._cut: Sequence[Hashable] = ()
         # What the constructor was given, as JSON holds it.
         self._options: dict[str, Any] = {}
 
@@ -212,21 +212,7 @@ class LearningActor(Actor):
         for reward, env_id, place in zip(given, ids, places, strict=True):
             if not self._has_turns(env_id):
                 raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
-            taken = self._conversations[env_id].turns
-            is_whole = isinstance(place, Integral) and not isinstance(place, bool)
-            if not is_whole or not -len(taken) <= place < len(taken):
-                raise EpisodeError(
-                    f"Reward {reward} is for turn {place!r} of environment {env_id!r}, whose episode has {len(taken)} "
-                    f"turns. Pass a whole number from {-len(taken)} to {len(taken) - 1}; rewards of an episode that "
-                    "has ended cannot be changed."
-                )
-            total = taken[place].reward + as_number(reward)
-            if not abs(total) < _LARGEST_REWARD:
-                raise EpisodeError(
-                    f"Reward {reward!r} for environment {env_id!r} is no number, not finite, or brings the sum of its "
-                    f"action's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the environment, or "
-                    "scale its rewards."
-                )
+            check_reward(reward, place, self._conversations[env_id], env_id)
         for reward, env_id, place in zip(given, ids, places, strict=True):
             self.conversation(env_id).reward(as_number(reward), int(place))
 
@@ -271,19 +257,13 @@ class LearningActor(Actor):
         check_flags([*cut, train], "truncated or train")
         bootstraps = self._learning and train and self.learner.has_critic
         for env_id, was_cut, final in zip(ids, cut, finals, strict=True):
-            if not self._has_turns(env_id):
-                raise EpisodeError(f"Environment {env_id!r} has no episode to end. Call act() at least once first.")
-            if was_cut and final is None and bootstraps:
-                raise EpisodeError(
-                    f"The episode of environment {env_id!r} was truncated, but its final observation is missing, so "
-                    "what would have followed cannot be valued. Pass final_observation=observation, from env.step()."
-                )
+            check_end(env_id, self._has_turns(env_id), bootstraps and was_cut and final is None)
         before, sample, stats = list(self._buffer), self._sample.copy(), Stats()
         try:
             if self._learning and train:
                 with self.undone_on_error(ids):
                     self._buffer += of_all_ranks(self.policy, self._ended(ids, cut, finals, last_infos, group_of))
-                    stats = self._learn()
+                    stats = self._learn(set(ids))
         except BaseException:
             self._buffer[:], self._sample = before, sample
             raise
@@ -304,10 +284,32 @@ class LearningActor(Actor):
         values = self._final_values(to_value, env_ids, finals, infos)
         ended = []
         for index in learnt:
-            turns, was_cut = tuple(self._conversations[env_ids[index]].turns), bool(cut[index])
-            ended.append(Episode(turns, not was_cut, was_cut, values.get(index, 0.0), groups[index]))
-            self._sample.add(ended[-1], self._conversations[env_ids[index]].messages)
+            conversation = self._conversations[env_ids[index]]
+            ended.append(conversation.finished(bool(cut[index]), values.get(index, 0.0), groups[index]))
+            self._sample.add(conversation, bool(cut[index]))
         return ended
+
+    @contextmanager
+    def cutting_episodes(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
+        """While open, a batch also takes what these environments' episodes under way have come to.
+
+        Their last turns wait for the next one: the critic's estimate there stands for what is still to come. So no
+        update waits for long episodes. Rewards must not come late. Without a critic, where contexts hold more than a
+        turn, and where replay learns from whole episodes, nothing is cut.
+        """
+        if self.learner.has_critic and self.sees_one_turn and self._replay is None:
+            self._cut = env_ids
+        try:
+            yield
+        finally:
+            self._cut = ()
+
+    def _under_way(self, ended: set[Hashable]) -> list[tuple[Conversation, Episode]]:
+        """The conversations that a batch may take turns of, and these turns."""
+        going_on = [each for each in self._cut if each not in ended and self._has_turns(each)]
+        talks = (self._conversations[env_id] for env_id in going_on)
+        so_far = ((talk, talk.under_way()) for talk in talks if talk.learns)
+        return [(conversation, episode) for conversation, episode in so_far if episode.turns]
 
     def _final_values(
         self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any], infos: Sequence[Any]
@@ -321,9 +323,11 @@ class LearningActor(Actor):
         ]
         return dict(zip(cut, self.policy.values(contexts), strict=True))
 
-    def _learn(self) -> Stats:
-        """Update once if the buffer holds a batch."""
-        batch = self.learner.take(self._buffer)
+    def _learn(self, ended: set[Hashable]) -> Stats:
+        """Update once if there is a batch; episodes that have just `ended` are in the buffer."""
+        under_way = self._under_way(ended)
+        so_far = of_all_ranks(self.policy, [episode for _, episode in under_way]) if self._cut else []
+        batch = self.learner.take(self._buffer, so_far)
         if not batch:
             return {}
         with ExitStack() as undone:
@@ -333,6 +337,8 @@ class LearningActor(Actor):
             stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
             if self._replay is not None:
                 stats |= self._replay.update(batch)
+        for conversation, episode in under_way:
+            conversation.learnt_turns += len(episode.turns)
         self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)
         self._sample = EpisodeSample(self.policy.num_updates)
         seconds, tokens = zip(*ranks.gather((self._acting_s, self._acted_tokens)), strict=True)
@@ -342,6 +348,3 @@ class LearningActor(Actor):
             if ranks.is_first():
                 logger.warning(alarm)
         return stats
-
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -120,17 +120,18 @@ def collect(
 
 
 def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
-    """How a batch's episodes went."""
+    """How a batch's episodes went, those that are over; of turns, all."""
     turns = [turn for episode in episodes for turn in episode.turns]
-    returns = [episode.total_reward for episode in episodes]
+    over = [episode for episode in episodes if episode.is_over]
+    returns = [episode.total_reward for episode in over]
     return {
         "return_mean": float(np.mean(returns)),
         "return_std": float(np.std(returns)),
         "reward_mean": float(np.mean([turn.reward for turn in turns])),
         "invalid_rate": float(np.mean([not turn.valid for turn in turns])),
-        "episodes": float(len(episodes)),
+        "episodes": float(len(over)),
         "turns": float(len(turns)),
-        "turns_per_episode": len(turns) / len(episodes),
+        "turns_per_episode": float(np.mean([episode.length for episode in over])),
     }
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..conversation.chat_template import Message
-from ..conversation.episode import Episode, Turn
+from ..conversation.episode import Conversation, Turn
 
 Transcript = dict[str, Any]
 """An episode as JSON holds it: `system`, `return`, `length`, `truncated` and `turns` (of many, both ends).
 
 A turn has its number `turn`, `read`, `reply`, `choices` (text and probability of each, likeliest first; None for free
-text), `reward`, `penalty`, `valid`, `value` and `advantage` (None unless the episode was learnt from)."""
+text), `reward`, `penalty`, `valid`, `value` and `advantage` (None unless the latest update learnt from it)."""
 
 # Episodes of a batch, turns at either end of an episode, choices of a turn, characters of a text: enough to look at.
 _EPISODES, _TURNS, _CHOICES, _CHARACTERS = 4, 20, 12, 2000
@@ -26,7 +26,7 @@ class EpisodeSample:
     def __init__(self, seed: int) -> None:
         """Begin anew; drawn from random numbers of its own, so that acting does not depend on it."""
         self._rng, self._seen = random.Random(seed), 0
-        self._kept: list[tuple[Episode, list[Message]]] = []
+        self._kept: list[tuple[Sequence[Turn], list[Message], bool]] = []
 
     def copy(self) -> EpisodeSample:
         """The same sample, to go back to."""
@@ -35,13 +35,14 @@ class EpisodeSample:
         twin._seen, twin._kept = self._seen, list(self._kept)
         return twin
 
-    def add(self, episode: Episode, messages: Sequence[Message]) -> None:
-        """Take in an episode that has ended, and what was said in it."""
+    def add(self, conversation: Conversation, truncated: bool) -> None:
+        """Take in an episode that has ended, and whether it was cut off."""
+        whole = (tuple(conversation.turns), list(conversation.messages), truncated)
         self._seen += 1
         if len(self._kept) < _EPISODES:
-            self._kept.append((episode, list(messages)))
+            self._kept.append(whole)
         elif (slot := self._rng.randrange(self._seen)) < _EPISODES:
-            self._kept[slot] = (episode, list(messages))
+            self._kept[slot] = whole
 
     def transcripts(self, advantages: Mapping[int, float], decode: Callable[[list[int]], str]) -> list[Transcript]:
         """The sample in words, the best episode first.
@@ -50,19 +51,23 @@ class EpisodeSample:
             advantages: Of the turns that were learnt from, by their `id`.
             decode: Text of token ids.
         """
-        told = [_transcript(episode, messages, advantages, decode) for episode, messages in self._kept]
+        told = [_transcript(*whole, advantages, decode) for whole in self._kept]
         return sorted(told, key=lambda transcript: -float(transcript["return"]))
 
 
 def _transcript(
-    episode: Episode, messages: Sequence[Message], advantages: Mapping[int, float], decode: Callable[[list[int]], str]
+    played: Sequence[Turn],
+    messages: Sequence[Message],
+    truncated: bool,
+    advantages: Mapping[int, float],
+    decode: Callable[[list[int]], str],
 ) -> Transcript:
     by_role = {role: [m["content"] for m in messages if m["role"] == role] for role in ("system", "user", "assistant")}
-    count = len(episode.turns)
+    count = len(played)
     shown = [number for number in range(count) if number < _TURNS or number >= count - _TURNS]
     turns = []
     for number in shown:
-        turn = episode.turns[number]
+        turn = played[number]
         turns.append(
             {
                 "turn": number + 1,
@@ -78,9 +83,9 @@ def _transcript(
         )
     return {
         "system": "".join(by_role["system"])[:_CHARACTERS],
-        "return": episode.total_reward,
+        "return": sum(turn.reward for turn in played),
         "length": count,
-        "truncated": episode.truncated,
+        "truncated": truncated,
         "turns": turns,
     }
 

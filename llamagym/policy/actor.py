@@ -296,7 +296,10 @@ class Actor(TextInterface):
     def _in_words(self, reply: Reply, offered: list[str] | None) -> str:
         if offered is not None and reply.choice_index is not None:
             return self.response_prefix + offered[reply.choice_index]
-        return self.response_prefix + str(self.tokenizer.decode(list(reply.ids), skip_special_tokens=True))
+        return self.response_prefix + self._decoded(list(reply.ids))
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def new_conversation(self) -> Conversation:
         """A conversation that has yet to begin."""

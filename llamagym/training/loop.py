@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,8 @@ def train(
         opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
         own_conversations(agent, ids),
         run.paces_learner(),
+        # A judge rewards turns at the end of their episode.
+        agent.cutting_episodes(ids) if judge is None else nullcontext(),
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
     ):
