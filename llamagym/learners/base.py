@@ -1,6 +1,6 @@
 """What all learners share: options, minibatches, the clipped surrogate, the optimiser's steps, statistics.
 
-A learner turns finished episodes into an update of the policy: `update(episodes) -> stats`. What tells one from
+A learner turns episodes into an update of the policy: `update(episodes) -> stats`. What tells one from
 another is where advantages come from (`_credit`), and what else is in the loss. Every token of a reply shares its
 turn's advantage, and a minibatch's loss is a mean over its decisions, so long replies weigh more than short ones.
 
@@ -59,7 +59,7 @@ TargetsT = TypeVar("TargetsT", bound=Targets)
 
 
 class Learner(Batching, ABC, Generic[TargetsT]):
-    """Learns from finished episodes.
+    """Learns from episodes.
 
     Attributes:
         policy: Whose weights are updated.
@@ -154,7 +154,9 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         return self._entropy.value * self.cooldown.scale
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
-        """One update on a batch of whole episodes, the same in all processes; an error in it leaves no trace.
+        """One update on a batch, of which one episode at least is over; the same in all processes.
+
+        An error leaves no trace.
 
         Returns:
             Statistics; the README says how to read them.

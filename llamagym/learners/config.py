@@ -39,8 +39,9 @@ class LearnerConfig(Options):
     """Options of every learner; names follow TRL 0.11.
 
     Attributes:
-        batch_size: An update runs when finished episodes hold at least this many turns. None: 768 turns that differ,
-            or 8,192 in all, since equal turns are computed once and more of them cost next to nothing.
+        batch_size: An update runs when finished episodes, and in `train` what is learnt from of those under way, hold
+            at least this many turns. None: 768 turns that differ, or 8,192 in all, since equal turns are computed once
+            and more of them cost next to nothing.
         mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step. None: a quarter of the batch.
         learning_rate: Of the policy's weights (Adam).
         warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure
