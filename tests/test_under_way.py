@@ -63,10 +63,13 @@ def test_the_last_turn_s_value_stands_for_the_rest(monkeypatch):
     assert known
     for part in known:
         turns = whole[id(part.turns[0])]
-        start, stop = part.earlier_turns, part.length
+        start = next(number for number, turn in enumerate(turns) if turn is part.turns[0])
+        stop = start + len(part.turns)
         assert part.turns == turns[start:stop]
         assert part.final_value == turns[stop].reply.value
-        assert part.earlier_reward == sum(turn.reward for turn in turns[:start])
+    rest = [episode for batch in batches for episode in batch if episode.earlier]
+    assert rest
+    assert all(episode.is_over and episode.all_turns == whole[id(episode.turns[0])] for episode in rest)
 
 
 def test_statistics_are_of_whole_episodes(monkeypatch):
@@ -121,7 +124,7 @@ def test_a_reward_for_what_was_learnt_from_is_refused():
         stats = agent.terminate_episodes([1])
     assert stats == {}
     assert agent.buffered_turns == 1
-    assert (agent._buffer[0].length, agent._buffer[0].total_reward) == (3, 1.0)
+    assert (len(agent._buffer[0].all_turns), agent._buffer[0].total_reward) == (3, 1.0)
 
 
 def test_an_update_that_fails_leaves_what_is_under_way_to_the_next(monkeypatch):

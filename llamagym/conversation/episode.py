@@ -114,8 +114,7 @@ class Episode:
         group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
             episode starts in the same state, or in one drawn from the same distribution.
         rank: Which of several processes played it.
-        earlier_turns: How many turns were learnt from before.
-        earlier_reward: The sum of their rewards.
+        earlier: The turns before them, that were learnt from while it was under way; empty as long as it is.
     """
 
     turns: tuple[Turn, ...]
@@ -124,8 +123,7 @@ class Episode:
     final_value: float = 0.0
     group: Hashable | None = None
     rank: int = 0
-    earlier_turns: int = 0
-    earlier_reward: float = 0.0
+    earlier: tuple[Turn, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -133,14 +131,14 @@ class Episode:
         return self.terminated or self.truncated
 
     @property
-    def length(self) -> int:
-        """Turns played, those among them that were learnt from before."""
-        return self.earlier_turns + len(self.turns)
+    def all_turns(self) -> tuple[Turn, ...]:
+        """The turns, the earlier ones first."""
+        return self.earlier + self.turns
 
     @property
     def total_reward(self) -> float:
         """Undiscounted sum of the environment's rewards (penalties not included)."""
-        return self.earlier_reward + sum(turn.reward for turn in self.turns)
+        return sum(turn.reward for turn in self.all_turns)
 
     def segments(self) -> list[Segment]:
         """The episode cut wherever a turn starts a new context."""
@@ -281,20 +279,15 @@ class Conversation:
         return turn
 
     def finished(self, truncated: bool, final_value: float, group: Hashable | None) -> Episode:
-        """The episode that has ended, without what was learnt from before."""
-        return self._unlearnt(len(self.turns), not truncated, truncated, final_value, group)
+        """The episode that has ended here."""
+        first = self.learnt_turns
+        turns, earlier = tuple(self.turns[first:]), tuple(self.turns[:first])
+        return Episode(turns, not truncated, truncated, final_value, group, earlier=earlier)
 
     def under_way(self) -> Episode:
         """What can be learnt from before the episode ends: all but the last turn, whose value stands for the rest."""
-        return self._unlearnt(len(self.turns) - 1, False, False, self.turns[-1].reply.value, None)
-
-    def _unlearnt(
-        self, stop: int, terminated: bool, truncated: bool, final_value: float, group: Hashable | None
-    ) -> Episode:
-        first = self.learnt_turns
-        earlier = sum(turn.reward for turn in self.turns[:first])
-        turns = tuple(self.turns[first:stop])
-        return Episode(turns, terminated, truncated, final_value, group, earlier_turns=first, earlier_reward=earlier)
+        turns = tuple(self.turns[self.learnt_turns : -1])
+        return Episode(turns, terminated=False, truncated=False, final_value=self.turns[-1].reply.value)
 
     def reward(self, reward: float, turn: int = -1) -> None:
         """Add to a turn's reward, by default the last one's."""

@@ -56,7 +56,7 @@ def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
         "final_value": episode.final_value,
         "group": episode.group,
         "rank": episode.rank,
-        "earlier": [episode.earlier_turns, episode.earlier_reward],
+        "earlier": [_turn_record(turn, table) for turn in episode.earlier],
     }
 
 
@@ -64,9 +64,9 @@ def episode_from(record: Mapping[str, Any], table: IdTable) -> Episode:
     """The episode that `episode_record` gave."""
     turns = tuple(_turn_from(turn, table) for turn in record["turns"])
     ended = (record["terminated"], record["truncated"], record["final_value"])
-    # Older records have no rank, and no turns that were learnt from earlier.
-    rank, earlier = record.get("rank", 0), record.get("earlier", [0, 0.0])
-    return Episode(turns, *ended, key_from(record["group"]), rank, *earlier)
+    # Older records have no rank, and no earlier turns.
+    earlier = tuple(_turn_from(turn, table) for turn in record.get("earlier", []))
+    return Episode(turns, *ended, key_from(record["group"]), record.get("rank", 0), earlier)
 
 
 def conversation_record(conversation: Conversation, table: IdTable) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..conversation.episode import Episode
 from ..policy.evaluation import Evaluation
@@ -147,7 +148,7 @@ class PPO(Learner[ValueTargets]):
         if config.whiten_advantages:
             advantages = self._whiten(advantages, real, bool(rewards[real].any()))
         targets = ValueTargets(advantages[real], returns[real])
-        self._size = typical_size(discounted_returns(sampled.rewards, config.gamma)[real])
+        self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
         return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
 
     def _loss(
@@ -171,3 +172,9 @@ class PPO(Learner[ValueTargets]):
         stats["value_clip_fraction"] = by_turn * value.clip_fraction.item()
         # By its unit, so that gradients are clipped as if returns were of size 1.
         return loss + by_turn * self.config.vf_coef / self._value_unit * value.loss, stats
+
+
+def _rewards_of_whole(episodes: Sequence[Episode]) -> Tensor:
+    """Reward and penalty of each turn of the episodes that are over, float (E, T), 0 after an episode's end."""
+    earned = [[turn.reward + turn.penalty for turn in episode.all_turns] for episode in episodes if episode.is_over]
+    return pad_sequence([torch.tensor(rewards) for rewards in earned], batch_first=True)

@@ -131,7 +131,7 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
         "invalid_rate": float(np.mean([not turn.valid for turn in turns])),
         "episodes": float(len(over)),
         "turns": float(len(turns)),
-        "turns_per_episode": float(np.mean([episode.length for episode in over])),
+        "turns_per_episode": float(np.mean([len(episode.all_turns) for episode in over])),
     }
 
 
