@@ -36,8 +36,8 @@ _VARIANTS = {
     "blackjack-rate-0": "Blackjack: learning rate 0",
     "cartpole-grpo": "CartPole: GRPO, stopped after 12 minutes",
 }
-# What a run with random weights, or with observations as bare numbers, is compared with: seed 0 of these.
-_COMPARED = {"blackjack": "blackjack-defaults", "taxi": "taxi", "frozenlake": "frozenlake-defaults"}
+# Tasks that were learnt with the model and words, with random weights, and with observations as bare numbers.
+_COMPARED, _WAYS = ("blackjack", "taxi", "frozenlake"), ("words", "random", "numbers")
 
 
 def summary() -> str:
@@ -146,8 +146,7 @@ def comparisons() -> str:
     ]
     for how, name in (("after", "sampled"), ("greedy", "greedy")):
         for task, usual, random, numbers, optimum in _compared(how):
-            files = [f"{_LINK}/{_COMPARED[task]}-seed0.json"]
-            files += [f"{_LINK}/comparisons/{task}-{kind}-seed0.json" for kind in ("random", "numbers")]
+            files = [f"{_LINK}/comparisons/{task}-{way}-seed0.json" for way in _WAYS]
             cells = [f"[{value}]({file})" for value, file in zip((usual, random, numbers), files, strict=True)]
             lines.append(table_row(TITLES[task], name, *cells, optimum))
     return "\n".join(lines)
@@ -156,8 +155,8 @@ def comparisons() -> str:
 def _compared(how: str) -> list[tuple[str, str, str, str, str]]:
     """Each task, and its return as usual, with random weights, with bare numbers, and at best."""
     found, rows = runs_by_name(COMPARISONS), []
-    for task, usual in _COMPARED.items():
-        runs = [runs_by_name()[usual][0], *(found[f"{task}-{kind}"][0] for kind in ("random", "numbers"))]
+    for task in _COMPARED:
+        runs = [found[f"{task}-{way}"][0] for way in _WAYS]
         returns = [number(run[f"expected_return_{how}"]) for run in runs]
         rows.append((task, *returns, number(runs[0]["baselines"]["optimum"])))
     return rows
