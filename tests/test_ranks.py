@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,11 +34,12 @@ GROUPED = [[2, 2, 3], [3, 3, 2, 1, 3]]
 
 @dataclass
 class Case:
-    """How to learn, from episodes of which lengths."""
+    """How to learn, from episodes of which lengths, and whether a batch takes what there is after the third step."""
 
     kind: type
     lengths: list[list[int]]
     options: dict[str, Any]
+    cuts: bool = False
 
 
 _STEPS = {"mini_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 1}
@@ -45,6 +47,7 @@ _LONG = {"context": "episode", "generate": {"max_new_tokens": 4}}
 CASES = {
     "PPO": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "target_kl": 0.3}}),
     "PPO, one process without episodes": Case(ChoiceAgent, ONE_IDLE, {"ppo": _STEPS}),
+    "PPO, episodes under way": Case(ChoiceAgent, RAGGED, {"ppo": _STEPS}, cuts=True),
     "PPO, whole conversations in free text, KL": Case(
         WordAgent, RAGGED, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}
     ),
@@ -55,11 +58,10 @@ CASES = {
 
 
 def made(case: Case) -> Any:
-    """The agent of a case; its batch is full once all episodes have ended."""
+    """The agent of a case; its batch is full once all episodes have ended, or sooner."""
     algorithm = case.options.get("algorithm", "ppo")
     options = {"context": "turn", **case.options}
-    turns = sum(map(sum, case.lengths))
-    options[algorithm] = {**options[algorithm], "batch_size": turns}
+    options[algorithm] = {**options[algorithm], "batch_size": 10 if case.cuts else sum(map(sum, case.lengths))}
     return make_agent(case.kind, **options)
 
 
@@ -74,8 +76,22 @@ def play(case: Case) -> dict[str, Any]:
         return learn(episodes)
 
     agent.learner.update = update
+    with agent.cutting_episodes(range(len(own))) if case.cuts else nullcontext():
+        stats = play_rounds(agent, own)
+    return {
+        **learnt,
+        "before": before,
+        "after": weights_of(agent),
+        "stats": stats,
+        "prior": dict(agent.policy.choice_prior),
+        "draw": int(torch.randint(2**60, (), generator=agent.policy.rng)),
+    }
+
+
+def play_rounds(agent: Any, own: list[int]) -> dict[str, float]:
+    """Play episodes of these lengths; returns the statistics of the update."""
     stats: dict[str, float] = {}
-    for step in range(max(map(max, filter(None, case.lengths)))):
+    for step in range(5):
         playing = [env for env, length in enumerate(own) if length > step]
         if playing:
             actions = agent.act_batch([observation(ranks.rank(), env, step) for env in playing], playing)
@@ -87,14 +103,7 @@ def play(case: Case) -> dict[str, Any]:
         cut = [env % 2 == 1 for env in ended]
         final = [observation(ranks.rank(), env, step + 1) for env in ended]
         stats |= agent.terminate_episodes(ended, cut, final, groups=groups)
-    return {
-        **learnt,
-        "before": before,
-        "after": weights_of(agent),
-        "stats": stats,
-        "prior": dict(agent.policy.choice_prior),
-        "draw": int(torch.randint(2**60, (), generator=agent.policy.rng)),
-    }
+    return stats
 
 
 def observation(rank: int, env: int, step: int) -> int:
@@ -129,6 +138,7 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
     now = {first["version"]: agent.policy.weights_version}
     for episode in first["episodes"]:
         object.__setattr__(episode, "turns", tuple(renumbered(episode.turns, now)))
+    assert all(episode.is_over for episode in first["episodes"]) != CASES[name].cuts
     assert {episode.rank for episode in first["episodes"]} == {0, 1} - ({1} if not CASES[name].lengths[1] else set())
     with torch.enable_grad():
         stats = agent.learner.update(first["episodes"])
