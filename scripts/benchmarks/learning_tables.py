@@ -48,18 +48,24 @@ def summary() -> str:
     ]
     for name, runs in runs_by_name().items():
         after = [run["expected_return_after"] for run in runs]
-        baselines, hardware = runs[0]["baselines"], runs[0]["hardware"]
-        native = "bfloat16" if "with native bfloat16" in hardware["processor"] else "float32"
+        baselines, cores = runs[0]["baselines"], runs[0]["hardware"]["cores"]
+        dtypes = sorted({_dtype_of(run) for run in runs})
         cells = [
             title(name, runs).removesuffix(", bfloat16").removesuffix(" in bfloat16"),
             number(statistics.mean(run["expected_return_before"] for run in runs)),
             f"{number(statistics.mean(after))} ({number(min(after))})",
             *(number(baselines[baseline]) if baseline in baselines else "" for baseline in ("random", "optimum")),
             f"{statistics.mean(run['minutes'] for run in runs):.1f}",
-            f"{hardware['cores']} cores, {native}",
+            f"{cores} cores, {' and '.join(dtypes)}",
         ]
         lines.append(table_row(*cells))
     return "\n".join(lines)
+
+
+def _dtype_of(run: Run) -> str:
+    """What a run computed in; of those that do not say, the processor's own."""
+    native = "bfloat16" if "with native bfloat16" in run["hardware"]["processor"] else "float32"
+    return str(run.get("dtype", native))
 
 
 def results() -> str:
