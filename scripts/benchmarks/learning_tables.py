@@ -163,8 +163,8 @@ def _compared(how: str) -> list[tuple[str, str, str, str, str]]:
     found, rows = runs_by_name(COMPARISONS), []
     for task in _COMPARED:
         runs = [found[f"{task}-{way}"][0] for way in _WAYS]
-        returns = [number(run[f"expected_return_{how}"]) for run in runs]
-        rows.append((task, *returns, number(runs[0]["baselines"]["optimum"])))
+        usual, random, numbers = (number(run[f"expected_return_{how}"]) for run in runs)
+        rows.append((task, usual, random, numbers, number(runs[0]["baselines"]["optimum"])))
     return rows
 
 
