@@ -107,7 +107,7 @@ def test_babyai_counts_successes(start):
 
 @pytest.mark.parametrize("name", ["guess_number", "mastermind"])
 def test_games_of_memory_see_the_whole_conversation(name: str, start):
-    summary, metrics = start(name, "--episodes 16 --eval-episodes 2 --batch-size 40")
+    summary, metrics = start(name, "--episodes 10 --eval-episodes 2 --batch-size 24")
     check(summary, metrics)
     assert metrics[0]["turns_per_episode"] > 3
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
