@@ -54,7 +54,8 @@ def check_reward(reward: float, place: int, conversation: Conversation, env_id: 
     if place % count < conversation.learnt_turns:
         raise EpisodeError(
             f"Reward {reward} for turn {place} of environment {env_id!r} comes too late: its first "
-            f"{conversation.learnt_turns} turns have been learnt from. Pass a judge to train(): it is asked before."
+            f"{conversation.learnt_turns} turns have been learnt from. Pass a judge to train(), which then "
+            "learns from whole episodes."
         )
     total = conversation.turns[int(place)].reward + as_number(reward)
     if not abs(total) < _LARGEST_REWARD:

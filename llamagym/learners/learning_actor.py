@@ -293,9 +293,9 @@ class LearningActor(Actor):
     def cutting_episodes(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
         """While open, a batch also takes what these environments' episodes under way have come to.
 
-        Their last turns wait for the next one: the critic's estimate there stands for what is still to come. So no
-        update waits for long episodes. Rewards must not come late. Without a critic, where contexts hold more than a
-        turn, and where replay learns from whole episodes, nothing is cut.
+        Their last turns wait for the next one: the critic's estimate there stands for what is still to come. So an
+        update needs one episode to end, not all. Rewards must not come late. Without a critic, where contexts hold more
+        than a turn, and where replay learns from whole episodes, nothing is cut.
         """
         if self.learner.has_critic and self.sees_one_turn and self._replay is None:
             self._cut = env_ids

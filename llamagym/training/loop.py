@@ -81,8 +81,8 @@ def train(
 ) -> TrainingResult:
     """Let the agent act and learn for a number of episodes or turns, or for some time.
 
-    With a critic, and where a turn's context holds nothing from before, updates do not wait for episodes to end: the
-    critic's estimate stands for the rest of those under way.
+    With a critic, and where a turn's context holds nothing from before, a batch takes episodes under way too, once one
+    has ended: the critic's estimate stands for their rest.
 
     With `checkpoint_dir` a run can be stopped at any moment and resumed: a resumed run computes, bit for bit on a CPU,
     what it would have computed without the stop at its last checkpoint. Episodes under way go on where an environment

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -211,16 +212,15 @@ def default_tracker(
     (folder / "config.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
     project = project or os.environ.get("WANDB_PROJECT")
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(lambda: MultiTracker(*trackers).close())
         for name in names:
             if name == "csv":
                 trackers.append(CsvTracker(folder / "metrics.csv"))
             else:
                 options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
                 trackers.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
-    except Exception:
-        MultiTracker(*trackers).close()
-        raise
+        on_error.pop_all()
     return MultiTracker(*trackers)
 
 
