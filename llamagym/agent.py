@@ -35,7 +35,6 @@ from .models.lora import redraw_
 from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .options import as_json, as_seed, check_arguments
-from .policy.choices import ChoiceNormalization, choice_length
 from .policy.export import KIND, write_export
 from .policy.policy import Policy
 from .policy.saved import restore_prior
@@ -79,7 +78,6 @@ class Agent(LearningActor):
         response_prefix: str = "",
         invalid_action_penalty: float = -1.0,
         calibrate_choices: bool = True,
-        choice_normalization: ChoiceNormalization = "none",
         aim_lora: bool = True,
         sft_warm_start: bool = False,
         replay_config_dict: Mapping[str, Any] | ReplayConfig | None = None,
@@ -102,8 +100,6 @@ class Agent(LearningActor):
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
-            choice_normalization: Whether a choice's log-likelihood counts whole ("none"), per "token" or per "word",
-                so that a long choice is not unlikely for its length alone.
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `adapter`).
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
             replay_config_dict: A `ReplayConfig` or its options: after each update, go on learning from the best recent
@@ -127,8 +123,7 @@ class Agent(LearningActor):
         if device is not None:
             move_(model, resolve_device(device))
         end = end_ids(model.pretrained_model, tokenizer)
-        length = choice_length(choice_normalization, lambda ids: str(tokenizer.decode(ids)))
-        policy = Policy(model, end, generation, calibrate_choices, aim_lora, seed, length)
+        policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed)
         if seed is not None and not policy.is_initialized_from_data:
             redraw_(model.pretrained_model, seed)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
@@ -144,7 +139,6 @@ class Agent(LearningActor):
             "response_prefix": response_prefix,
             "invalid_action_penalty": float(invalid_action_penalty),
             "calibrate_choices": calibrate_choices,
-            "choice_normalization": choice_normalization,
             "aim_lora": aim_lora,
             "replay_config_dict": None if replay is None else replay.given(),
             "seed": seed,
@@ -264,10 +258,8 @@ class Agent(LearningActor):
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         agent = cls(model, tokenizer, **{**state["options"], **options})
-        # Priors of scores that are measured otherwise are no priors of these.
-        if all(
-            agent._options[name] == state["options"][name] for name in ("calibrate_choices", "choice_normalization")
-        ):
+        # Zeros of an agent that measured no prior are none.
+        if agent._options["calibrate_choices"] == state["options"]["calibrate_choices"]:
             restore_prior(agent.policy, state["choice_prior"])
         agent.policy.rng.set_state(state["rng"])
         ranks.diverge_(agent.policy.rng)

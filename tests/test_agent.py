@@ -19,6 +19,7 @@ from llamagym import (
     ReinforceConfig,
     train,
 )
+from llamagym.engine.choice_trie import END
 from llamagym.learners.algorithms import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
@@ -207,30 +208,23 @@ def test_sampled_choices_follow_their_probabilities():
 
 
 def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
-    plain = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
     measured = make_agent(ChoiceAgent, context="turn")
-    observations = ["x", "yy", "zzz"]
-    measured.act_batch(observations)
+    measured.act_batch(["x", "yy", "zzz"])
     prior = dict(measured.policy.choice_prior)
-    assert len(prior) == 3
+    left, right, stay = (tuple(measured.tokenizer(choice)["input_ids"]) for choice in ChoiceAgent.choices)
+    ended = [(*ids, END) for ids in (left, right, stay)]
+    assert set(prior) == {ids[: size + 1] for ids in ended for size in range(len(ids))}
     measured.act_batch(["something else"], [9])
     assert measured.policy.choice_prior == prior
-    # At the start adapter and base differ here (make_agent moves the adapter), and the prior is the base's.
-    expected = []
-    for choice in ChoiceAgent.choices:
-        ids = tuple(plain.tokenizer(choice, add_special_tokens=False)["input_ids"])
-        scores = []
-        with plain.policy.model.pretrained_model.disable_adapter(), torch.no_grad():
-            for observation in observations:
-                prompt = plain.chat_template.first_prompt("Say something.", f"Observation {observation}")
-                logits = plain.policy.model.pretrained_model(torch.tensor([[*prompt, *ids]])).logits[0]
-                logprobs = logits.log_softmax(-1)
-                scores.append(sum(logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
-        expected.append(sum(scores) / len(scores))
-        assert prior[ids] == pytest.approx(expected[-1], abs=1e-3)
-    raw = torch.tensor(list(plain.action_probabilities(["x"])[0].values())).log()
-    wanted = (raw - torch.tensor(expected)).softmax(0)
-    assert list(measured.action_probabilities(["x"])[0].values()) == pytest.approx(wanted.tolist(), abs=1e-3)
+    # One branch that has two choices, "go left" and "go right", against "stay".
+    plain = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
+    raw = torch.tensor(list(plain.action_probabilities(["x"])[0].values()))
+    first = torch.stack([raw[:2].sum().log() - prior[left[:1]] + math.log(2), raw[2].log() - prior[stay[:1]]])
+    part = next(at for at, (a, b) in enumerate(zip(left, right, strict=False), start=1) if a != b)
+    second = raw[:2].log() - torch.tensor([prior[left[:part]], prior[right[:part]]])
+    (go, staying), directions = first.softmax(0), second.softmax(0)
+    wanted = [*(go * directions).tolist(), staying.item()]
+    assert list(measured.action_probabilities(["x"])[0].values()) == pytest.approx(wanted, abs=1e-3)
 
 
 def test_response_prefix_opens_the_reply():

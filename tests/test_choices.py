@@ -1,25 +1,22 @@
-"""Scores of choices, whole or by their length: against the model's own forward pass over one string at a time."""
+"""Probabilities of choices: token by token against the model's own forward pass, among what the choices allow."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from llamagym import ConfigError
+from llamagym.conversation.chat_template import end_ids
+from llamagym.engine.choice_trie import END, ChoiceTrie, turnings
 from tests.agents import WordAgent, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES
 
 pytestmark = pytest.mark.equivalence
 
-# Of log-probabilities: of sums of up to 35 tokens', computed in another order.
+# Of log-probabilities: of sums over up to 35 tokens, computed in another order.
 TOLERANCE = 1e-3
-# How long a choice is, by the normalisation's definition.
-LENGTH = {
-    "none": lambda agent, choice: 1,
-    "token": lambda agent, choice: len(agent.tokenizer(choice, add_special_tokens=False)["input_ids"]),
-    "word": lambda agent, choice: choice.count(" ") + 1,
-}
 # One word and many, short and long, some beginning alike or wholly contained in another; offers of different size.
 OFFERS = {
     "a": ["go", "go left", "take the old lantern from the shelf", "inventory"],
@@ -38,17 +35,59 @@ class OfferAgent(WordAgent):
         return MANY if observation == "many" else OFFERS[observation]
 
 
-def slow_scores(agent, observation, normalization):
-    """Log-likelihood of each choice by its length: a pass of the bare model over prompt and choice for each."""
-    template, tokenizer = agent.chat_template, agent.tokenizer
-    prompt = template.first_prompt("Say something.", f"Observation {observation}")
-    scores = []
-    for choice in agent.get_action_choices(observation):
-        ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
-        following = plain_logprobs(agent, [*prompt, *ids], len(prompt) - 1)
-        total = sum(following[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids))
-        scores.append(total / LENGTH[normalization](agent, choice))
-    return torch.tensor(scores)
+def encoded(agent, observation):
+    """Token ids of each choice."""
+    return [
+        tuple(agent.tokenizer(choice, add_special_tokens=False)["input_ids"])
+        for choice in agent.get_action_choices(observation)
+    ]
+
+
+def at_its_start(agent):
+    """The agent as a fresh adapter leaves it."""
+    with torch.no_grad():
+        for name, weight in agent.policy.model.named_parameters():
+            if "lora_B" in name:
+                weight.zero_()
+    return agent
+
+
+class Model:
+    """What the bare model says may follow the prompt of an observation and some tokens, a pass for each."""
+
+    def __init__(self, agent, observation):
+        self._agent = agent
+        self._prompt = agent.chat_template.first_prompt("Say something.", f"Observation {observation}")
+        self._known = {}
+
+    def logprob(self, path, token):
+        """Of a token, or of the reply's end, among all tokens."""
+        if path not in self._known:
+            ids = [*self._prompt, *path]
+            self._known[path] = plain_logprobs(self._agent, [*ids, 0], len(self._prompt) - 1)[len(ids) - 1]
+        agent = self._agent
+        closing = agent.chat_template.closing_id(end_ids(agent.policy.model.pretrained_model, agent.tokenizer))
+        return self._known[path][closing if token == END else token].item()
+
+
+def slow_logprobs(agent, observation, temperature=1.0, prior=None):
+    """Log-probability of each choice: at each of its tokens a softmax over those that some choice goes on with."""
+    model, written = Model(agent, observation), [(*ids, END) for ids in encoded(agent, observation)]
+    logprobs = []
+    for ids in written:
+        total = 0.0
+        for at, token in enumerate(ids):
+            following = [other[at] for other in written if other[:at] == ids[:at]]
+            if len(set(following)) == 1:
+                continue
+            logits = {}
+            for each in set(following):
+                less = prior[(*ids[:at], each)] if prior else 0.0
+                count = following.count(each) if prior else 1
+                logits[each] = (model.logprob(ids[:at], each) - less) / temperature + math.log(count)
+            total += logits[token] - torch.tensor(list(logits.values())).logsumexp(0).item()
+        logprobs.append(total)
+    return logprobs
 
 
 def log_probabilities(agent, observations):
@@ -61,53 +100,49 @@ def log_probabilities(agent, observations):
 
 
 @pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("normalization", LENGTH)
+@pytest.mark.parametrize("calibrate", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_choices_are_chosen_by_likelihood_and_length(family, normalization, activated):
-    options = {"calibrate_choices": False, "choice_normalization": normalization, "generate": {"temperature": 1.3}}
-    agent = make_agent(OfferAgent, family, activated, **options)
+def test_choices_are_written_token_by_token(family, calibrate, activated):
+    agent = make_agent(OfferAgent, family, activated, calibrate_choices=calibrate, generate={"temperature": 1.3})
     for observation, logprobs in zip(OFFERS, log_probabilities(agent, OFFERS), strict=True):
-        wanted = (slow_scores(agent, observation, normalization) / 1.3).log_softmax(0)
-        assert logprobs.tolist() == pytest.approx(wanted.tolist(), abs=TOLERANCE)
+        prior = agent.policy.choice_prior if calibrate else None
+        assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+        assert logprobs.tolist() == pytest.approx(slow_logprobs(agent, observation, 1.3, prior), abs=TOLERANCE)
 
 
-def test_normalizations_differ():
-    none, token, word = (
-        log_probabilities(make_agent(OfferAgent, calibrate_choices=False, choice_normalization=normalization), ["a"])[0]
-        for normalization in LENGTH
-    )
-    assert min((a - b).abs().max() for a, b in ((none, token), (none, word), (token, word))) > 50 * TOLERANCE
-
-
-@pytest.mark.parametrize("normalization", LENGTH)
-def test_hundreds_of_choices_beside_few(normalization):
-    options = {"calibrate_choices": False, "choice_normalization": normalization, "context": "turn"}
-    agent = make_agent(OfferAgent, **options)
+def test_hundreds_of_choices_beside_few():
+    agent = make_agent(OfferAgent, calibrate_choices=False, context="turn")
     assert len(MANY) == 300
     for observation, logprobs in zip(("many", "bb"), log_probabilities(agent, ["many", "bb"]), strict=True):
-        wanted = slow_scores(agent, observation, normalization).log_softmax(0)
-        assert logprobs.tolist() == pytest.approx(wanted.tolist(), abs=TOLERANCE)
+        assert logprobs.tolist() == pytest.approx(slow_logprobs(agent, observation), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("normalization", LENGTH)
-def test_the_prior_is_the_mean_of_the_same_score(normalization):
-    agent = make_agent(OfferAgent, choice_normalization=normalization)
+def test_the_prior_is_the_mean_log_probability_of_each_token():
+    agent = make_agent(OfferAgent)
     agent.act_batch(list(OFFERS))
     sums = {}
     with agent.policy.model.pretrained_model.disable_adapter():
-        for observation, offered in OFFERS.items():
-            for choice, score in zip(offered, slow_scores(agent, observation, normalization).tolist(), strict=True):
-                sums.setdefault(tuple(agent.tokenizer(choice)["input_ids"]), []).append(score)
+        for observation in OFFERS:
+            model = Model(agent, observation)
+            paths = {(*ids, END)[: at + 1] for ids in encoded(agent, observation) for at in range(len(ids) + 1)}
+            for path in paths:
+                sums.setdefault(path, []).append(model.logprob(path[:-1], path[-1]))
     assert set(agent.policy.choice_prior) == set(sums)
-    for ids, scores in sums.items():
-        assert agent.policy.choice_prior[ids] == pytest.approx(sum(scores) / len(scores), abs=1e-3)
+    for path, logprobs in sums.items():
+        assert agent.policy.choice_prior[path] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-3)
+
+
+def test_what_says_no_more_than_the_prior_leaves_all_choices_equally_likely():
+    agent = at_its_start(make_agent(OfferAgent))
+    # The prior is measured here, on this context alone.
+    (logprobs,) = log_probabilities(agent, ["many"])
+    assert logprobs.exp().tolist() == pytest.approx([1 / 300] * 300, rel=1e-3)
 
 
 @pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("normalization", LENGTH)
-def test_what_is_sampled_is_what_is_trained(normalization, activated):
+def test_what_is_sampled_is_what_is_trained(activated):
     ppo = {"batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 1}
-    agent = make_agent(OfferAgent, "smollm", activated, choice_normalization=normalization, ppo=ppo)
+    agent = make_agent(OfferAgent, "smollm", activated, ppo=ppo)
     stats = {}
     for observation in [*OFFERS, *OFFERS]:
         agent.act(observation)
@@ -117,6 +152,49 @@ def test_what_is_sampled_is_what_is_trained(normalization, activated):
     assert stats["grad_norm"] > 0
 
 
-def test_an_unknown_normalization_is_refused():
-    with pytest.raises(ConfigError, match=r"choice_normalization='words'\. Did you mean 'word'"):
-        make_agent(OfferAgent, choice_normalization="words")
+def test_the_entropy_along_the_ways_is_on_average_that_of_all_choices():
+    agent = make_agent(OfferAgent, "llama", context="turn", seed=0)
+    (logprobs,) = log_probabilities(agent, ["ccc"])
+    exact = -(logprobs.exp() * logprobs).sum().item()
+    agent.act_batch(["ccc"] * 400)
+    segments = [agent.conversation(env).current_segment() for env in range(400)]
+    with torch.no_grad():
+        along = agent.policy.evaluate(segments).entropy[:, 0]
+    assert along.std() > 0.01
+    assert along.mean().item() == pytest.approx(exact, abs=4 * along.std().item() / 20)
+
+
+def test_learning_from_a_choice_costs_what_leads_to_where_it_parts_from_others():
+    agent = make_agent(OfferAgent, context="turn")
+    agent.act_batch(["many"])
+    policy, before = agent.policy, agent.policy.tokens_forwarded
+    policy.evaluate([agent.conversation(0).current_segment()])
+    # The generation prompt's end, and at most "open", " the", " " and a digit.
+    assert 0 < policy.tokens_forwarded - before < 20
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_choice_is_reached_and_nothing_else(whole):
+    choices = ((1, 2, 3), (1, 2), (1, 4, 5, 6), (7, 8), (9,), (1, 4, 5, 7))
+    trie = ChoiceTrie.of(choices, whole)
+    ways = {}
+    for choice in choices:
+        ways[choice] = tuple(turnings(trie.branches, choice))
+        along = trie.along(choice)
+        assert along.ids == choice[: len(along.ids)]
+        assert len(turnings(along.branches, choice)) == len(ways[choice])
+        assert all(branch.node == len(branch.path) for branch in along.branches)
+    assert len(set(ways.values())) == len(choices)
+    paths = {0: ()}
+    for node, (token, parent) in enumerate(zip(trie.ids, trie.parents, strict=True), start=1):
+        assert parent < node
+        paths[node] = (*paths[parent], token)
+    for branch in trie.branches:
+        assert paths[branch.node] == branch.path
+        following = [
+            (*choice, END)[len(branch.path)] for choice in choices if choice[: len(branch.path)] == branch.path
+        ]
+        assert dict(zip(branch.targets, branch.counts, strict=True)) == {t: following.count(t) for t in following}
+        assert whole or len(branch.targets) > 1
+    # What no branch needs is not read.
+    assert whole or sorted(paths.values()) == [(), (1,), (1, 2), (1, 4), (1, 4, 5)]

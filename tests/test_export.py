@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
 from llamagym.conversation.chat_template import end_ids
+from llamagym.engine.choice_trie import END
 from llamagym.models.atomic import MANIFEST, verify
 from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
@@ -139,16 +140,21 @@ def replies_by_card(folder: Path, observations: Sequence[Any], **changed: str) -
         yield space
 
 
-@pytest.mark.parametrize("normalization", ["none", "token", "word"])
-def test_the_card_s_lines_give_the_choices_the_same_probabilities(base, tmp_path, normalization):
-    agent = trained(Announcing, base, choice_normalization=normalization, response_prefix="I will ")
+class Wordy(Announcing):
+    """Some of its choices begin alike, and one is the beginning of another."""
+
+    choices = ("go", "go left", "go left now", "stay")
+
+
+def test_the_card_s_lines_give_the_choices_the_same_probabilities(base, tmp_path):
+    agent = trained(Wordy, base, response_prefix="I will ")
     agent.save_pretrained(tmp_path / "agent", environment="Dice", results={"mean return": 1.5})
     card = (tmp_path / "agent" / "README.md").read_text()
     assert "acting in Dice" in card
     assert "| mean return | 1.5 |" in card
     expected = agent.action_probabilities(range(50))
     for space, probabilities in zip(replies_by_card(tmp_path / "agent", range(50)), expected, strict=True):
-        names = [choice for choice, _, _ in space["choices"]]
+        names = [choice for choice, _ in space["choices"]]
         assert dict(zip(names, space["probabilities"].tolist(), strict=True)) == pytest.approx(probabilities, abs=1e-5)
 
 
@@ -156,21 +162,14 @@ def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp
     agent = trained(ChoiceAgent, base, calibrate_choices=False)
     agent.save_pretrained(tmp_path / "agent")
     (space,) = replies_by_card(tmp_path / "agent", [7])
-    assert [(choice, prior) for choice, _, prior in space["choices"]] == [(choice, 0.0) for choice in agent.choices]
+    assert [choice for choice, _ in space["choices"]] == list(agent.choices)
+    assert "prior" not in space
     expected = list(agent.action_probabilities([7])[0].values())
     assert space["probabilities"].tolist() == pytest.approx(expected, abs=1e-5)
     # Loaded to be calibrated, or no longer, it starts from no prior of the other kind.
     other = ChoiceAgent.load(tmp_path / "agent", "cpu", "float32", calibrate_choices=True)
     other.action_probabilities([7])
     assert all(other.policy.choice_prior.values())
-    by_token = ChoiceAgent.load(
-        tmp_path / "agent", "cpu", "float32", calibrate_choices=True, choice_normalization="token"
-    )
-    by_token.action_probabilities([7])
-    by_token.save(tmp_path / "by token")
-    again = ChoiceAgent.load(tmp_path / "by token", "cpu", "float32", choice_normalization="none")
-    again.action_probabilities([7])
-    assert again.policy.choice_prior == pytest.approx(other.policy.choice_prior)
     other.save(tmp_path / "other")
     again = ChoiceAgent.load(tmp_path / "other", "cpu", "float32", calibrate_choices=False)
     assert list(again.action_probabilities([7])[0].values()) == pytest.approx(expected, abs=1e-5)
@@ -191,11 +190,12 @@ def test_the_card_of_an_agent_that_has_yet_to_choose_says_so(base, tmp_path):
 def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
     agent = trained(ChoiceAgent, base)
     # Single bytes of longer characters: both decode to the replacement character.
-    agent.policy.choice_prior = {(150,): -1.0, (151,): -2.0}
-    assert len({agent.tokenizer.decode(list(ids)) for ids in agent.policy.choice_prior}) == 1
+    agent.policy.choice_prior = {(150,): -1.0, (151,): -2.0, (150, END): -0.1, (151, END): -0.2}
+    assert agent.tokenizer.decode([150]) == agent.tokenizer.decode([151])
     agent.save_pretrained(tmp_path / "agent")
     (space,) = replies_by_card(tmp_path / "agent", [0])
-    assert [(tuple(ids), prior) for _, ids, prior in space["choices"]] == [((150,), -1.0), ((151,), -2.0)]
+    assert [ids for _, ids in space["choices"]] == [[150], [151]]
+    assert space["prior"] == agent.policy.choice_prior
     assert space["probabilities"].shape == (2,)
 
 

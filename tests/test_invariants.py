@@ -86,18 +86,24 @@ def test_conversation_reads_as_the_template_renders_it(family):
 
 @pytest.mark.parametrize("activated", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_choices_are_scored_by_their_exact_likelihood(family, activated):
+def test_choices_are_written_token_by_token_after_a_conversation(family, activated):
     agent = make_agent(ChoiceAgent, family, activated, calibrate_choices=False)
     play(agent, steps=2)
-    conversation = agent.conversation(2)
-    segment = conversation.observe("and now?", choices=ChoiceAgent.choices)
-    logprobs = agent.policy.choice_logprobs([segment])[0]
+    segment = agent.conversation(2).observe("and now?", choices=ChoiceAgent.choices)
     context = [*context_ids(segment), *segment.pending.ids]
-    scores = []
-    for choice in segment.pending.choices:
-        following = plain_logprobs(agent, [*context, *choice], len(context) - 1)
-        scores.append(sum(following[len(context) - 1 + i, token].item() for i, token in enumerate(choice)))
-    assert logprobs.tolist() == pytest.approx(torch.tensor(scores).log_softmax(0).tolist(), abs=TOLERANCE)
+
+    def following(path):
+        ids = [*context, *path]
+        return plain_logprobs(agent, [*ids, 0], len(context) - 1)[len(ids) - 1]
+
+    left, right, stay = segment.pending.choices
+    alike = next(at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    assert left[0] == right[0] != stay[0]
+    assert alike < min(len(left), len(right))
+    first, second = following(())[[left[0], stay[0]]], following(left[:alike])[[left[alike], right[alike]]]
+    (go, staying), directions = first.log_softmax(0), second.log_softmax(0)
+    expected = [(go + directions[0]).item(), (go + directions[1]).item(), staying.item()]
+    assert agent.policy.choice_logprobs([segment])[0].tolist() == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("activated", [True, False])
@@ -195,10 +201,11 @@ def test_histories_are_read_once_and_recalled_exactly(family):
     before = policy.tokens_forwarded
     first, middle = policy.evaluate(segments), policy.tokens_forwarded
     again = policy.evaluate(segments)
-    assert torch.equal(first.logprobs, again.logprobs)
+    assert torch.allclose(first.logprobs, again.logprobs, atol=1e-5)
     trees = [TokenTree.from_segment(segment) for segment in segments]
     assert policy.tokens_forwarded - middle == len(trees) * max(tree.node_count for tree in trees)
     assert middle - before > policy.tokens_forwarded - middle
+    assert torch.equal(again.logprobs, policy.evaluate(segments).logprobs)
     # The control: no layer is skipped.
     assert backbone._trunk is not None
     forget(agent)

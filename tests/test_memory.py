@@ -15,11 +15,12 @@ import torch
 
 from llamagym import ModelLoadError, load_model_and_tokenizer
 from llamagym.conversation.episode import Prompt, Segment
+from llamagym.engine import choice_trie
+from llamagym.engine.choice_trie import ChoiceTrie
 from llamagym.engine.token_tree import TokenTree
 from llamagym.models import hardware, loading
 from llamagym.models.registry import lookup
 from llamagym.policy.choice_cache import ChoiceCache, ScoredChoices
-from llamagym.policy.choices import choice_length
 from tests.agents import ChoiceAgent, make_agent
 
 
@@ -122,11 +123,10 @@ def test_the_choice_cache_does_not_pile_up():
     assert len(cache) == cache.size == 0
 
 
-def test_lengths_of_choices_do_not_pile_up():
-    length = choice_length("word", str)
-    for token in range(2**15):
-        assert length((token,)) == 1
-    assert length.cache_info().currsize <= 2**14
+def test_tries_of_choices_do_not_pile_up():
+    for token in range(1000):
+        ChoiceTrie.of(((token, 1), (token, 2)))
+    assert choice_trie._trie_of.cache_info().currsize <= 256
 
 
 RESULT = Path(__file__).parent.parent / "scripts" / "benchmarks" / "results" / "larger-models.json"

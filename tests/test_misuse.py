@@ -245,8 +245,6 @@ def test_text_with_half_a_surrogate_pair(tmp_path):
         {"aim_lora": "no"},
         {"use_target_kl": 0},
         {"sft_warm_start": None},
-        {"choice_normalization": 5},
-        {"choice_normalization": "letter"},
         {"context": ["turn"]},
         {"response_prefix": None},
         {"replay_config_dict": 5},
@@ -514,28 +512,3 @@ def test_what_is_longer_than_the_model_is_refused_everywhere():
     with pytest.raises(ContextLengthError):
         agent.terminate_episode(truncated=True, final_observation=endless)
     assert agent.terminate_episode(truncated=True, final_observation="b")["turns"] == 1.0
-
-
-@pytest.mark.parametrize("normalization", ["none", "token"])
-def test_choices_that_begin_with_others_have_the_probability_that_is_said(normalization: str):
-    """Softmax of what the model gives each choice's tokens, and the same in sampling and in training."""
-    agent = make_agent(ChoiceAgent, calibrate_choices=False, choice_normalization=normalization, activated=False)
-    agent.choices = ("go", "go left", "go left now", "stay")
-    (shown,) = agent.action_probabilities(["x"])
-    tokenizer, model = agent.tokenizer, agent.policy.model
-    opening = agent.new_conversation().observe(agent.format_observation("x"), "").prompts[0].ids
-    scores = []
-    for choice in agent.choices:
-        ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            logits = model.pretrained_model(torch.tensor([[*opening, *ids]])).logits[0, len(opening) - 1 : -1]
-        score = logits.log_softmax(-1)[range(len(ids)), ids].sum().item()
-        scores.append(score / len(ids) if normalization == "token" else score)
-    expected = torch.tensor(scores).softmax(0).tolist()
-    assert list(shown.values()) == pytest.approx(expected, abs=1e-5)
-    for _ in range(4):
-        agent.act("x")
-        agent.assign_reward(1.0)
-    segment = agent.conversation(0).current_segment()
-    now = agent.policy.evaluate([segment])
-    assert now.logprobs[:, 0].tolist() == pytest.approx([t.reply.logprobs[0] for t in segment.turns], abs=1e-4)

@@ -1,9 +1,9 @@
 """Contexts as token trees, and batches of trees as rectangles for the model.
 
-A tree is a history and the decisions that branch off it. A decision holds the generation prompt and the reply, or,
-where a turn offers choices, the tokens of all choices as a trie, so that one pass scores all of them. A node attends to
-the history up to where its decision branches off, to its ancestors and to itself. Past replies are also part of the
-history.
+A tree is a history and the decisions that branch off it. A decision holds the generation prompt and the reply. Where a
+turn offers choices, it holds what leads to the places where they part: for all of them while one is still to be
+chosen, so that one pass scores all, and for the one that was said afterwards. A node attends to the history up to
+where its decision branches off, to its ancestors and to itself. Past replies are also part of the history.
 
 Shapes: B rows, P tokens of the prefix that all rows share, S tokens of history after it and D decision nodes (both
 padded), N nodes that are no padding.
@@ -12,23 +12,15 @@ padded), N nodes that are no padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..conversation.episode import Prompt, Reply, Segment
+from .choice_trie import Branch, ChoiceTrie
 from .masks import Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One next-token prediction: the logits at `node` give `target` its log-probability."""
-
-    node: int
-    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +29,46 @@ class Decision:
 
     Attributes:
         start: Length of the context before its first node.
-        ids: Token id of each node: the generation prompt, then the reply or the choices.
+        ids: Token id of each node: the generation prompt, then what is read of the reply or the choices.
         parents: Parent of each node, -1 for the first.
-        prompt_end: Node of the last prompt token, where the value is read.
-        outcomes: For free text one outcome, the reply's tokens. For choices one outcome per choice.
+        prompt_end: Node of the last prompt token, where the value is read and the reply begins.
+        said: The reply's tokens in free text, each predicted by the node before it; empty for choices.
         choices: The prompt's choices, or None for free text.
+        branches: Where choices part, their nodes counted from `prompt_end`; they follow from choices and nodes.
     """
 
     start: int
     ids: tuple[int, ...]
     parents: tuple[int, ...]
     prompt_end: int
-    outcomes: tuple[tuple[Step, ...], ...]
-    choices: tuple[tuple[int, ...], ...] | None
+    said: tuple[int, ...] = ()
+    choices: tuple[tuple[int, ...], ...] | None = None
+    branches: tuple[Branch, ...] = field(default=(), compare=False)
 
     @classmethod
     def from_turn(cls, start: int, prompt: Prompt, reply: Reply | None) -> Decision:
-        """Lay out a turn's decision: outcomes that begin alike share nodes, and no node ends one."""
-        ids = list(prompt.ids[-prompt.opening_length :])
-        parents = list(range(-1, len(ids) - 1))
-        end, outcomes = len(ids) - 1, []
-        children: dict[tuple[int, int], int] = {}
+        """Lay out a turn's decision."""
+        opening = prompt.ids[-prompt.opening_length :]
+        if prompt.choices is not None:
+            trie = ChoiceTrie.of(prompt.choices)
+            return cls._choosing(start, opening, prompt.choices, trie.along(reply.ids) if reply else trie)
         said = reply.ids if reply else ()
-        for tokens in (said,) if prompt.choices is None else prompt.choices:
-            node, steps = end, [Step(end, token) for token in tokens[:1]]
-            for token, following in pairwise(tokens):
-                if (node, token) not in children:
-                    children[node, token] = len(ids)
-                    ids.append(token)
-                    parents.append(node)
-                node = children[node, token]
-                steps.append(Step(node, following))
-            outcomes.append(tuple(steps))
-        return cls(start, tuple(ids), tuple(parents), end, tuple(outcomes), prompt.choices)
+        ids = opening + said[:-1]
+        return cls(start, ids, tuple(range(-1, len(ids) - 1)), len(opening) - 1, said)
+
+    def whole(self) -> Decision:
+        """The same decision with every token of its choices, and where each ends."""
+        assert self.choices is not None, "free text is whole"
+        trie = ChoiceTrie.of(self.choices, whole=True)
+        return self._choosing(self.start, self.ids[: self.prompt_end + 1], self.choices, trie)
+
+    @classmethod
+    def _choosing(
+        cls, start: int, opening: tuple[int, ...], choices: tuple[tuple[int, ...], ...], trie: ChoiceTrie
+    ) -> Decision:
+        end = len(opening) - 1
+        parents = (*range(-1, end), *(end + parent for parent in trie.parents))
+        return cls(start, opening + trie.ids, parents, end, choices=choices, branches=trie.branches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +94,10 @@ class TokenTree:
     def node_count(self) -> int:
         """Nodes of all decisions."""
         return sum(len(decision.ids) for decision in self.decisions)
+
+    def whole(self) -> TokenTree:
+        """The same context with every token of its choices; it has a single decision."""
+        return replace(self, decisions=(self.decisions[0].whole(),))
 
     def paths(self) -> list[tuple[int, ...]]:
         """Of each node in turn: the ids from its decision's first node to itself."""

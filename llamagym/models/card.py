@@ -29,9 +29,10 @@ class Card:
         prefix: Opens every reply.
         generation: How replies are drawn.
         end_ids: Every token id that ends a reply.
-        choices: Text, token ids and mean score of each choice that was ever offered.
+        closing_id: The one of them that ends a choice.
+        choices: Text and token ids of each choice that was ever offered.
+        prior: What their tokens are measured against, by the ids up to each, END closing a choice; empty for nothing.
         offers_choices: Whether the agent's class offers choices; else replies are free text.
-        normalization: What a choice's log-likelihood is divided by.
         environment: What it acts in.
         settings: Options of the agent that differ from their defaults.
         results: Measurements by name.
@@ -44,9 +45,10 @@ class Card:
     prefix: str
     generation: GenerationConfig
     end_ids: Sequence[int]
-    choices: Sequence[tuple[str, tuple[int, ...], float]]
+    closing_id: int
+    choices: Sequence[tuple[str, tuple[int, ...]]]
+    prior: Mapping[tuple[int, ...], float]
     offers_choices: bool
-    normalization: str = "none"
     environment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, Any] = field(default_factory=dict)
@@ -70,9 +72,10 @@ class Card:
     def _code(self) -> list[str]:
         """Lines that load the model and take one reply; `folder` and `observation` are the reader's."""
         load = f'AutoModelForCausalLM.from_pretrained({self.base!r} or folder, dtype="{self.dtype}")'
-        imports = ["import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+        imports = ["import functools", ""] if self.choices else []
+        imports += ["import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
         if self.base:
-            imports.insert(1, "from peft import PeftModel")
+            imports.insert(-1, "from peft import PeftModel")
             load = f"PeftModel.from_pretrained({load.replace(' or folder', '')}, folder)"
         return [
             *imports,
@@ -101,19 +104,36 @@ class Card:
         ]
 
     def _choosing(self) -> list[str]:
-        length = {"none": "1", "token": "len(tokens)", "word": "max(1, len(choice.split()))"}[self.normalization]
-        rows = [f"    ({_literal(text)}, {list(ids)}, {score!r})," for text, ids, score in self.choices]
+        rows = [f"    ({_literal(text)}, {list(ids)})," for text, ids in self.choices]
+        prior = [f"    {path}: {logprob!r}," for path, logprob in self.prior.items()]
         return [
-            "choices = [  # text, token ids, mean score; leave out those that are not admissible now",
+            "choices = [  # text and token ids; leave out those that are not admissible now",
             *rows,
             "]",
-            "scores = []",
-            "for choice, tokens, prior in choices:",
-            "    ids = torch.tensor([tokens])",
-            "    logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[:, -len(tokens) - 1 : -1].float()",
-            "    score = logits.log_softmax(-1).gather(2, ids[..., None]).sum()",
-            f"    scores.append(score / {length} - prior)",
-            f"probabilities = (torch.stack(scores) / {self.generation.temperature}).softmax(0)",
+            *(["prior = {  # of the last of these tokens, after those before it", *prior, "}"] if prior else []),
+            "written = [(*tokens, -1) for _, tokens in choices]  # -1 ends a choice",
+            "",
+            "@functools.cache",
+            "def next_token(path):",
+            '    """How likely each token is after these, among those that some choice goes on with."""',
+            "    counts = {}",
+            "    for tokens in written:",
+            "        if tokens[: len(path)] == path:",
+            "            counts[tokens[len(path)]] = counts.get(tokens[len(path)], 0) + 1",
+            "    if len(counts) == 1:",
+            "        return {token: torch.tensor(1.0) for token in counts}",
+            "    ids = torch.cat([prompt, torch.tensor([path], dtype=torch.long)], 1)",
+            "    logits = model(input_ids=ids).logits[0, -1].float().log_softmax(-1)",
+            f"    scores = torch.stack([logits[{self.closing_id} if token == -1 else token] for token in counts])",
+            *(["    scores = scores - torch.tensor([prior[(*path, token)] for token in counts])"] if prior else []),
+            f"    scores = scores / {self.generation.temperature}"
+            + (" + torch.tensor(list(counts.values())).log()" if prior else ""),
+            "    return dict(zip(counts, scores.softmax(0)))",
+            "",
+            "probabilities = torch.ones(len(written))",
+            "for number, tokens in enumerate(written):",
+            "    for at in range(len(tokens)):",
+            "        probabilities[number] *= next_token(tokens[:at])[tokens[at]]",
         ]
 
 

@@ -11,12 +11,12 @@ from ..engine.token_tree import TokenTree
 # Log-probabilities (C,) of the choices, and the value.
 ScoredChoices = tuple[Tensor, float]
 
-# An id of a context: its place in a tuple, and the number itself.
+# A token: its place in a tuple, and the number itself.
 _ID_BYTES = 40
-# A token of a choice: the id, the step that predicts it, a node of its own at worst.
-_STEP_BYTES = 144
-# A choice: its tuples of ids and steps, its log-probability.
-_CHOICE_BYTES = 132
+# A choice: its tuple of ids and the places of that, its log-probability.
+_CHOICE_BYTES = 56
+# A place where choices part, and what goes on there: tokens and their counts.
+_BRANCH_BYTES, _TARGET_BYTES = 260, 16
 # A context: tree, decision, tuples, tensor.
 _TREE_BYTES = 1000
 
@@ -64,5 +64,8 @@ class ChoiceCache:
 def size_of(tree: TokenTree) -> int:
     """About how many bytes a context, its choices and their distribution take."""
     choices = [choice for decision in tree.decisions for choice in decision.choices or ()]
-    tokens = sum(map(len, choices))
-    return _TREE_BYTES + _ID_BYTES * tree.context_length + _CHOICE_BYTES * len(choices) + _STEP_BYTES * tokens
+    branches = [branch for decision in tree.decisions for branch in decision.branches]
+    tokens = tree.context_length + tree.node_count + sum(map(len, choices)) + sum(len(each.path) for each in branches)
+    targets = sum(len(branch.targets) for branch in branches)
+    size = _TREE_BYTES + _ID_BYTES * tokens + _CHOICE_BYTES * len(choices)
+    return size + _BRANCH_BYTES * len(branches) + _TARGET_BYTES * targets

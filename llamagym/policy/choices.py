@@ -1,87 +1,66 @@
-"""The policy over choices: exact scores of the offered strings, measured against their prior.
+"""The policy over choices: token by token among those that the offered choices allow, measured against their prior.
 
-A long string is less likely than a short one, whatever they mean. Dividing its log-likelihood by its number of tokens
-or of words makes up for that (TWOSOME: Tan et al. 2024, https://arxiv.org/abs/2401.14151).
+Where choices part, the next token is drawn among those that go on; where one token alone can follow, nothing is
+decided. So a choice costs no more to learn from than the places where it parts from others, however many are offered,
+and a long one is not unlikely for its length: tokens that must follow count for nothing.
 
-Shapes: D turns that offer choices, C choices (padded), S steps of the batch's read plan.
+Shapes: B branches (places where choices part), K targets a branch (padded), T choices that are asked about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, did_you_mean
 from .read_plan import ReadPlan
 
-ChoiceNormalization = Literal["none", "token", "word"]
-# What a choice, given as token ids, has its log-likelihood divided by.
-ChoiceLength = Callable[[tuple[int, ...]], int]
+Prior = Mapping[tuple[int, ...], float]
+"""Mean log-probability of the last of some tokens after those before it, by all of them; `END` closes a choice."""
 
 
-def choice_length(normalization: ChoiceNormalization, decode: Callable[[list[int]], str]) -> ChoiceLength | None:
-    """The length that log-likelihoods are divided by, or None if they are not.
+def branch_logprobs(plan: ReadPlan, logits: Tensor, prior: Prior | None, temperature: float) -> Tensor:
+    """Log-probability of each target of each branch, float (B, K); -inf for padding.
 
-    Args:
-        normalization: "none", "token" for the number of tokens, "word" for that of words between white space.
-        decode: Text of token ids.
-
-    Raises:
-        ConfigError: The normalisation is unknown.
-
-    >>> choice_length("word", lambda ids: "go " * len(ids))((7, 8, 9))
-    3
-    """
-    if normalization not in get_args(ChoiceNormalization):
-        hint = did_you_mean(normalization, get_args(ChoiceNormalization))
-        raise ConfigError(f"choice_normalization={normalization!r}. {hint}")
-    if normalization == "word":
-        # A choice may be white space alone.
-        return lru_cache(maxsize=2**14)(lambda ids: max(1, len(decode(list(ids)).split())))
-    return len if normalization == "token" else None
-
-
-def choice_scores(plan: ReadPlan, step_logprobs: Tensor, length: ChoiceLength | None = None) -> Tensor:
-    """Exact log-probability of each choice's tokens, (D, C); 0 where a turn offers fewer.
+    softmax((logit - prior) / temperature + log(choices that go on so)), so that what says no more than the prior leaves
+    all choices equally likely; without a prior softmax(logit / temperature).
 
     Args:
-        plan: Which steps make up which choice.
-        step_logprobs: Log-probability of each step's token, (S,).
-        length: What to divide it by, from `choice_length`.
-    """
-    rows, columns = len(plan.choices), plan.choice_width
-    step, slot = plan.choice_slots.unbind(1)
-    flat = torch.zeros(rows * columns, device=step_logprobs.device)
-    scores = flat.index_add(0, slot, step_logprobs[step]).reshape(rows, columns)
-    if length is None:
-        return scores
-    lengths = torch.ones(rows, columns)
-    for row, choices in enumerate(plan.choices):
-        lengths[row, : len(choices)] = torch.tensor([length(choice) for choice in choices], dtype=torch.float)
-    return scores / lengths.to(scores.device)
-
-
-def choice_logprobs(
-    plan: ReadPlan, scores: Tensor, prior: Mapping[tuple[int, ...], float], temperature: float
-) -> Tensor:
-    """Log of softmax((score - prior) / temperature) over each turn's choices, (D, C); -inf where a turn offers fewer.
-
-    Args:
-        plan: Which choices each turn offers.
-        scores: From `choice_scores`, (D, C).
-        prior: Mean score of a choice; 0 if missing.
+        plan: What goes on at each branch.
+        logits: Of its targets, up to what all of a branch share, (B, K).
+        prior: What is subtracted, 0 where it is missing; None for nothing at all.
         temperature: Above 1 flattens the distribution.
     """
-    shift, absent = torch.zeros(scores.shape), torch.ones(scores.shape, dtype=torch.bool)
-    for row, choices in enumerate(plan.choices):
-        absent[row, : len(choices)] = False
-        shift[row, : len(choices)] = torch.tensor([prior.get(choice, 0.0) for choice in choices])
-    logits = (scores - shift.to(scores.device)) / temperature
-    return logits.masked_fill(absent.to(scores.device), -torch.inf).log_softmax(-1)
+    if prior is None:
+        return (logits / temperature).masked_fill(plan.log_counts == -torch.inf, -torch.inf).log_softmax(-1)
+    most = logits.shape[1]
+    known = [
+        [prior.get((*branch.path, token), 0.0) for token in branch.targets] + [0.0] * (most - len(branch.targets))
+        for branch in plan.branches
+    ]
+    shift = torch.tensor(known, device=logits.device).reshape(logits.shape)
+    return ((logits - shift) / temperature + plan.log_counts).log_softmax(-1)
+
+
+def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[int, int]]) -> Tensor:
+    """Log-probability of choices, float (T,): the sum over the branches that lead there.
+
+    Args:
+        plan: Where they part.
+        of_branches: From `branch_logprobs`, (B, K).
+        chosen: Decision and number of each choice.
+    """
+    of_choice, branch, target = plan.turnings(chosen)
+    return of_branches.new_zeros(len(chosen)).index_add(0, of_choice, of_branches[branch, target])
+
+
+def offer_logprobs(plan: ReadPlan, of_branches: Tensor) -> list[Tensor]:
+    """Log-probabilities of all choices that each decision offers, float (C,) each, on the CPU."""
+    counts = [len(decision.choices or ()) for decision in plan.decisions]
+    every = [(turn, choice) for turn, count in enumerate(counts) for choice in range(count)]
+    # Copies: a view would keep the rows of all other decisions.
+    return [offer.clone() for offer in choice_logprobs(plan, of_branches, every).cpu().split(counts)]
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..conversation.episode import Segment
 from ..engine.token_tree import TokenTree
 from ..models.lora import latest_inputs
-from .choices import entropy_from_logits
+from .choices import choice_logprobs
 from .score import Reading
 
 
@@ -59,23 +59,18 @@ def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTr
     width = max(len(turn.reply.logprobs) for turn in turns)
     logprobs = torch.zeros(count, width, device=device)
     entropy = torch.zeros_like(logprobs)
-    if len(plan.text_slots):
-        step, decision, offset = plan.text_slots.unbind(1)
-        logprobs = logprobs.index_put((decision, offset), reading.step_logprobs[step])
-        entropy = entropy.index_put((decision, offset), reading.node_entropy[plan.steps[step, 0]])
-    of_turn = torch.tensor(
-        [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))], device=device
-    )
+    decision, offset = plan.text_slots.unbind(1)
+    logprobs = logprobs.index_put((decision, offset), reading.text_logprobs)
+    entropy = entropy.index_put((decision, offset), reading.text_entropy)
+    # A choice is one decision, and the entropy along its way a sample of that of all choices.
+    entropy = entropy.index_put((plan.branch_turns, torch.tensor(0)), reading.branch_entropy, accumulate=True)
+    decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
+    of_turn = torch.tensor(decisions, device=device)
     logprobs, entropy = logprobs[of_turn], entropy[of_turn]
     choosing = [row for row, turn in enumerate(turns) if turn.reply.choice_index is not None]
-    if choosing:
-        table_row = torch.zeros(count, dtype=torch.long, device=device)
-        table_row[plan.choice_turns] = torch.arange(len(plan.choices), device=device)
-        offers = reading.choice_logprobs[table_row[of_turn[choosing]]]
-        taken = torch.tensor([[turns[row].reply.choice_index] for row in choosing], device=device)
-        slot = (torch.tensor(choosing, device=device), torch.tensor(0, device=device))
-        logprobs = logprobs.index_put(slot, offers.gather(1, taken)[:, 0])
-        entropy = entropy.index_put(slot, entropy_from_logits(offers))
+    chosen = [(decisions[row], index) for row in choosing if (index := turns[row].reply.choice_index) is not None]
+    slot = torch.tensor(choosing, dtype=torch.long, device=device), torch.tensor(0, device=device)
+    logprobs = logprobs.index_put(slot, choice_logprobs(plan, reading.branch_logprobs, chosen))
     lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)
     return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn])

@@ -14,6 +14,7 @@ from ..models.lora import is_activated
 from ..models.state_files import write_state
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .actor import Actor
+from .prior import choices_in
 from .saved import prior_record
 
 KIND = "agent"
@@ -56,10 +57,11 @@ def write_export(
         actor.get_system_prompt(),
         options["response_prefix"],
         policy.generation,
-        end_ids(pretrained, tokenizer),
-        [(str(tokenizer.decode(list(ids))), ids, score) for ids, score in policy.choice_prior.items()],
+        ends := end_ids(pretrained, tokenizer),
+        actor.chat_template.closing_id(ends),
+        [(str(tokenizer.decode(list(ids))), ids) for ids in choices_in(policy.choice_prior)],
+        policy.choice_prior if options["calibrate_choices"] else {},
         type(actor).get_action_choices is not Actor.get_action_choices,
-        options["choice_normalization"],
         environment,
         {name: value for name, value in options.items() if value not in (None, "", {})},
         results or {},

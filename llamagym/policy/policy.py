@@ -1,13 +1,11 @@
 """The policy: samples replies, and says how likely recorded ones are. The one place where a model is asked.
 
-Both directions share one path (`reading.read`), so the distribution that is sampled is the one that is trained:
+Both directions share one path (`score.read`), so the distribution that is sampled is the one that is trained:
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
-- choices: one of the given strings, from softmax((score - prior) / temperature), where a score is the exact
-  log-probability of the string's tokens, divided by its length if that is wanted (see `choices`). The prior is each
-  string's mean score under the reference model, measured on the first observations that offer it and then frozen, so
-  that a model which always says the same word still explores. It is part of the policy, in sampling and in training
-  alike.
+- choices: one of the given strings, token by token among those that the strings allow (see `choices`). The prior that
+  it is measured against is each token's mean log-probability under the reference model on the first observations that
+  offer it, then frozen, so that a model which always says the same word still explores. It is part of the policy.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
+from ..engine.choice_trie import END
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..models.generation import GenerationConfig
@@ -33,12 +32,12 @@ from ..models.lock import alone, lock_of
 from ..models.lora import aim_, fresh_rows
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .choice_cache import ChoiceCache, ScoredChoices
-from .choices import ChoiceLength
+from .choices import Prior, offer_logprobs
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
-from .prior import Totals, mean_scores, total_scores, unmeasured
+from .prior import Totals, mean_logprobs, total_logprobs, unmeasured
 from .sampling import draw, require_finite, write_text
-from .score import Reading, read
+from .score import Reading, read, read_prior
 
 # Contexts whose features are taken as a sample of all.
 _INIT_CONTEXTS = 512
@@ -53,7 +52,7 @@ class Policy:
 
     Attributes:
         generation: How replies are sampled.
-        choice_prior: Mean score of each choice under the reference, frozen once measured; 0 where none is measured.
+        choice_prior: What choices are measured against (see `Prior`), frozen once measured; 0 where none is measured.
         measured: What was measured for it since several processes last agreed on it.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         num_updates: How often a learner has changed the weights.
@@ -65,11 +64,11 @@ class Policy:
         self,
         model: AutoModelForCausalLMWithValueHead,
         eos_ids: Sequence[int],
+        closing_id: int,
         generation: GenerationConfig,
         calibrate_choices: bool = True,
         aim_lora: bool = True,
         seed: int | None = None,
-        choice_length: ChoiceLength | None = None,
     ) -> None:
         """Wrap a model.
 
@@ -77,21 +76,20 @@ class Policy:
             model: Causal language model with value head. Dropout is switched off for good: it would make the sampled
                 policy differ from the trained one.
             eos_ids: Every id that ends a reply.
+            closing_id: The one of them that ends a choice where longer ones go on.
             generation: How replies are sampled.
             calibrate_choices: Whether choices are measured against their prior.
             aim_lora: Whether a fresh adapter is pointed at what differs between observations.
             seed: Of the sampling; None draws one.
-            choice_length: What a choice's log-likelihood is divided by; None leaves it.
         """
         self.model = model.eval()
         self.generation = generation
         self.choice_prior: dict[tuple[int, ...], float] = {}
         self.measured: Totals = {}
         self.num_updates = 0
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids, self._closing_id = frozenset(eos_ids), closing_id
         self._calibrate = calibrate_choices
         self.aims_lora = aim_lora
-        self._choice_length = choice_length
         self._backbone = Backbone(model)
         self.reference: AutoModelForCausalLMWithValueHead | None = None
         self._frozen: Backbone | None = None
@@ -281,9 +279,8 @@ class Policy:
         self._measure_priors(fresh)
         for rows in self._chunks(fresh):
             reading = self._read([fresh[row] for row in rows])
-            for row, logprobs, value in zip(rows, reading.choice_logprobs.cpu(), reading.values.tolist(), strict=True):
-                # A copy: a view would keep the rows of all other contexts.
-                offer = logprobs[: len(fresh[row].decisions[0].outcomes)].clone()
+            offers = offer_logprobs(reading.plan, reading.branch_logprobs)
+            for row, offer, value in zip(rows, offers, reading.values.tolist(), strict=True):
                 require_finite(offer)
                 scored[fresh[row]] = offer, value
         self._choice_cache.update({tree: scored[tree] for tree in fresh})
@@ -322,27 +319,30 @@ class Policy:
         # To switch off an adapter that was merged, PEFT takes it out again; that is no other policy.
         self._state.keep()
 
-    def _read(self, trees: Sequence[TokenTree], reference: bool = False, normalized: bool = False) -> Reading:
-        """Read trees; the caller has noticed changes, which each public method does once, at its beginning."""
+    @contextmanager
+    def _reader(self, reference: bool = False) -> Iterator[Backbone]:
+        """The backbone to read with; the caller has noticed changes, as each public method does at its beginning."""
         backbone = self._frozen if reference and self._frozen is not None else self._backbone
         with self._without_adapter() if reference else nullcontext(), backbone.ready():
-            return read(
-                backbone,
-                self.model.v_head,
-                trees,
-                self.choice_prior,
-                self.generation.temperature,
-                self._choice_length,
-                adapted=not reference,
-                normalized=normalized,
-            )
+            yield backbone
+
+    def _read(self, trees: Sequence[TokenTree], reference: bool = False) -> Reading:
+        """Read trees."""
+        prior: Prior | None = self.choice_prior if self._calibrate else None
+        with self._reader(reference) as backbone:
+            temperature = self.generation.temperature
+            return read(backbone, self.model.v_head, trees, prior, temperature, self._closing_id, adapted=not reference)
 
     def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
-        """Measure the mean score of choices never met before, on the contexts that offer them now."""
+        """Measure the prior of choices never met before, on the contexts that offer them now."""
         fresh = unmeasured(trees, self.choice_prior)
         if not self._calibrate:
-            self.choice_prior.update((choice, 0.0) for tree in fresh for choice in tree.decisions[0].choices or ())
+            self.choice_prior |= {(*choice, END): 0.0 for tree in fresh for choice in tree.decisions[0].choices or ()}
             return
-        readings = (self._read([fresh[row] for row in rows], True, normalized=True) for rows in self._chunks(fresh))
-        self.measured |= (totals := total_scores(readings, self.choice_prior))
-        self.choice_prior |= mean_scores([totals])
+        whole = [tree.whole() for tree in fresh]
+        with self._reader(reference=True) as backbone:
+            readings = (
+                read_prior(backbone, [whole[row] for row in rows], self._closing_id) for rows in self._chunks(whole)
+            )
+            self.measured |= (totals := total_logprobs(readings, self.choice_prior))
+        self.choice_prior |= mean_logprobs([totals])

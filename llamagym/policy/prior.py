@@ -1,4 +1,4 @@
-"""The prior of choices: the mean score of each over the contexts that offer it, under the reference.
+"""The prior of choices: how likely the reference finds their tokens on average, over the contexts that offer them.
 
 It is measured where a choice is met first, then frozen. Where several processes meet it at once, each has its own
 contexts, and the mean is taken over all of them.
@@ -8,39 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..engine.choice_trie import END, Ids
 from ..engine.token_tree import TokenTree
-from .score import Reading
 
-Choice = tuple[int, ...]
-Totals = dict[Choice, tuple[float, int]]
-"""Scores of choices, added up, and of how many contexts."""
+Totals = dict[Ids, tuple[float, int]]
+"""Log-probabilities of tokens after those before them, added up, and of how many contexts."""
 
 
-def unmeasured(trees: Sequence[TokenTree], prior: Mapping[Choice, float]) -> list[TokenTree]:
+def unmeasured(trees: Sequence[TokenTree], prior: Mapping[Ids, float]) -> list[TokenTree]:
     """Contexts that offer choices without a prior."""
-    return [tree for tree in trees if any(choice not in prior for choice in tree.decisions[0].choices or ())]
+    return [tree for tree in trees if any((*choice, END) not in prior for choice in tree.decisions[0].choices or ())]
 
 
-def total_scores(readings: Iterable[Reading], prior: Mapping[Choice, float]) -> Totals:
-    """Of choices without a prior: the scores added up over the contexts that offer them, and how many these are."""
-    sums: dict[Choice, list[float]] = {}
+def choices_in(prior: Mapping[Ids, float]) -> list[Ids]:
+    """The choices that a prior is known of.
+
+    >>> choices_in({(5,): -1.0, (5, 6): -0.5, (5, 6, END): -0.1})
+    [(5, 6)]
+    """
+    return [path[:-1] for path in prior if path[-1] == END]
+
+
+def total_logprobs(readings: Iterable[Sequence[tuple[Ids, float]]], prior: Mapping[Ids, float]) -> Totals:
+    """What has no prior yet: log-probabilities added up over the contexts that were read, and how many these are."""
+    sums: dict[Ids, list[float]] = {}
     for reading in readings:
-        for choices, scores in zip(reading.plan.choices, reading.choice_scores.tolist(), strict=True):
-            for choice, score in zip(choices, scores, strict=False):
-                if choice not in prior:
-                    sums.setdefault(choice, []).append(score)
-    return {choice: (sum(scores), len(scores)) for choice, scores in sums.items()}
+        for path, logprob in reading:
+            if path not in prior:
+                sums.setdefault(path, []).append(logprob)
+    return {path: (sum(logprobs), len(logprobs)) for path, logprobs in sums.items()}
 
 
-def mean_scores(measured: Iterable[Totals]) -> dict[Choice, float]:
-    """Each choice's mean score over all contexts that it was measured in.
+def mean_logprobs(measured: Iterable[Totals]) -> dict[Ids, float]:
+    """The mean log-probability of each over all contexts that it was measured in.
 
-    >>> mean_scores([{(7,): (-3.0, 1)}, {(7,): (-3.0, 2), (8,): (1.0, 2)}])
+    >>> mean_logprobs([{(7,): (-3.0, 1)}, {(7,): (-3.0, 2), (8,): (1.0, 2)}])
     {(7,): -2.0, (8,): 0.5}
     """
     sums: Totals = {}
     for totals in measured:
-        for choice, (total, count) in totals.items():
-            before, counted = sums.get(choice, (0.0, 0))
-            sums[choice] = before + total, counted + count
-    return {choice: total / count for choice, (total, count) in sums.items()}
+        for path, (total, count) in totals.items():
+            before, counted = sums.get(path, (0.0, 0))
+            sums[path] = before + total, counted + count
+    return {path: total / count for path, (total, count) in sums.items()}

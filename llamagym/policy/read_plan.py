@@ -1,10 +1,11 @@
 """Which hidden states of a batch give log-probabilities of which tokens, and which turns these belong to.
 
-Shapes: N decision nodes, M of them that predict tokens, K targets a node, S steps, C choices.
+Shapes: N turns, F tokens of free text, B branches (places where choices part), K targets a branch (padded).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -12,7 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..engine.token_tree import TokenTree
+from ..engine.choice_trie import END, Branch, turnings
+from ..engine.token_tree import Decision, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,33 +22,30 @@ class ReadPlan:
     """Which nodes of a batch, counted without padding, are read, and how the readings make up the turns' decisions.
 
     Attributes:
-        value_nodes: Each decision's prompt end, int64 (decisions,).
-        nodes: Those that predict tokens, int64 (M,).
-        targets: Tokens to read at each node, padded with 0, int64 (M, K).
-        is_text: True at nodes that predict free text, bool (M,).
-        is_fork: True at nodes that all choices of a turn branch off, bool (M,).
-        steps: For each step its row and column in `targets`, int64 (S, 2).
-        text_slots: For each free-text step its index among the steps, its decision and its offset, int64 (F, 3).
-        choice_slots: For each choice step its index among the steps and its flat slot in the choice table, (C, 2).
-        choice_turns: Decisions that offer choices, int64 (D,).
-        choices: The choices of these turns.
+        decisions: Of all trees in turn, N.
+        value_nodes: Each decision's prompt end, int64 (N,).
+        text_nodes: Those that predict a token of free text, int64 (F,).
+        text_targets: These tokens, int64 (F,).
+        text_slots: Decision and offset of each, int64 (F, 2).
+        branches: Where choices part, B.
+        branch_nodes: Their nodes, int64 (B,).
+        branch_targets: Tokens that go on there, padded with 0, int64 (B, K).
+        log_counts: Logarithm of how many choices go on with each, -inf for padding, float (B, K).
+        branch_turns: The decision of each, int64 (B,).
+        first_branches: Which branch of B is each decision's first.
     """
 
+    decisions: tuple[Decision, ...]
     value_nodes: Tensor
-    nodes: Tensor
-    targets: Tensor
-    is_text: Tensor
-    is_fork: Tensor
-    steps: Tensor
+    text_nodes: Tensor
+    text_targets: Tensor
     text_slots: Tensor
-    choice_slots: Tensor
-    choice_turns: Tensor
-    choices: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def choice_width(self) -> int:
-        """Columns of the choice table: the largest number of choices that any turn offers."""
-        return max((len(choices) for choices in self.choices), default=0)
+    branches: tuple[Branch, ...]
+    branch_nodes: Tensor
+    branch_targets: Tensor
+    log_counts: Tensor
+    branch_turns: Tensor
+    first_branches: tuple[int, ...]
 
     def to(self, device: torch.device) -> ReadPlan:
         """The same plan with its tensors on `device`."""
@@ -56,44 +55,58 @@ class ReadPlan:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     @classmethod
-    def from_trees(cls, trees: Sequence[TokenTree]) -> ReadPlan:
-        """Collect all readings of a batch."""
-        every = [decision for tree in trees for decision in tree.decisions]
-        decisions = list(zip(accumulate((len(decision.ids) for decision in every), initial=0), every, strict=False))
-        choosing = [(turn, d) for turn, (_, d) in enumerate(decisions) if d.choices is not None]
-        choice_width = max((len(d.outcomes) for _, d in choosing), default=0)
-        table_row = {turn: row for row, (turn, _) in enumerate(choosing)}
+    def from_trees(cls, trees: Sequence[TokenTree], closing_id: int) -> ReadPlan:
+        """Collect all readings of a batch.
 
-        targets: dict[int, list[int]] = {}
-        is_text: dict[int, bool] = {}
-        is_fork: dict[int, bool] = {}
-        steps: list[tuple[int, int]] = []
-        text_slots, choice_slots = [], []
-        for turn, (base, decision) in enumerate(decisions):
-            for outcome_index, outcome in enumerate(decision.outcomes):
-                for offset, step in enumerate(outcome):
-                    node = base + step.node
-                    if decision.choices is None:
-                        text_slots.append((len(steps), turn, offset))
-                    else:
-                        choice_slots.append((len(steps), table_row[turn] * choice_width + outcome_index))
-                    is_text[node] = decision.choices is None
-                    is_fork[node] = decision.choices is not None and offset == 0
-                    columns = targets.setdefault(node, [])
-                    steps.append((node, len(columns)))
-                    columns.append(step.target)
-        row_of = {node: row for row, node in enumerate(targets)}
-        most = max((len(columns) for columns in targets.values()), default=0)
-        padded = [columns + [0] * (most - len(columns)) for columns in targets.values()]
+        Args:
+            trees: What is read.
+            closing_id: The token that ends a choice where longer ones go on.
+        """
+        decisions = tuple(decision for tree in trees for decision in tree.decisions)
+        bases = accumulate((len(decision.ids) for decision in decisions), initial=0)
+        ends = [base + decision.prompt_end for base, decision in zip(bases, decisions, strict=False)]
+        said = [(turn, offset) for turn, decision in enumerate(decisions) for offset in range(len(decision.said))]
+        met = [(turn, branch) for turn, decision in enumerate(decisions) for branch in decision.branches]
+        most = max((len(branch.targets) for _, branch in met), default=0)
+        targets = [
+            [closing_id if token == END else token for token in branch.targets] + [0] * (most - len(branch.targets))
+            for _, branch in met
+        ]
+        counts = [
+            [math.log(count) for count in branch.counts] + [-math.inf] * (most - len(branch.counts))
+            for _, branch in met
+        ]
         return cls(
-            value_nodes=torch.tensor([base + decision.prompt_end for base, decision in decisions]),
-            nodes=torch.tensor(list(targets), dtype=torch.long),
-            targets=torch.tensor(padded, dtype=torch.long).reshape(len(targets), most),
-            is_text=torch.tensor(list(is_text.values()), dtype=torch.bool),
-            is_fork=torch.tensor(list(is_fork.values()), dtype=torch.bool),
-            steps=torch.tensor([(row_of[node], column) for node, column in steps], dtype=torch.long).reshape(-1, 2),
-            text_slots=torch.tensor(text_slots, dtype=torch.long).reshape(-1, 3),
-            choice_slots=torch.tensor(choice_slots, dtype=torch.long).reshape(-1, 2),
-            choice_turns=torch.tensor([turn for turn, _ in choosing], dtype=torch.long),
-            choices=tuple(d.choices for _, d in choosing if d.choices is not None),
+            decisions=decisions,
+            value_nodes=torch.tensor(ends, dtype=torch.long),
+            text_nodes=torch.tensor([ends[turn] + offset for turn, offset in said], dtype=torch.long),
+            text_targets=torch.tensor([decisions[turn].said[offset] for turn, offset in said], dtype=torch.long),
+            text_slots=torch.tensor(said, dtype=torch.long).reshape(-1, 2),
+            branches=tuple(branch for _, branch in met),
+            branch_nodes=torch.tensor([ends[turn] + branch.node for turn, branch in met], dtype=torch.long),
+            branch_targets=torch.tensor(targets, dtype=torch.long).reshape(len(met), most),
+            log_counts=torch.tensor(counts).reshape(len(met), most),
+            branch_turns=torch.tensor([turn for turn, _ in met], dtype=torch.long),
+            first_branches=tuple(
+                accumulate((len(decision.branches) for decision in decisions[:-1]), initial=0) if decisions else ()
+            ),
         )
+
+    def turnings(self, chosen: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """What leads to choices: which of them, at which branch, with which of its targets; int64 (T,) each.
+
+        Args:
+            chosen: Decision and number of each choice.
+        """
+        ways = []
+        for number, (turn, choice) in enumerate(chosen):
+            decision = self.decisions[turn]
+            assert decision.choices is not None, "choices are offered"
+            first = self.first_branches[turn]
+            ways += [
+                (number, first + branch, target)
+                for branch, target in turnings(decision.branches, decision.choices[choice])
+            ]
+        device = self.branch_nodes.device
+        of_choice, branch, target = torch.tensor(ways, dtype=torch.long, device=device).reshape(-1, 3).unbind(1)
+        return of_choice, branch, target

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..models.trained_weights import restore_trained_, trained_state
 from .policy import Policy
-from .prior import Totals, mean_scores
+from .prior import Totals, mean_logprobs
 
 
 def policy_state(policy: Policy) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
 
 
 def prior_record(policy: Policy) -> list[tuple[tuple[int, ...], float]]:
-    """The mean score of each choice under the reference, with its token ids."""
+    """What choices are measured against, by token ids."""
     return list(policy.choice_prior.items())
 
 
@@ -56,7 +56,7 @@ def agree_on_priors(policy: Policy, measured: Sequence[Totals]) -> bool:
     Returns:
         Whether it is another one than some process sampled with: what all of them sampled counts as another policy's.
     """
-    agreed = mean_scores(measured)
+    agreed = mean_logprobs(measured)
     changed = any(total / count != agreed[of] for totals in measured for of, (total, count) in totals.items())
     policy.choice_prior |= agreed
     policy.measured.clear()
