@@ -212,15 +212,15 @@ def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
     measured.act_batch(["x", "yy", "zzz"])
     prior = dict(measured.policy.choice_prior)
     left, right, stay = (tuple(measured.tokenizer(choice)["input_ids"]) for choice in ChoiceAgent.choices)
+    part = next(at for at, (a, b) in enumerate(zip(left, right, strict=False), start=1) if a != b)
     ended = [(*ids, END) for ids in (left, right, stay)]
-    assert set(prior) == {ids[: size + 1] for ids in ended for size in range(len(ids))}
+    assert set(prior) == {left[:1], stay[:1], left[:part], right[:part], *ended}
     measured.act_batch(["something else"], [9])
     assert measured.policy.choice_prior == prior
     # One branch that has two choices, "go left" and "go right", against "stay".
     plain = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
     raw = torch.tensor(list(plain.action_probabilities(["x"])[0].values()))
     first = torch.stack([raw[:2].sum().log() - prior[left[:1]] + math.log(2), raw[2].log() - prior[stay[:1]]])
-    part = next(at for at, (a, b) in enumerate(zip(left, right, strict=False), start=1) if a != b)
     second = raw[:2].log() - torch.tensor([prior[left[:part]], prior[right[:part]]])
     (go, staying), directions = first.softmax(0), second.softmax(0)
     wanted = [*(go * directions).tolist(), staying.item()]

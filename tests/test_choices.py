@@ -117,19 +117,34 @@ def test_hundreds_of_choices_beside_few():
         assert logprobs.tolist() == pytest.approx(slow_logprobs(agent, observation), abs=TOLERANCE)
 
 
-def test_the_prior_is_the_mean_log_probability_of_each_token():
+def test_the_prior_is_how_likely_each_token_is_beside_the_others():
     agent = make_agent(OfferAgent)
     agent.act_batch(list(OFFERS))
-    sums = {}
+    measured = {}
     with agent.policy.model.pretrained_model.disable_adapter():
         for observation in OFFERS:
-            model = Model(agent, observation)
-            paths = {(*ids, END)[: at + 1] for ids in encoded(agent, observation) for at in range(len(ids) + 1)}
-            for path in paths:
-                sums.setdefault(path, []).append(model.logprob(path[:-1], path[-1]))
-    assert set(agent.policy.choice_prior) == set(sums)
-    for path, logprobs in sums.items():
-        assert agent.policy.choice_prior[path] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-3)
+            model, written = Model(agent, observation), [(*ids, END) for ids in encoded(agent, observation)]
+            for path in {ids[:at] for ids in written for at in range(len(ids))}:
+                following = {ids[len(path)] for ids in written if ids[: len(path)] == path}
+                if len(following) > 1:
+                    usual = torch.tensor([model.logprob(path, token) for token in following]).exp().mean().log().item()
+                    for token in following:
+                        measured.setdefault((*path, token), []).append(model.logprob(path, token) - usual)
+            for ids in written:
+                measured.setdefault(ids, [])
+    assert set(agent.policy.choice_prior) == set(measured)
+    for path, found in measured.items():
+        assert agent.policy.choice_prior[path] == pytest.approx(sum(found) / max(1, len(found)), abs=1e-3)
+
+
+def test_what_is_offered_late_is_measured_like_what_was_offered_first():
+    """An observation that makes all commands likelier than the first ones did leaves a new one where it was."""
+    agent = at_its_start(make_agent(OfferAgent, context="turn"))
+    first, later = log_probabilities(agent, ["bb"])[0], log_probabilities(agent, ["a"])[0]
+    assert first.exp().tolist() == pytest.approx([1 / 2] * 2, rel=1e-3)
+    alone = log_probabilities(at_its_start(make_agent(OfferAgent, context="turn")), ["a"])[0]
+    assert alone.exp().tolist() == pytest.approx([1 / 4] * 4, rel=1e-3)
+    assert later.exp().min() > 1 / 16
 
 
 def test_what_says_no_more_than_the_prior_leaves_all_choices_equally_likely():
@@ -173,10 +188,9 @@ def test_learning_from_a_choice_costs_what_leads_to_where_it_parts_from_others()
     assert 0 < policy.tokens_forwarded - before < 20
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_every_choice_is_reached_and_nothing_else(whole):
+def test_every_choice_is_reached_and_nothing_else():
     choices = ((1, 2, 3), (1, 2), (1, 4, 5, 6), (7, 8), (9,), (1, 4, 5, 7))
-    trie = ChoiceTrie.of(choices, whole)
+    trie = ChoiceTrie.of(choices)
     ways = {}
     for choice in choices:
         ways[choice] = tuple(turnings(trie.branches, choice))
@@ -195,6 +209,6 @@ def test_every_choice_is_reached_and_nothing_else(whole):
             (*choice, END)[len(branch.path)] for choice in choices if choice[: len(branch.path)] == branch.path
         ]
         assert dict(zip(branch.targets, branch.counts, strict=True)) == {t: following.count(t) for t in following}
-        assert whole or len(branch.targets) > 1
+        assert len(branch.targets) > 1
     # What no branch needs is not read.
-    assert whole or sorted(paths.values()) == [(), (1,), (1, 2), (1, 4), (1, 4, 5)]
+    assert sorted(paths.values()) == [(), (1,), (1, 2), (1, 4), (1, 4, 5)]

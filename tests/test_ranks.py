@@ -20,7 +20,7 @@ from accelerate import PartialState
 from llamagym.conversation.episode import renumbered
 from llamagym.errors import ConfigError, RankError
 from llamagym.learners import ranks
-from llamagym.policy.prior import mean_logprobs
+from llamagym.policy.prior import means_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.processes import KILLED, together
 from tests.resumed_run import CASES as RUNS
@@ -168,7 +168,7 @@ def test_priors_of_choices_are_means_over_the_contexts_of_both(played):
         measured[rank] = dict(agent.policy.measured)
         agent.policy.weights_changed()
         agent.discard_episodes(range(len(lengths)))
-    expected = mean_logprobs(measured.values())
+    expected = means_of(measured.values())
     assert played[0]["PPO"]["prior"] == pytest.approx(expected, abs=1e-5)
     assert any(abs(total / count - expected[choice]) > 1e-3 for choice, (total, count) in measured[0].items())
 

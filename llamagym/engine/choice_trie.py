@@ -51,12 +51,8 @@ class ChoiceTrie:
     branches: tuple[Branch, ...]
 
     @classmethod
-    def of(cls, choices: tuple[Ids, ...], whole: bool = False) -> ChoiceTrie:
-        """The trie of some choices.
-
-        Args:
-            choices: Distinct, none of them empty.
-            whole: Whether all nodes are branches, those that one token alone can follow as well.
+    def of(cls, choices: tuple[Ids, ...]) -> ChoiceTrie:
+        """The trie of some choices, which are distinct and not empty.
 
         >>> trie = ChoiceTrie.of(((5, 6, 7), (5, 8, 9), (5, 8)))
         >>> trie.ids, trie.parents
@@ -64,7 +60,7 @@ class ChoiceTrie:
         >>> [(branch.path, branch.targets, branch.counts) for branch in trie.branches]
         [((5,), (6, 8), (1, 2)), ((5, 8), (9, -1), (1, 1))]
         """
-        return _trie_of(choices, whole)
+        return _trie_of(choices)
 
     def along(self, choice: Ids) -> ChoiceTrie:
         """What of it lies on the way to a choice: a sequence.
@@ -94,12 +90,12 @@ def turnings(branches: Iterable[Branch], choice: Ids) -> list[tuple[int, int]]:
 
 # Lists of choices recur, and hundreds of choices take a millisecond.
 @lru_cache(maxsize=256)
-def _trie_of(choices: tuple[Ids, ...], whole: bool) -> ChoiceTrie:
+def _trie_of(choices: tuple[Ids, ...]) -> ChoiceTrie:
     following: dict[Ids, Counter[int]] = {}
     for choice in choices:
         for depth, token in enumerate((*choice, END)):
             following.setdefault(choice[:depth], Counter())[token] += 1
-    parting = [path for path, tokens in following.items() if whole or len(tokens) > 1]
+    parting = [path for path, tokens in following.items() if len(tokens) > 1]
     leading = {path[:depth] for path in parting for depth in range(1, len(path) + 1)}
     node_of = {(): 0} | {path: node for node, path in enumerate(filter(leading.__contains__, following), start=1)}
     return ChoiceTrie(

@@ -12,7 +12,7 @@ padded), N nodes that are no padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -49,26 +49,15 @@ class Decision:
     def from_turn(cls, start: int, prompt: Prompt, reply: Reply | None) -> Decision:
         """Lay out a turn's decision."""
         opening = prompt.ids[-prompt.opening_length :]
-        if prompt.choices is not None:
-            trie = ChoiceTrie.of(prompt.choices)
-            return cls._choosing(start, opening, prompt.choices, trie.along(reply.ids) if reply else trie)
-        said = reply.ids if reply else ()
-        ids = opening + said[:-1]
-        return cls(start, ids, tuple(range(-1, len(ids) - 1)), len(opening) - 1, said)
-
-    def whole(self) -> Decision:
-        """The same decision with every token of its choices, and where each ends."""
-        assert self.choices is not None, "free text is whole"
-        trie = ChoiceTrie.of(self.choices, whole=True)
-        return self._choosing(self.start, self.ids[: self.prompt_end + 1], self.choices, trie)
-
-    @classmethod
-    def _choosing(
-        cls, start: int, opening: tuple[int, ...], choices: tuple[tuple[int, ...], ...], trie: ChoiceTrie
-    ) -> Decision:
         end = len(opening) - 1
+        if prompt.choices is None:
+            said = reply.ids if reply else ()
+            ids = opening + said[:-1]
+            return cls(start, ids, tuple(range(-1, len(ids) - 1)), end, said)
+        trie = ChoiceTrie.of(prompt.choices)
+        trie = trie.along(reply.ids) if reply else trie
         parents = (*range(-1, end), *(end + parent for parent in trie.parents))
-        return cls(start, opening + trie.ids, parents, end, choices=choices, branches=trie.branches)
+        return cls(start, opening + trie.ids, parents, end, choices=prompt.choices, branches=trie.branches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +83,6 @@ class TokenTree:
     def node_count(self) -> int:
         """Nodes of all decisions."""
         return sum(len(decision.ids) for decision in self.decisions)
-
-    def whole(self) -> TokenTree:
-        """The same context with every token of its choices; it has a single decision."""
-        return replace(self, decisions=(self.decisions[0].whole(),))
 
     def paths(self) -> list[tuple[int, ...]]:
         """Of each node in turn: the ids from its decision's first node to itself."""

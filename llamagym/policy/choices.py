@@ -17,7 +17,8 @@ from torch import Tensor
 from .read_plan import ReadPlan
 
 Prior = Mapping[tuple[int, ...], float]
-"""Mean log-probability of the last of some tokens after those before it, by all of them; `END` closes a choice."""
+"""How much likelier than what else may follow the last of some tokens is after those before it, see `relative`; `END`
+closes a choice."""
 
 
 def branch_logprobs(plan: ReadPlan, logits: Tensor, prior: Prior | None, temperature: float) -> Tensor:
@@ -41,6 +42,20 @@ def branch_logprobs(plan: ReadPlan, logits: Tensor, prior: Prior | None, tempera
     ]
     shift = torch.tensor(known, device=logits.device).reshape(logits.shape)
     return ((logits - shift) / temperature + plan.log_counts).log_softmax(-1)
+
+
+def relative(plan: ReadPlan, logits: Tensor) -> Tensor:
+    """Logarithm of each target's probability over the mean of all targets' at its branch, (B, K); of no use in padding.
+
+    What offers more targets makes each less likely, and some observations make a reply of this kind likelier than
+    others do; both cancel here, so that choices met late are measured like those met first.
+
+    Args:
+        plan: What goes on at each branch.
+        logits: Of its targets, up to what all of a branch share, (B, K).
+    """
+    is_target = plan.log_counts > -torch.inf
+    return logits.masked_fill(~is_target, -torch.inf).log_softmax(-1) + is_target.sum(-1, keepdim=True).log()
 
 
 def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[int, int]]) -> Tensor:

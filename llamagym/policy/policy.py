@@ -4,8 +4,8 @@ Both directions share one path (`score.read`), so the distribution that is sampl
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
 - choices: one of the given strings, token by token among those that the strings allow (see `choices`). The prior that
-  it is measured against is each token's mean log-probability under the reference model on the first observations that
-  offer it, then frozen, so that a model which always says the same word still explores. It is part of the policy.
+  it is measured against is how likely the reference model finds each token on the first observations that offer it,
+  then frozen, so that a model which always says the same word still explores. It is part of the policy.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
-from ..engine.choice_trie import END
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..models.generation import GenerationConfig
@@ -35,7 +34,7 @@ from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import Prior, offer_logprobs
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
-from .prior import Totals, mean_logprobs, total_logprobs, unmeasured
+from .prior import Totals, ends_of, means_of, totals_of, unmeasured
 from .sampling import draw, require_finite, write_text
 from .score import Reading, read, read_prior
 
@@ -336,13 +335,11 @@ class Policy:
     def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
         """Measure the prior of choices never met before, on the contexts that offer them now."""
         fresh = unmeasured(trees, self.choice_prior)
-        if not self._calibrate:
-            self.choice_prior |= {(*choice, END): 0.0 for tree in fresh for choice in tree.decisions[0].choices or ()}
-            return
-        whole = [tree.whole() for tree in fresh]
-        with self._reader(reference=True) as backbone:
-            readings = (
-                read_prior(backbone, [whole[row] for row in rows], self._closing_id) for rows in self._chunks(whole)
-            )
-            self.measured |= (totals := total_logprobs(readings, self.choice_prior))
-        self.choice_prior |= mean_logprobs([totals])
+        if self._calibrate:
+            with self._reader(reference=True) as backbone:
+                parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
+                readings = (read_prior(backbone, part, self._closing_id) for part in parts)
+                self.measured |= (totals := totals_of(readings, self.choice_prior))
+            self.choice_prior |= means_of([totals])
+        for end in ends_of(fresh):
+            self.choice_prior.setdefault(end, 0.0)

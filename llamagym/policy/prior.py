@@ -1,27 +1,39 @@
-"""The prior of choices: how likely the reference finds their tokens on average, over the contexts that offer them.
+"""The prior of choices: how likely the reference finds their tokens where they part, over the contexts that offer them.
 
-It is measured where a choice is met first, then frozen. Where several processes meet it at once, each has its own
-contexts, and the mean is taken over all of them.
+It is measured where choices part so for the first time, then frozen. Where several processes meet it at once, each has
+its own contexts, and the mean is taken over all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from ..engine.choice_trie import END, Ids
-from ..engine.token_tree import TokenTree
+from ..engine.token_tree import Decision, TokenTree
 
 Totals = dict[Ids, tuple[float, int]]
-"""Log-probabilities of tokens after those before them, added up, and of how many contexts."""
+"""What was measured of tokens after those before them, added up, and in how many contexts."""
 
 
 def unmeasured(trees: Sequence[TokenTree], prior: Mapping[Ids, float]) -> list[TokenTree]:
-    """Contexts that offer choices without a prior."""
-    return [tree for tree in trees if any((*choice, END) not in prior for choice in tree.decisions[0].choices or ())]
+    """Contexts whose choices, or what goes on where they part, have no prior."""
+
+    def is_known(decision: Decision) -> bool:
+        ends = ((*choice, END) for choice in decision.choices or ())
+        parts = ((*branch.path, token) for branch in decision.branches for token in branch.targets)
+        return all(path in prior for path in chain(ends, parts))
+
+    return [tree for tree in trees if not is_known(tree.decisions[0])]
+
+
+def ends_of(trees: Sequence[TokenTree]) -> list[Ids]:
+    """The ends of the choices that contexts offer; a prior that holds them knows which choices there are."""
+    return [(*choice, END) for tree in trees for choice in tree.decisions[0].choices or ()]
 
 
 def choices_in(prior: Mapping[Ids, float]) -> list[Ids]:
-    """The choices that a prior is known of.
+    """The choices that a prior holds the ends of.
 
     >>> choices_in({(5,): -1.0, (5, 6): -0.5, (5, 6, END): -0.1})
     [(5, 6)]
@@ -29,25 +41,25 @@ def choices_in(prior: Mapping[Ids, float]) -> list[Ids]:
     return [path[:-1] for path in prior if path[-1] == END]
 
 
-def total_logprobs(readings: Iterable[Sequence[tuple[Ids, float]]], prior: Mapping[Ids, float]) -> Totals:
-    """What has no prior yet: log-probabilities added up over the contexts that were read, and how many these are."""
+def totals_of(readings: Iterable[Sequence[tuple[Ids, float]]], prior: Mapping[Ids, float]) -> Totals:
+    """What has no prior yet, added up over the contexts that were read, and how many these are."""
     sums: dict[Ids, list[float]] = {}
     for reading in readings:
-        for path, logprob in reading:
+        for path, likelier in reading:
             if path not in prior:
-                sums.setdefault(path, []).append(logprob)
-    return {path: (sum(logprobs), len(logprobs)) for path, logprobs in sums.items()}
+                sums.setdefault(path, []).append(likelier)
+    return {path: (sum(found), len(found)) for path, found in sums.items()}
 
 
-def mean_logprobs(measured: Iterable[Totals]) -> dict[Ids, float]:
-    """The mean log-probability of each over all contexts that it was measured in.
+def means_of(measured: Iterable[Totals]) -> dict[Ids, float]:
+    """The mean of each over all contexts that it was measured in.
 
-    >>> mean_logprobs([{(7,): (-3.0, 1)}, {(7,): (-3.0, 2), (8,): (1.0, 2)}])
+    >>> means_of([{(7,): (-3.0, 1)}, {(7,): (-3.0, 2), (8,): (1.0, 2)}])
     {(7,): -2.0, (8,): 0.5}
     """
     sums: Totals = {}
     for totals in measured:
-        for path, (total, count) in totals.items():
+        for path, (added, count) in totals.items():
             before, counted = sums.get(path, (0.0, 0))
-            sums[path] = before + total, counted + count
-    return {path: total / count for path, (total, count) in sums.items()}
+            sums[path] = before + added, counted + count
+    return {path: added / count for path, (added, count) in sums.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..models.trained_weights import restore_trained_, trained_state
 from .policy import Policy
-from .prior import Totals, mean_logprobs
+from .prior import Totals, means_of
 
 
 def policy_state(policy: Policy) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def agree_on_priors(policy: Policy, measured: Sequence[Totals]) -> bool:
     Returns:
         Whether it is another one than some process sampled with: what all of them sampled counts as another policy's.
     """
-    agreed = mean_logprobs(measured)
+    agreed = means_of(measured)
     changed = any(total / count != agreed[of] for totals in measured for of, (total, count) in totals.items())
     policy.choice_prior |= agreed
     policy.measured.clear()

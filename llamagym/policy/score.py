@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..engine.backbone import Backbone
 from ..engine.likelihood import logprobs_and_entropy
 from ..engine.token_tree import TokenTree
-from .choices import Prior, branch_logprobs, entropy_from_logits
+from .choices import Prior, branch_logprobs, entropy_from_logits, relative
 from .read_plan import ReadPlan
 
 # Bytes of logits that are computed at once: in bfloat16, those of 256 nodes over 50,000 words.
@@ -70,30 +70,33 @@ def read(
     features = flat[plan.value_nodes].detach()
     values = v_head(features).squeeze(-1)
     text, entropy = _over_vocabulary(backbone, flat[plan.text_nodes], plan.text_targets[:, None], temperature)
-    # Where choices part, the vocabulary's other tokens cancel: only the targets' own logits are computed.
-    hidden, targets = flat[plan.branch_nodes], plan.branch_targets
-    rows = max(1, _LOGITS_BYTES // max(1, targets.shape[1] * hidden.shape[1] * 4))
-    logits = [backbone.logits_of(*part) for part in zip(hidden.split(rows), targets.split(rows), strict=True)]
-    of_branches = branch_logprobs(plan, torch.cat(logits), prior, temperature)
+    of_branches = branch_logprobs(plan, _of_targets(backbone, flat, plan), prior, temperature)
     return Reading(plan, features, values, text[:, 0], entropy, of_branches, entropy_from_logits(of_branches))
 
 
 def read_prior(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> list[tuple[tuple[int, ...], float]]:
-    """The log-probability, among all tokens, of each token of the choices after those before it, as `Prior` has them.
+    """How much likelier than what else may follow each token is where choices part, as `Prior` has it.
 
     Args:
         backbone: The model.
-        trees: With one prefix and all tokens of their choices.
-        closing_id: The token that ends a choice.
+        trees: With one prefix.
+        closing_id: The token that ends a choice where longer ones go on.
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
-    hidden = backbone.hidden_states(trees, adapted=False)[plan.branch_nodes]
-    rows = _over_vocabulary(backbone, hidden, plan.branch_targets, 1.0)[0].tolist()
+    logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False), plan)
     return [
-        ((*branch.path, token), logprob)
-        for branch, row in zip(plan.branches, rows, strict=True)
-        for token, logprob in zip(branch.targets, row, strict=False)
+        ((*branch.path, token), likelier)
+        for branch, row in zip(plan.branches, relative(plan, logits).tolist(), strict=True)
+        for token, likelier in zip(branch.targets, row, strict=False)
     ]
+
+
+def _of_targets(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
+    """Logits (P, K) of what may go on where choices part, by nodes' hidden states; the vocabulary's rest cancels."""
+    states, targets = hidden[plan.branch_nodes], plan.branch_targets
+    rows = max(1, _LOGITS_BYTES // max(1, targets.shape[1] * states.shape[1] * 4))
+    parts = zip(states.split(rows), targets.split(rows), strict=True)
+    return torch.cat([backbone.logits_of(*part) for part in parts])
 
 
 def _over_vocabulary(backbone: Backbone, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
