@@ -128,9 +128,9 @@ def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers()
 
 
 def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
-    """One chain of three tokens, and two of two: the tokens that are run are the same in this order."""
+    """A chain of two tokens, and two of one: the tokens that are run are the same in this order."""
     agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
-    offers = (["abc", "zz"], ["ac", "bd", "zz"])
+    offers = (["abc", "abd", "zz"], ["ac", "ad", "bc", "bd", "zz"])
     first, second = (agent.new_conversation().observe("x", "", choices) for choices in offers)
     trees = [TokenTree.from_segment(segment).decisions[0] for segment in (first, second)]
     assert trees[0].ids == trees[1].ids

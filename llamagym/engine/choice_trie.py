@@ -9,7 +9,7 @@ Shapes: N nodes besides the root, which is where the reply begins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -74,17 +74,20 @@ class ChoiceTrie:
         return ChoiceTrie(choice[:depth], tuple(range(depth)), branches)
 
 
-def turnings(branches: Iterable[Branch], choice: Ids) -> list[tuple[int, int]]:
-    """Which branches lead to a choice, and with which of their targets: indices of both.
+def turnings(branches: Sequence[Branch], choices: Iterable[Ids]) -> list[list[tuple[int, int]]]:
+    """For each choice, which branches lead to it and with which of their targets: indices of both.
 
-    >>> turnings(ChoiceTrie.of(((5, 6), (5, 7), (5,))).branches, (5,))
-    [(0, 2)]
+    >>> turnings(ChoiceTrie.of(((5, 6), (5, 7), (5,))).branches, [(5,)])
+    [[(0, 2)]]
     """
-    said = (*choice, END)
+    number_of = {branch.path: number for number, branch in enumerate(branches)}
     return [
-        (index, branch.targets.index(said[len(branch.path)]))
-        for index, branch in enumerate(branches)
-        if branch.path == said[: len(branch.path)]
+        [
+            (number, branches[number].targets.index(token))
+            for depth, token in enumerate((*choice, END))
+            if (number := number_of.get(choice[:depth])) is not None
+        ]
+        for choice in choices
     ]
 
 

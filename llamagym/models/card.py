@@ -31,7 +31,7 @@ class Card:
         end_ids: Every token id that ends a reply.
         closing_id: The one of them that ends a choice.
         choices: Text and token ids of each choice that was ever offered.
-        prior: What their tokens are measured against, by the ids up to each, END closing a choice; empty for nothing.
+        prior: What their tokens are measured against, by the ids up to each, -1 ending a choice; empty for nothing.
         offers_choices: Whether the agent's class offers choices; else replies are free text.
         environment: What it acts in.
         settings: Options of the agent that differ from their defaults.
@@ -105,12 +105,16 @@ class Card:
 
     def _choosing(self) -> list[str]:
         rows = [f"    ({_literal(text)}, {list(ids)})," for text, ids in self.choices]
-        prior = [f"    {path}: {logprob!r}," for path, logprob in self.prior.items()]
+        prior = [f"    {path}: {likelier!r}," for path, likelier in self.prior.items()]
         return [
             "choices = [  # text and token ids; leave out those that are not admissible now",
             *rows,
             "]",
-            *(["prior = {  # of the last of these tokens, after those before it", *prior, "}"] if prior else []),
+            *(
+                ["prior = {  # what is usual for the last of these tokens, after those before it", *prior, "}"]
+                if prior
+                else []
+            ),
             "written = [(*tokens, -1) for _, tokens in choices]  # -1 ends a choice",
             "",
             "@functools.cache",

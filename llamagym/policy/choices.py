@@ -58,24 +58,25 @@ def relative(plan: ReadPlan, logits: Tensor) -> Tensor:
     return logits.masked_fill(~is_target, -torch.inf).log_softmax(-1) + is_target.sum(-1, keepdim=True).log()
 
 
-def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[int, int]]) -> Tensor:
+def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
     """Log-probability of choices, float (T,): the sum over the branches that lead there.
 
     Args:
         plan: Where they part.
         of_branches: From `branch_logprobs`, (B, K).
-        chosen: Decision and number of each choice.
+        chosen: Decisions, and the numbers of choices of each.
     """
     of_choice, branch, target = plan.turnings(chosen)
-    return of_branches.new_zeros(len(chosen)).index_add(0, of_choice, of_branches[branch, target])
+    count = sum(len(numbers) for _, numbers in chosen)
+    return of_branches.new_zeros(count).index_add(0, of_choice, of_branches[branch, target])
 
 
 def offer_logprobs(plan: ReadPlan, of_branches: Tensor) -> list[Tensor]:
     """Log-probabilities of all choices that each decision offers, float (C,) each, on the CPU."""
     counts = [len(decision.choices or ()) for decision in plan.decisions]
-    every = [(turn, choice) for turn, count in enumerate(counts) for choice in range(count)]
+    every = choice_logprobs(plan, of_branches, [(turn, range(count)) for turn, count in enumerate(counts)])
     # Copies: a view would keep the rows of all other decisions.
-    return [offer.clone() for offer in choice_logprobs(plan, of_branches, every).cpu().split(counts)]
+    return [offer.clone() for offer in every.cpu().split(counts)]
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

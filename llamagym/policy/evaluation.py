@@ -62,14 +62,15 @@ def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTr
     decision, offset = plan.text_slots.unbind(1)
     logprobs = logprobs.index_put((decision, offset), reading.text_logprobs)
     entropy = entropy.index_put((decision, offset), reading.text_entropy)
+    first = torch.tensor(0, device=device)
     # A choice is one decision, and the entropy along its way a sample of that of all choices.
-    entropy = entropy.index_put((plan.branch_turns, torch.tensor(0)), reading.branch_entropy, accumulate=True)
+    entropy = entropy.index_put((plan.branch_turns, first), reading.branch_entropy, accumulate=True)
     decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
     of_turn = torch.tensor(decisions, device=device)
     logprobs, entropy = logprobs[of_turn], entropy[of_turn]
     choosing = [row for row, turn in enumerate(turns) if turn.reply.choice_index is not None]
-    chosen = [(decisions[row], index) for row in choosing if (index := turns[row].reply.choice_index) is not None]
-    slot = torch.tensor(choosing, dtype=torch.long, device=device), torch.tensor(0, device=device)
+    chosen = [(decisions[row], [index]) for row in choosing if (index := turns[row].reply.choice_index) is not None]
+    slot = torch.tensor(choosing, dtype=torch.long, device=device), first
     logprobs = logprobs.index_put(slot, choice_logprobs(plan, reading.branch_logprobs, chosen))
     lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)

@@ -6,7 +6,7 @@ Shapes: N turns, F tokens of free text, B branches (places where choices part), 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -92,21 +92,23 @@ class ReadPlan:
             ),
         )
 
-    def turnings(self, chosen: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """What leads to choices: which of them, at which branch, with which of its targets; int64 (T,) each.
+    def turnings(self, chosen: Iterable[tuple[int, Iterable[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+        """What leads to choices: the number of the choice asked about, branch, and target of it; int64 (T,) each.
 
         Args:
-            chosen: Decision and number of each choice.
+            chosen: Decisions, and the numbers of choices of each.
         """
-        ways = []
-        for number, (turn, choice) in enumerate(chosen):
-            decision = self.decisions[turn]
-            assert decision.choices is not None, "choices are offered"
-            first = self.first_branches[turn]
-            ways += [
-                (number, first + branch, target)
-                for branch, target in turnings(decision.branches, decision.choices[choice])
-            ]
-        device = self.branch_nodes.device
-        of_choice, branch, target = torch.tensor(ways, dtype=torch.long, device=device).reshape(-1, 3).unbind(1)
+        ways = [
+            [(self.first_branches[turn] + branch, target) for branch, target in way]
+            for turn, numbers in chosen
+            for way in turnings(self.decisions[turn].branches, self._choices(turn, numbers))
+        ]
+        flat = [(number, *turning) for number, way in enumerate(ways) for turning in way]
+        found = torch.tensor(flat, dtype=torch.long, device=self.branch_nodes.device).reshape(-1, 3)
+        of_choice, branch, target = found.unbind(1)
         return of_choice, branch, target
+
+    def _choices(self, turn: int, numbers: Iterable[int]) -> list[tuple[int, ...]]:
+        offered = self.decisions[turn].choices
+        assert offered is not None, "choices are offered"
+        return [offered[number] for number in numbers]
