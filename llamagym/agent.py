@@ -37,7 +37,7 @@ from .models.value_head import AutoModelForCausalLMWithValueHead
 from .options import as_json, as_seed, check_arguments
 from .policy.export import KIND, write_export
 from .policy.policy import Policy
-from .policy.saved import restore_prior
+from .policy.saved import restore_choices
 
 
 class Agent(LearningActor):
@@ -258,9 +258,7 @@ class Agent(LearningActor):
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         agent = cls(model, tokenizer, **{**state["options"], **options})
-        # Zeros of an agent that measured no prior are none.
-        if agent._options["calibrate_choices"] == state["options"]["calibrate_choices"]:
-            restore_prior(agent.policy, state["choice_prior"])
+        restore_choices(agent.policy, state)
         agent.policy.rng.set_state(state["rng"])
         ranks.diverge_(agent.policy.rng)
         return agent

@@ -19,7 +19,6 @@ from llamagym import (
     ReinforceConfig,
     train,
 )
-from llamagym.engine.choice_trie import END
 from llamagym.learners.algorithms import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
@@ -213,8 +212,7 @@ def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
     prior = dict(measured.policy.choice_prior)
     left, right, stay = (tuple(measured.tokenizer(choice)["input_ids"]) for choice in ChoiceAgent.choices)
     part = next(at for at, (a, b) in enumerate(zip(left, right, strict=False), start=1) if a != b)
-    ended = [(*ids, END) for ids in (left, right, stay)]
-    assert set(prior) == {left[:1], stay[:1], left[:part], right[:part], *ended}
+    assert set(prior) == {left[:1], stay[:1], left[:part], right[:part]}
     measured.act_batch(["something else"], [9])
     assert measured.policy.choice_prior == prior
     # One branch that has two choices, "go left" and "go right", against "stay".

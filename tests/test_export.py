@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
 from llamagym.conversation.chat_template import end_ids
-from llamagym.engine.choice_trie import END
 from llamagym.models.atomic import MANIFEST, verify
 from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
@@ -169,7 +168,7 @@ def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp
     # Loaded to be calibrated, or no longer, it starts from no prior of the other kind.
     other = ChoiceAgent.load(tmp_path / "agent", "cpu", "float32", calibrate_choices=True)
     other.action_probabilities([7])
-    assert any(other.policy.choice_prior.values())
+    assert all(other.policy.choice_prior.values())
     other.save(tmp_path / "other")
     again = ChoiceAgent.load(tmp_path / "other", "cpu", "float32", calibrate_choices=False)
     assert list(again.action_probabilities([7])[0].values()) == pytest.approx(expected, abs=1e-5)
@@ -190,7 +189,7 @@ def test_the_card_of_an_agent_that_has_yet_to_choose_says_so(base, tmp_path):
 def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
     agent = trained(ChoiceAgent, base)
     # Single bytes of longer characters: both decode to the replacement character.
-    agent.policy.choice_prior = {(150,): -1.0, (151,): -2.0, (150, END): -0.1, (151, END): -0.2}
+    agent.policy.offered, agent.policy.choice_prior = dict.fromkeys([(150,), (151,)]), {(150,): -1.0, (151,): -2.0}
     assert agent.tokenizer.decode([150]) == agent.tokenizer.decode([151])
     agent.save_pretrained(tmp_path / "agent")
     (space,) = replies_by_card(tmp_path / "agent", [0])

@@ -11,6 +11,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from ..models import peft_internals, torch_internals, transformers_internals
+from ..policy.saved import choices_record, restore_choices
 from .learning_actor import LearningActor
 from .probes import FaultError, OutOfTimeError, Probes
 
@@ -106,18 +107,17 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
 
 @contextmanager
 def _untouched(actor: LearningActor) -> Iterator[None]:
-    """Restores the random state, the priors, the mode, the longest reply and the caches on exit."""
+    """Restores the random state, choices and priors, the mode, the longest reply and the caches on exit."""
     policy = actor.policy
     generation = policy.generation
-    drawn, prior, mode = policy.rng.get_state(), dict(policy.choice_prior), (actor.learning, actor.greedy)
+    drawn, choices, mode = policy.rng.get_state(), choices_record(policy), (actor.learning, actor.greedy)
     actor.train()
     try:
         yield
     finally:
         policy.rng.set_state(drawn)
         policy.generation = generation
-        policy.choice_prior.clear()
-        policy.choice_prior.update(prior)
+        restore_choices(policy, choices)
         policy.drop_caches()
         if not mode[0]:
             actor.eval(mode[1])

@@ -17,8 +17,7 @@ from torch import Tensor
 from .read_plan import ReadPlan
 
 Prior = Mapping[tuple[int, ...], float]
-"""How much likelier than what else may follow the last of some tokens is after those before it, see `relative`; `END`
-closes a choice."""
+"""How much likelier than what else may follow the last of some tokens is after those before it, see `relative`."""
 
 
 def branch_logprobs(plan: ReadPlan, logits: Tensor, prior: Prior | None, temperature: float) -> Tensor:

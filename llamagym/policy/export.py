@@ -14,8 +14,7 @@ from ..models.lora import is_activated
 from ..models.state_files import write_state
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .actor import Actor
-from .prior import choices_in
-from .saved import prior_record
+from .saved import choices_record
 
 KIND = "agent"
 STATE = "agent"
@@ -47,7 +46,7 @@ def write_export(
     pretrained: Any = model.pretrained_model
     model.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
-    state = {"options": options, "choice_prior": prior_record(policy), "rng": policy.rng.get_state()}
+    state = {"options": options, **choices_record(policy), "rng": policy.rng.get_state()}
     dtype = str(pretrained.dtype).removeprefix("torch.")
     write_state(folder, STATE, {**state, "class": type(actor).__name__, "dtype": dtype, "device": policy.device.type})
     card = Card(
@@ -59,7 +58,7 @@ def write_export(
         policy.generation,
         ends := end_ids(pretrained, tokenizer),
         actor.chat_template.closing_id(ends),
-        [(str(tokenizer.decode(list(ids))), ids) for ids in choices_in(policy.choice_prior)],
+        [(str(tokenizer.decode(list(ids))), ids) for ids in policy.offered],
         policy.choice_prior if options["calibrate_choices"] else {},
         type(actor).get_action_choices is not Actor.get_action_choices,
         environment,

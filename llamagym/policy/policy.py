@@ -34,7 +34,7 @@ from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import Prior, offer_logprobs
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
-from .prior import Totals, ends_of, means_of, totals_of, unmeasured
+from .prior import Totals, means_of, totals_of, unmeasured
 from .sampling import draw, require_finite, write_text
 from .score import Reading, read, read_prior
 
@@ -51,7 +51,8 @@ class Policy:
 
     Attributes:
         generation: How replies are sampled.
-        choice_prior: What choices are measured against (see `Prior`), frozen once measured; 0 where none is measured.
+        offered: Every choice that was ever offered.
+        choice_prior: What choices are measured against (see `Prior`), frozen once measured.
         measured: What was measured for it since several processes last agreed on it.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         num_updates: How often a learner has changed the weights.
@@ -83,6 +84,7 @@ class Policy:
         """
         self.model = model.eval()
         self.generation = generation
+        self.offered: dict[tuple[int, ...], None] = {}
         self.choice_prior: dict[tuple[int, ...], float] = {}
         self.measured: Totals = {}
         self.num_updates = 0
@@ -334,12 +336,12 @@ class Policy:
 
     def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
         """Measure the prior of choices never met before, on the contexts that offer them now."""
-        fresh = unmeasured(trees, self.choice_prior)
-        if self._calibrate:
-            with self._reader(reference=True) as backbone:
-                parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
-                readings = (read_prior(backbone, part, self._closing_id) for part in parts)
-                self.measured |= (totals := totals_of(readings, self.choice_prior))
-            self.choice_prior |= means_of([totals])
-        for end in ends_of(fresh):
-            self.choice_prior.setdefault(end, 0.0)
+        self.offered |= dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ())
+        fresh = unmeasured(trees, self.choice_prior) if self._calibrate else []
+        if not fresh:
+            return
+        with self._reader(reference=True) as backbone:
+            parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
+            readings = (read_prior(backbone, part, self._closing_id) for part in parts)
+            self.measured |= (totals := totals_of(readings, self.choice_prior))
+        self.choice_prior |= means_of([totals])

@@ -7,9 +7,8 @@ its own contexts, and the mean is taken over all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
-from ..engine.choice_trie import END, Ids
+from ..engine.choice_trie import Ids
 from ..engine.token_tree import Decision, TokenTree
 
 Totals = dict[Ids, tuple[float, int]]
@@ -17,28 +16,12 @@ Totals = dict[Ids, tuple[float, int]]
 
 
 def unmeasured(trees: Sequence[TokenTree], prior: Mapping[Ids, float]) -> list[TokenTree]:
-    """Contexts whose choices, or what goes on where they part, have no prior."""
+    """Contexts in whose choices something goes on that has no prior."""
 
     def is_known(decision: Decision) -> bool:
-        ends = ((*choice, END) for choice in decision.choices or ())
-        parts = ((*branch.path, token) for branch in decision.branches for token in branch.targets)
-        return all(path in prior for path in chain(ends, parts))
+        return all((*branch.path, token) in prior for branch in decision.branches for token in branch.targets)
 
     return [tree for tree in trees if not is_known(tree.decisions[0])]
-
-
-def ends_of(trees: Sequence[TokenTree]) -> list[Ids]:
-    """The ends of the choices that contexts offer; a prior that holds them knows which choices there are."""
-    return [(*choice, END) for tree in trees for choice in tree.decisions[0].choices or ()]
-
-
-def choices_in(prior: Mapping[Ids, float]) -> list[Ids]:
-    """The choices that a prior holds the ends of.
-
-    >>> choices_in({(5,): -1.0, (5, 6): -0.5, (5, 6, END): -0.1})
-    [(5, 6)]
-    """
-    return [path[:-1] for path in prior if path[-1] == END]
 
 
 def totals_of(readings: Iterable[Sequence[tuple[Ids, float]]], prior: Mapping[Ids, float]) -> Totals:

@@ -19,7 +19,7 @@ def policy_state(policy: Policy) -> dict[str, Any]:
     return {
         "model": trained_state(policy.model),
         "reference": None if policy.reference is None else _weights(policy.reference.pretrained_model),
-        "choice_prior": prior_record(policy),
+        **choices_record(policy),
         "num_updates": policy.num_updates,
         "weights_version": version,
         "rng": policy.rng.get_state(),
@@ -34,20 +34,21 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
         for name, weight in _weights(policy.reference.pretrained_model).items():
             weight.copy_(state["reference"][name])
     policy.drop_caches(state["weights_version"])
-    restore_prior(policy, state["choice_prior"])
+    restore_choices(policy, state)
     policy.num_updates = state["num_updates"]
     policy.rng.set_state(state["rng"])
 
 
-def prior_record(policy: Policy) -> list[tuple[tuple[int, ...], float]]:
-    """What choices are measured against, by token ids."""
-    return list(policy.choice_prior.items())
+def choices_record(policy: Policy) -> dict[str, Any]:
+    """The choices that were ever offered, and what they are measured against, by token ids."""
+    return {"offered": list(policy.offered), "choice_prior": list(policy.choice_prior.items())}
 
 
-def restore_prior(policy: Policy, record: list[tuple[list[int], float]]) -> None:
-    """Take what `prior_record` gave, which is not measured again."""
+def restore_choices(policy: Policy, record: Mapping[str, Any]) -> None:
+    """Take what `choices_record` gave; a prior is not measured again."""
+    policy.offered = dict.fromkeys(map(tuple, record["offered"]))
     policy.choice_prior.clear()
-    policy.choice_prior.update({tuple(ids): score for ids, score in record})
+    policy.choice_prior.update({tuple(ids): likelier for ids, likelier in record["choice_prior"]})
 
 
 def agree_on_priors(policy: Policy, measured: Sequence[Totals]) -> bool:
