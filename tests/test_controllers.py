@@ -33,10 +33,11 @@ def learn(updates, algorithm, **options):
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_the_entropy_floor_holds_what_falls_without(algorithm):
     options = {"learning_rate": 0.003, "entropy_coef": 0.02}
-    free, _ = learn(24, algorithm, **options)
-    held, _ = learn(24, algorithm, **options, entropy_floor=0.5)
-    assert sum(each["entropy"] for each in free[-5:]) / 5 < 0.2
-    assert sum(each["entropy"] for each in held[-5:]) / 5 > 0.4
+    free, _ = learn(32, algorithm, **options)
+    held, _ = learn(32, algorithm, **options, entropy_floor=0.5)
+    # It swings about the floor, over ten updates or so.
+    assert sum(each["entropy"] for each in free[-12:]) / 12 < 0.2
+    assert sum(each["entropy"] for each in held[-12:]) / 12 > 0.4
     assert {each["entropy_coef"] for each in free} == {0.02}
     assert max(each["entropy_coef"] for each in held) > 0.1
 

@@ -80,6 +80,12 @@ class TokenTree:
         return len(self.prefix) + len(self.history)
 
     @property
+    def undecided(self) -> tuple[object, ...]:
+        """What is the same for trees that differ in which choices were taken alone."""
+        openings = ((d.start, d.ids[: d.prompt_end + 1], d.said, d.choices) for d in self.decisions)
+        return self.prefix, self.history, tuple(openings)
+
+    @property
     def node_count(self) -> int:
         """Nodes of all decisions."""
         return sum(len(decision.ids) for decision in self.decisions)

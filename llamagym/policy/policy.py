@@ -244,7 +244,8 @@ class Policy:
             critic: Whether the value head's features are standardised too.
         """
         self._notice_changes()
-        trees = list(dict.fromkeys(TokenTree.from_segment(segment) for segment in segments))[:_INIT_CONTEXTS]
+        tree_of = {tree.undecided: tree for tree in map(TokenTree.from_segment, segments)}
+        trees = list(tree_of.values())[:_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # In a single context nothing differs; a later batch may hold more.
             return
