@@ -1,6 +1,6 @@
 """Reads a batch of trees: how likely each recorded or offered token is, and what the critic says.
 
-Shapes: B rows, H width, N turns, F tokens of free text, P places where choices part, K targets a place, V vocabulary.
+Shapes: H width, N turns, F tokens of free text, B branches (places where choices part), K targets a branch (padded).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Reading:
         values: The critic's estimates there, (N,).
         text_logprobs: Log-probability of each token of free text, (F,).
         text_entropy: Entropy of the distribution it was drawn from, in nats, (F,).
-        branch_logprobs: Log-probability of what may go on where choices part, (P, K); -inf for padding.
-        branch_entropy: Entropy there, in nats, (P,).
+        branch_logprobs: Log-probability of what may go on where choices part, (B, K); -inf for padding.
+        branch_entropy: Entropy there, in nats, (B,).
     """
 
     plan: ReadPlan
@@ -92,7 +92,7 @@ def read_prior(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) 
 
 
 def _of_targets(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
-    """Logits (P, K) of what may go on where choices part, by nodes' hidden states; the vocabulary's rest cancels."""
+    """Logits (B, K) of what may go on where choices part, by nodes' hidden states; the vocabulary's rest cancels."""
     states, targets = hidden[plan.branch_nodes], plan.branch_targets
     rows = max(1, _LOGITS_BYTES // max(1, targets.shape[1] * states.shape[1] * 4))
     parts = zip(states.split(rows), targets.split(rows), strict=True)
