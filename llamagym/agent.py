@@ -99,7 +99,7 @@ class Agent(LearningActor):
                 dropped first), "turn" only the current observation.
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
-            calibrate_choices: Whether choices are measured against their prior likelihood (see `policy`).
+            calibrate_choices: Whether choices are measured against what is usual for the model (see `policy`).
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `adapter`).
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
             replay_config_dict: A `ReplayConfig` or its options: after each update, go on learning from the best recent

@@ -112,7 +112,7 @@ def learn(agent: Agent, updates: int, **options: Any) -> dict[str, Any]:
     for weight in (*agent.policy.model.parameters(), *agent.policy.model.v_head.buffers()):
         digest.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     stats = [{key: value for key, value in of.items() if not key.endswith("_s")} for of in result.updates]
-    prior = sorted(agent.policy.choice_prior.items())
+    prior = sorted(agent.policy.calibration.prior.items())
     return {
         "weights": digest.hexdigest(),
         "stats": stats,

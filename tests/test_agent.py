@@ -209,12 +209,12 @@ def test_sampled_choices_follow_their_probabilities():
 def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
     measured = make_agent(ChoiceAgent, context="turn")
     measured.act_batch(["x", "yy", "zzz"])
-    prior = dict(measured.policy.choice_prior)
+    prior = dict(measured.policy.calibration.prior)
     left, right, stay = (tuple(measured.tokenizer(choice)["input_ids"]) for choice in ChoiceAgent.choices)
     part = next(at for at, (a, b) in enumerate(zip(left, right, strict=False), start=1) if a != b)
     assert set(prior) == {left[:1], stay[:1], left[:part], right[:part]}
     measured.act_batch(["something else"], [9])
-    assert measured.policy.choice_prior == prior
+    assert measured.policy.calibration.prior == prior
     # One branch that has two choices, "go left" and "go right", against "stay".
     plain = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
     raw = torch.tensor(list(plain.action_probabilities(["x"])[0].values()))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from llamagym.conversation.chat_template import end_ids
 from llamagym.engine.choice_trie import END, ChoiceTrie, turnings
+from llamagym.engine.token_tree import Decision, TokenTree
+from llamagym.policy.calibration import Calibration
 from tests.agents import WordAgent, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES
@@ -28,11 +31,15 @@ OFFERS = {
 MANY = [f"{verb} {thing}" for verb in ("take", "drop", "open the") for thing in map(str, range(100))]
 
 
+# Observations with the same four choices, which begin otherwise.
+WORDS = ["up", "down", "north", "red", "seven", "open", "cold", "tree", "what", "river", "and"]
+
+
 class OfferAgent(WordAgent):
     """Offers what the observation names."""
 
     def get_action_choices(self, observation):
-        return MANY if observation == "many" else OFFERS[observation]
+        return MANY if observation == "many" else OFFERS.get(observation, ["a", "go", "take it", "wait"])
 
 
 def encoded(agent, observation):
@@ -105,7 +112,7 @@ def log_probabilities(agent, observations):
 def test_choices_are_written_token_by_token(family, calibrate, activated):
     agent = make_agent(OfferAgent, family, activated, calibrate_choices=calibrate, generate={"temperature": 1.3})
     for observation, logprobs in zip(OFFERS, log_probabilities(agent, OFFERS), strict=True):
-        prior = agent.policy.choice_prior if calibrate else None
+        prior = agent.policy.calibration.prior if calibrate else None
         assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
         assert logprobs.tolist() == pytest.approx(slow_logprobs(agent, observation, 1.3, prior), abs=TOLERANCE)
 
@@ -117,22 +124,114 @@ def test_hundreds_of_choices_beside_few():
         assert logprobs.tolist() == pytest.approx(slow_logprobs(agent, observation), abs=TOLERANCE)
 
 
-def test_the_prior_is_how_likely_each_token_is_beside_the_others():
-    agent = make_agent(OfferAgent)
-    agent.act_batch(list(OFFERS))
-    measured = {}
+def usual(agent, observations):
+    """How likely the model without adapter finds each token where choices part, a row for each such place."""
+    rows = []
     with agent.policy.model.pretrained_model.disable_adapter():
-        for observation in OFFERS:
+        for observation in observations:
             model, written = Model(agent, observation), [(*ids, END) for ids in encoded(agent, observation)]
             for path in {ids[:at] for ids in written for at in range(len(ids))}:
                 following = {ids[len(path)] for ids in written if ids[: len(path)] == path}
                 if len(following) > 1:
-                    usual = torch.tensor([model.logprob(path, token) for token in following]).exp().mean().log().item()
-                    for token in following:
-                        measured.setdefault((*path, token), []).append(model.logprob(path, token) - usual)
-    assert set(agent.policy.choice_prior) == set(measured)
-    for path, found in measured.items():
-        assert agent.policy.choice_prior[path] == pytest.approx(sum(found) / len(found), abs=1e-3)
+                    found = torch.tensor([model.logprob(path, token) for token in following])
+                    mean = found.logsumexp(0).item() - math.log(len(found))
+                    rows.append({(*path, token): model.logprob(path, token) - mean for token in following})
+    return rows
+
+
+def prior_of(rows):
+    """The mean over the rows that hold each."""
+    paths = {path for row in rows for path in row}
+    return {path: float(np.mean([row[path] for row in rows if path in row])) for path in paths}
+
+
+def test_the_prior_is_how_likely_each_token_is_beside_the_others():
+    agent = make_agent(OfferAgent)
+    agent.act_batch(list(OFFERS))
+    assert agent.policy.calibration.prior == pytest.approx(prior_of(usual(agent, OFFERS)), abs=1e-3)
+
+
+def sure_of_itself(**options):
+    """An agent whose model is sure of some choice everywhere, of another in each context."""
+    agent = at_its_start(make_agent(OfferAgent, context="turn", **options))
+    with torch.no_grad():
+        agent.policy.model.pretrained_model.get_output_embeddings().weight.mul_(40)
+    return agent
+
+
+def test_a_model_that_is_sure_of_something_else_in_each_context_still_explores():
+    agent = sure_of_itself()
+    calibrated = log_probabilities(agent, WORDS)
+    rows = usual(agent, WORDS)
+    prior, calibration = prior_of(rows), agent.policy.calibration
+    differences = [[likelier - prior[path] for path, likelier in row.items()] for row in rows]
+    deviation = np.sqrt(np.mean([np.var(row) for row in differences]))
+    assert deviation > 3
+    assert calibration.deviation == pytest.approx(deviation, rel=1e-3)
+    for observation, logprobs in zip(WORDS, calibrated, strict=True):
+        wanted = slow_logprobs(agent, observation, calibration.deviation, calibration.prior)
+        assert logprobs.tolist() == pytest.approx(wanted, abs=TOLERANCE)
+    even = math.log(4)
+    sure = log_probabilities(sure_of_itself(calibrate_choices=False), WORDS)
+    assert mean_entropy(sure) < even / 4
+    assert mean_entropy(calibrated) > even / 2
+
+
+def mean_entropy(of_contexts):
+    """In nats."""
+    return float(np.mean([-(logprobs.exp() * logprobs).sum().item() for logprobs in of_contexts]))
+
+
+def test_calibration_is_measured_again_whenever_contexts_have_doubled():
+    agent = sure_of_itself()
+    policy, known = agent.policy, []
+    for added, again in ((1, True), (1, True), (1, False), (0, False), (3, True), (5, False)):
+        before, version = policy.calibration.prior.copy(), policy.weights_version
+        now = WORDS[len(known) : len(known) + added]
+        # Contexts that were measured are not measured again.
+        log_probabilities(agent, [*known, *now])
+        known += now
+        assert (policy.weights_version != version) == (again and bool(before))
+        if again:
+            assert policy.calibration.prior == pytest.approx(prior_of(usual(agent, known)), rel=1e-3, abs=1e-3)
+        else:
+            assert policy.calibration.prior == before
+
+
+def test_calibration_is_frozen_once_the_policy_learns():
+    agent = sure_of_itself(ppo={"batch_size": 2, "mini_batch_size": 2})
+    for observation in WORDS[:2]:
+        agent.act(observation)
+        agent.assign_reward(1.0)
+        agent.terminate_episode()
+    calibration = agent.policy.calibration
+    assert agent.policy.num_updates == 1
+    before, deviation = calibration.prior.copy(), calibration.deviation
+    log_probabilities(agent, WORDS)
+    assert (calibration.prior, calibration.deviation) == (before, deviation)
+    # What was never offered before is measured where it is offered first.
+    log_probabilities(agent, ["ccc"])
+    assert before.items() < calibration.prior.items()
+    assert calibration.deviation == deviation
+
+
+def test_what_learnt_before_it_chose_is_not_tempered():
+    agent = sure_of_itself()
+    agent.policy.num_updates = 1
+    agent.act_batch(WORDS)
+    assert agent.policy.calibration.deviation == 1.0
+    assert agent.policy.calibration.prior == pytest.approx(prior_of(usual(agent, WORDS)), rel=1e-3, abs=1e-3)
+
+
+def test_a_sample_of_contexts_is_enough():
+    calibration, choices = Calibration(), ((1,), (2,))
+    decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=ChoiceTrie.of(choices).branches)
+    for number in range(300):
+        trees = [TokenTree((2 * number + at,), (), (decision,)) for at in range(2)]
+        found = calibration.unmeasured(trees, learns=False)
+        assert bool(found) == (number < 256)
+        calibration.add(found, [[((1,), float(number % 2)), ((2,), 0.0)] for _ in found])
+    assert calibration.prior == {(1,): 0.5, (2,): 0.0}
 
 
 def test_what_is_offered_late_is_measured_like_what_was_offered_first():

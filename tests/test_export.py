@@ -54,7 +54,7 @@ def test_a_loaded_agent_is_the_one_that_was_saved(base, tmp_path, kind, peft_con
     agent.save(tmp_path / "agent")
     again = kind.load(tmp_path / "agent", "cpu", "float32")
     assert again._options == json.loads(json.dumps(agent._options))
-    assert again.policy.choice_prior == agent.policy.choice_prior
+    assert again.policy.calibration.prior == agent.policy.calibration.prior
     for greedy in (True, False):
         results = [evaluate(each, DiceEnv, 12, seed=3, num_envs=4, greedy=greedy) for each in (agent, again)]
         assert results[0] == results[1]
@@ -104,7 +104,7 @@ def test_killed_at_any_point_of_a_save_the_old_or_the_new_agent_is_whole(tmp_pat
     assert len(set(found)) == 2
     assert sorted(found, key=found.index) == found
     again = ChoiceAgent.load(folder, model=agent.policy.model)
-    assert again.policy.choice_prior == agent.policy.choice_prior
+    assert again.policy.calibration.prior == agent.policy.calibration.prior
 
 
 class Announcing(ChoiceAgent):
@@ -168,7 +168,7 @@ def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp
     # Loaded to be calibrated, or no longer, it starts from no prior of the other kind.
     other = ChoiceAgent.load(tmp_path / "agent", "cpu", "float32", calibrate_choices=True)
     other.action_probabilities([7])
-    assert all(other.policy.choice_prior.values())
+    assert all(other.policy.calibration.prior.values())
     other.save(tmp_path / "other")
     again = ChoiceAgent.load(tmp_path / "other", "cpu", "float32", calibrate_choices=False)
     assert list(again.action_probabilities([7])[0].values()) == pytest.approx(expected, abs=1e-5)
@@ -189,12 +189,12 @@ def test_the_card_of_an_agent_that_has_yet_to_choose_says_so(base, tmp_path):
 def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
     agent = trained(ChoiceAgent, base)
     # Single bytes of longer characters: both decode to the replacement character.
-    agent.policy.offered, agent.policy.choice_prior = dict.fromkeys([(150,), (151,)]), {(150,): -1.0, (151,): -2.0}
+    agent.policy.offered, agent.policy.calibration.prior = dict.fromkeys([(150,), (151,)]), {(150,): -1.0, (151,): -2.0}
     assert agent.tokenizer.decode([150]) == agent.tokenizer.decode([151])
     agent.save_pretrained(tmp_path / "agent")
     (space,) = replies_by_card(tmp_path / "agent", [0])
     assert [ids for _, ids in space["choices"]] == [[150], [151]]
-    assert space["prior"] == agent.policy.choice_prior
+    assert space["prior"] == agent.policy.calibration.prior
     assert space["probabilities"].shape == (2,)
 
 

@@ -111,7 +111,7 @@ def test_choices_that_the_tokenizer_does_not_tell_apart(encode):
         with pytest.raises(ConfigError, match=r"get_action_choices\(\).*tells apart"):
             call()
     assert agent._conversations == {}
-    assert agent.policy.choice_prior == {}
+    assert agent.policy.calibration.prior == {}
 
 
 @pytest.mark.parametrize("hook", ["format_observation", "get_system_prompt"])

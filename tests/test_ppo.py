@@ -18,12 +18,12 @@ from tests.agents import ChoiceAgent, WordAgent, make_agent
 pytestmark = pytest.mark.equivalence
 
 
-def fill(agent, episodes=4, turns=2):
+def fill(agent, episodes=4, turns=2, reward=lambda action, episode, turn: episode + turn):
     """Play episodes with known rewards into the buffer, without an update; returns them."""
     for episode in range(episodes):
         for turn in range(turns):
-            agent.act(f"{episode} {turn}")
-            agent.assign_reward(float(episode + turn))
+            action = agent.act(f"{episode} {turn}")
+            agent.assign_reward(float(reward(action, episode, turn)))
         agent.terminate_episode()
     return agent._buffer
 
@@ -217,10 +217,9 @@ def test_kl_to_the_reference_pulls_back(placement):
         ppo |= {"init_kl_coef": coefficient, "kl_placement": placement}
         agent = make_agent(ChoiceAgent, context="turn", ppo=ppo)
         for _ in range(8):
-            fill(agent, episodes=24, turns=2)
+            fill(agent, episodes=24, turns=2, reward=lambda action, *_: action == 0)
         probe = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
         segments = [segment for episode in fill(probe, 4, 2) for segment in episode.segments()]
-        agent.policy.choice_prior = probe.policy.choice_prior
         with torch.no_grad():
             now, ref = (agent.policy.evaluate(segments, reference=r).logprobs for r in (False, True))
         distance[coefficient] = (now - ref).abs().mean().item()

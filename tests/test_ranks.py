@@ -20,7 +20,7 @@ from accelerate import PartialState
 from llamagym.conversation.episode import renumbered
 from llamagym.errors import ConfigError, RankError
 from llamagym.learners import ranks
-from llamagym.policy.prior import means_of
+from llamagym.policy.calibration import Calibration
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.processes import KILLED, together
 from tests.resumed_run import CASES as RUNS
@@ -69,13 +69,18 @@ def play(case: Case) -> dict[str, Any]:
     """Let a process play its episodes, in rounds, until they are learnt from; says all that it then knows."""
     agent, own = made(case), case.lengths[ranks.rank()]
     before, learn = weights_of(agent), agent.learner.update
-    learnt: dict[str, Any] = {}
+    learnt: dict[str, Any] = {"measured": []}
+    agree = agent.policy.calibration.agree
+
+    def agree_on(measured: list[Any], learns: bool) -> bool:
+        learnt["measured"].append(measured)
+        return agree(measured, learns)
 
     def update(episodes: list[Any]) -> dict[str, float]:
         learnt.update(episodes=list(episodes), version=agent.policy.weights_version)
         return learn(episodes)
 
-    agent.learner.update = update
+    agent.learner.update, agent.policy.calibration.agree = update, agree_on
     with agent.cutting_episodes(range(len(own))) if case.cuts else nullcontext():
         stats = play_rounds(agent, own)
     return {
@@ -83,7 +88,7 @@ def play(case: Case) -> dict[str, Any]:
         "before": before,
         "after": weights_of(agent),
         "stats": stats,
-        "prior": dict(agent.policy.choice_prior),
+        "calibration": agent.policy.calibration.record(),
         "draw": int(torch.randint(2**60, (), generator=agent.policy.rng)),
     }
 
@@ -134,7 +139,7 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
     first = played[0][name]
     agent = made(CASES[name])
     assert np.array_equal(weights_of(agent), first["before"])
-    agent.policy.choice_prior.update(first["prior"])
+    agent.policy.calibration = Calibration.from_record(first["calibration"])
     now = {first["version"]: agent.policy.weights_version}
     for episode in first["episodes"]:
         object.__setattr__(episode, "turns", tuple(renumbered(episode.turns, now)))
@@ -154,23 +159,20 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
 def test_both_processes_end_with_the_same_bits_and_draw_other_numbers(played, name):
     first, second = (answer[name] for answer in played)
     assert np.array_equal(first["after"], second["after"])
-    assert first["prior"] == second["prior"]
+    assert first["calibration"] == second["calibration"]
     same = {key: value for key, value in first["stats"].items() if not key.endswith("_s")}
     assert {key: second["stats"][key] for key in same} == pytest.approx(same, nan_ok=True, rel=0, abs=0)
     assert first["draw"] != second["draw"]
 
 
-def test_priors_of_choices_are_means_over_the_contexts_of_both(played):
-    agent = made(CASES["PPO"])
-    measured = {}
-    for rank, lengths in enumerate(RAGGED):
-        agent.act_batch([observation(rank, env, 0) for env in range(len(lengths))])
-        measured[rank] = dict(agent.policy.measured)
-        agent.policy.weights_changed()
-        agent.discard_episodes(range(len(lengths)))
-    expected = means_of(measured.values())
-    assert played[0]["PPO"]["prior"] == pytest.approx(expected, abs=1e-5)
-    assert any(abs(total / count - expected[choice]) > 1e-3 for choice, (total, count) in measured[0].items())
+def test_choices_are_calibrated_over_the_contexts_of_both(played):
+    measured = [rows for told in played[0]["PPO"]["measured"] for rows in told]
+    assert all(measured[rank] for rank in range(2))
+    together, alone = Calibration(), Calibration()
+    together.agree(measured, learns=False)
+    alone.agree(measured[::2], learns=False)
+    assert played[0]["PPO"]["calibration"] == together.record()
+    assert alone.prior != together.prior
 
 
 def run_on(folder: Path, updates: int, resume: bool) -> dict[str, Any]:

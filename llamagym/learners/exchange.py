@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ..conversation.episode import Episode, played_by
 from ..policy.policy import Policy
-from ..policy.saved import agree_on_priors
 from . import ranks
 
 
 def of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
-    """The episodes of all processes, this one's own among them, once all have the same priors of choices."""
+    """The episodes of all processes, this one's own among them, once all measure choices against the same."""
     if ranks.count() == 1:
         return own
-    told = ranks.gather((policy.weights_version, policy.measured, own))
-    changed = agree_on_priors(policy, [measured for _, measured, _ in told])
+    told = ranks.gather((policy.weights_version, policy.calibration.measured, own))
+    if changed := policy.calibration.agree([measured for _, measured, _ in told], learns=policy.num_updates > 0):
+        policy.calibration_changed()
     # Every process counts the states of its weights for itself.
     now = policy.weights_version
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from ..models import peft_internals, torch_internals, transformers_internals
-from ..policy.saved import choices_record, restore_choices
 from .learning_actor import LearningActor
 from .probes import FaultError, OutOfTimeError, Probes
 
@@ -107,17 +107,18 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
 
 @contextmanager
 def _untouched(actor: LearningActor) -> Iterator[None]:
-    """Restores the random state, choices and priors, the mode, the longest reply and the caches on exit."""
+    """Restores the random state, choices and their calibration, the mode, the longest reply and the caches on exit."""
     policy = actor.policy
     generation = policy.generation
-    drawn, choices, mode = policy.rng.get_state(), choices_record(policy), (actor.learning, actor.greedy)
+    drawn, mode = policy.rng.get_state(), (actor.learning, actor.greedy)
+    offered, calibration = policy.offered.copy(), deepcopy(policy.calibration)
     actor.train()
     try:
         yield
     finally:
         policy.rng.set_state(drawn)
         policy.generation = generation
-        restore_choices(policy, choices)
+        policy.offered, policy.calibration = offered, calibration
         policy.drop_caches()
         if not mode[0]:
             actor.eval(mode[1])

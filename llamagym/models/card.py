@@ -12,7 +12,7 @@ from .generation import GenerationConfig
 # Said before the lines that use it.
 _NO_CHOICE_YET = (
     "Its class can offer choices, but had offered none when it was saved, so the lines below write free text. How "
-    "likely each choice is depends on a prior, which is measured on the first observations that offer it. Let the "
+    "likely each choice is depends on a prior, which is measured on the first observations that offer choices. Let the "
     "agent choose once and save it again: this card then shows the lines for choices."
 )
 
@@ -32,6 +32,7 @@ class Card:
         closing_id: The one of them that ends a choice.
         choices: Text and token ids of each choice that was ever offered.
         prior: What their tokens are measured against, by the ids up to each, -1 ending a choice; empty for nothing.
+        deviation: What differences from that are divided by.
         offers_choices: Whether the agent's class offers choices; else replies are free text.
         environment: What it acts in.
         settings: Options of the agent that differ from their defaults.
@@ -48,6 +49,7 @@ class Card:
     closing_id: int
     choices: Sequence[tuple[str, tuple[int, ...]]]
     prior: Mapping[tuple[int, ...], float]
+    deviation: float
     offers_choices: bool
     environment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -130,7 +132,7 @@ class Card:
             "    logits = model(input_ids=ids).logits[0, -1].float().log_softmax(-1)",
             f"    scores = torch.stack([logits[{self.closing_id} if token == -1 else token] for token in counts])",
             *(["    scores = scores - torch.tensor([prior[(*path, token)] for token in counts])"] if prior else []),
-            f"    scores = scores / {self.generation.temperature}"
+            f"    scores = scores / {self.generation.temperature * self.deviation}"
             + (" + torch.tensor(list(counts.values())).log()" if prior else ""),
             "    return dict(zip(counts, scores.softmax(0)))",
             "",

@@ -1,4 +1,4 @@
-"""The policy over choices: token by token among those that the offered choices allow, measured against their prior.
+"""The policy over choices: token by token among those that the offered choices allow, measured against what is usual.
 
 Where choices part, the next token is drawn among those that go on; where one token alone can follow, nothing is
 decided. So a choice costs no more to learn from than the places where it parts from others, however many are offered,
@@ -9,38 +9,37 @@ Shapes: B branches (places where choices part), K targets a branch (padded), T c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .calibration import Calibration
 from .read_plan import ReadPlan
 
-Prior = Mapping[tuple[int, ...], float]
-"""How much likelier than what else may follow the last of some tokens is after those before it, see `relative`."""
 
-
-def branch_logprobs(plan: ReadPlan, logits: Tensor, prior: Prior | None, temperature: float) -> Tensor:
+def branch_logprobs(plan: ReadPlan, logits: Tensor, calibration: Calibration | None, temperature: float) -> Tensor:
     """Log-probability of each target of each branch, float (B, K); -inf for padding.
 
-    softmax((logit - prior) / temperature + log(choices that go on so)), so that what says no more than the prior leaves
-    all choices equally likely; without a prior softmax(logit / temperature).
+    softmax((logit - prior) / (temperature * deviation) + log(choices that go on so)), so that what says no more than
+    the prior leaves all choices equally likely; without calibration softmax(logit / temperature).
 
     Args:
         plan: What goes on at each branch.
         logits: Of its targets, up to what all of a branch share, (B, K).
-        prior: What is subtracted, 0 where it is missing; None for nothing at all.
+        calibration: The prior, 0 where it is missing, and the deviation from it; None for neither.
         temperature: Above 1 flattens the distribution.
     """
-    if prior is None:
+    if calibration is None:
         return (logits / temperature).masked_fill(plan.log_counts == -torch.inf, -torch.inf).log_softmax(-1)
     most = logits.shape[1]
     known = [
-        [prior.get((*branch.path, token), 0.0) for token in branch.targets] + [0.0] * (most - len(branch.targets))
+        [calibration.prior.get((*branch.path, token), 0.0) for token in branch.targets]
+        + [0.0] * (most - len(branch.targets))
         for branch in plan.branches
     ]
     shift = torch.tensor(known, device=logits.device).reshape(logits.shape)
-    return ((logits - shift) / temperature + plan.log_counts).log_softmax(-1)
+    return ((logits - shift) / (temperature * calibration.deviation) + plan.log_counts).log_softmax(-1)
 
 
 def relative(plan: ReadPlan, logits: Tensor) -> Tensor:

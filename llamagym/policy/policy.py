@@ -3,9 +3,9 @@
 Both directions share one path (`score.read`), so the distribution that is sampled is the one that is trained:
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
-- choices: one of the given strings, token by token among those that the strings allow (see `choices`). The prior that
-  it is measured against is how likely the reference model finds each token on the first observations that offer it,
-  then frozen, so that a model which always says the same word still explores. It is part of the policy.
+- choices: one of the given strings, token by token among those that the strings allow (see `choices`), measured against
+  how likely the reference model finds them on the first observations (see `calibration`), so that a model which always
+  says the same word still explores. That is part of the policy.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
@@ -30,13 +30,13 @@ from ..models.generation import GenerationConfig
 from ..models.lock import alone, lock_of
 from ..models.lora import aim_, fresh_rows
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+from .calibration import Calibration
 from .choice_cache import ChoiceCache, ScoredChoices
-from .choices import Prior, offer_logprobs
+from .choices import offer_logprobs
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
-from .prior import Totals, means_of, totals_of, unmeasured
 from .sampling import draw, require_finite, write_text
-from .score import Reading, read, read_prior
+from .score import Reading, read, read_usual
 
 # Contexts whose features are taken as a sample of all.
 _INIT_CONTEXTS = 512
@@ -52,8 +52,7 @@ class Policy:
     Attributes:
         generation: How replies are sampled.
         offered: Every choice that was ever offered.
-        choice_prior: What choices are measured against (see `Prior`), frozen once measured.
-        measured: What was measured for it since several processes last agreed on it.
+        calibration: What choices are measured against.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         num_updates: How often a learner has changed the weights.
         rng: Draws replies.
@@ -78,15 +77,14 @@ class Policy:
             eos_ids: Every id that ends a reply.
             closing_id: The one of them that ends a choice where longer ones go on.
             generation: How replies are sampled.
-            calibrate_choices: Whether choices are measured against their prior.
+            calibrate_choices: Whether choices are measured against what is usual.
             aim_lora: Whether a fresh adapter is pointed at what differs between observations.
             seed: Of the sampling; None draws one.
         """
         self.model = model.eval()
         self.generation = generation
         self.offered: dict[tuple[int, ...], None] = {}
-        self.choice_prior: dict[tuple[int, ...], float] = {}
-        self.measured: Totals = {}
+        self.calibration = Calibration()
         self.num_updates = 0
         self._eos_ids, self._closing_id = frozenset(eos_ids), closing_id
         self._calibrate = calibrate_choices
@@ -129,8 +127,8 @@ class Policy:
         self._backbone.forget_all()
         self._state.number = self._state.number if version is None else version
 
-    def prior_changed(self) -> None:
-        """Notice that choices are measured against another prior: replies sampled until now are another policy's."""
+    def calibration_changed(self) -> None:
+        """Notice that choices are measured otherwise: replies sampled until now are another policy's."""
         self._choice_cache.clear()
         self._state.number += 1
 
@@ -177,11 +175,14 @@ class Policy:
             # A cut distribution would bias the ratio.
             config = replace(config, top_p=1.0, top_k=0)
         trees = [TokenTree.from_segment(context) for context in contexts]
-        replies, version = dict[int, Reply](), self.weights_version
+        replies = dict[int, Reply]()
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
-        lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
         choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
+        lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
         check_room([trees[row] for row in choosing], self.max_length)
+        offers = self._score_choices([trees[row] for row in choosing])
+        # Once choices are calibrated, which may make the policy another.
+        version = self.weights_version
         room = _DECODE_BYTES // self._backbone.token_bytes
         for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
             chunk = [trees[texts[row]] for row in rows]
@@ -190,7 +191,7 @@ class Policy:
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts_written, strict=True):
                 replies[texts[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
-        for row, (offer, value) in zip(choosing, self._score_choices([trees[row] for row in choosing]), strict=True):
+        for row, (offer, value) in zip(choosing, offers, strict=True):
             index = int(offer.argmax() if greedy else draw(offer.exp(), self.rng))
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             logprobs = tuple(offer.tolist())
@@ -214,7 +215,6 @@ class Policy:
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
         """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
-        self._notice_changes()
         trees = [TokenTree.from_segment(context) for context in contexts]
         check_room(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
@@ -276,9 +276,12 @@ class Policy:
 
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
+        self._notice_changes()
+        self.offered |= dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ())
+        if self._calibrate:
+            self._calibrate_choices(trees)
         scored = {tree: self._choice_cache[tree] for tree in trees if tree in self._choice_cache}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in scored]
-        self._measure_priors(fresh)
         for rows in self._chunks(fresh):
             reading = self._read([fresh[row] for row in rows])
             offers = offer_logprobs(reading.plan, reading.branch_logprobs)
@@ -305,8 +308,7 @@ class Policy:
             self._backbone.tokens_forwarded += forwarded
         if change is not Change.TRAINED:
             # The reference is another one.
-            self.choice_prior.clear()
-            self.measured.clear()
+            self.calibration = Calibration()
         self._state.accept(change)
 
     @contextmanager
@@ -330,19 +332,17 @@ class Policy:
 
     def _read(self, trees: Sequence[TokenTree], reference: bool = False) -> Reading:
         """Read trees."""
-        prior: Prior | None = self.choice_prior if self._calibrate else None
+        how = self.calibration if self._calibrate else None, self.generation.temperature, self._closing_id
         with self._reader(reference) as backbone:
-            temperature = self.generation.temperature
-            return read(backbone, self.model.v_head, trees, prior, temperature, self._closing_id, adapted=not reference)
+            return read(backbone, self.model.v_head, trees, *how, adapted=not reference)
 
-    def _measure_priors(self, trees: Sequence[TokenTree]) -> None:
-        """Measure the prior of choices never met before, on the contexts that offer them now."""
-        self.offered |= dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ())
-        fresh = unmeasured(trees, self.choice_prior) if self._calibrate else []
+    def _calibrate_choices(self, trees: Sequence[TokenTree]) -> None:
+        """Measure what has not been measured, on the contexts that offer it now."""
+        fresh = self.calibration.unmeasured(dict.fromkeys(trees), learns=self.num_updates > 0)
         if not fresh:
             return
         with self._reader(reference=True) as backbone:
             parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
-            readings = (read_prior(backbone, part, self._closing_id) for part in parts)
-            self.measured |= (totals := totals_of(readings, self.choice_prior))
-        self.choice_prior |= means_of([totals])
+            rows = [row for part in parts for row in read_usual(backbone, part, self._closing_id)]
+        if self.calibration.add(fresh, rows):
+            self.calibration_changed()

@@ -1,21 +1,21 @@
-"""A policy's state: weights that learn, priors of choices, the reference, random numbers."""
+"""A policy's state: weights that learn, what choices are measured against, the reference, random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.trained_weights import restore_trained_, trained_state
+from .calibration import Calibration
 from .policy import Policy
-from .prior import Totals, means_of
 
 
 def policy_state(policy: Policy) -> dict[str, Any]:
     """What to save of a policy."""
-    version = policy.weights_version  # first: a change that is noticed here may clear the priors
+    version = policy.weights_version  # first: a change that is noticed here may restart the calibration
     return {
         "model": trained_state(policy.model),
         "reference": None if policy.reference is None else _weights(policy.reference.pretrained_model),
@@ -41,29 +41,13 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
 
 def choices_record(policy: Policy) -> dict[str, Any]:
     """The choices that were ever offered, and what they are measured against, by token ids."""
-    return {"offered": list(policy.offered), "choice_prior": list(policy.choice_prior.items())}
+    return {"offered": list(policy.offered), **policy.calibration.record()}
 
 
 def restore_choices(policy: Policy, record: Mapping[str, Any]) -> None:
-    """Take what `choices_record` gave; a prior is not measured again."""
+    """Take what `choices_record` gave."""
     policy.offered = dict.fromkeys(map(tuple, record["offered"]))
-    policy.choice_prior.clear()
-    policy.choice_prior.update({tuple(ids): likelier for ids, likelier in record["choice_prior"]})
-
-
-def agree_on_priors(policy: Policy, measured: Sequence[Totals]) -> bool:
-    """Take the mean of what several processes measured, this one among them, since they last agreed.
-
-    Returns:
-        Whether it is another one than some process sampled with: what all of them sampled counts as another policy's.
-    """
-    agreed = means_of(measured)
-    changed = any(total / count != agreed[of] for totals in measured for of, (total, count) in totals.items())
-    policy.choice_prior |= agreed
-    policy.measured.clear()
-    if changed:
-        policy.prior_changed()
-    return changed
+    policy.calibration = Calibration.from_record(record)
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..engine.backbone import Backbone
 from ..engine.likelihood import logprobs_and_entropy
 from ..engine.token_tree import TokenTree
-from .choices import Prior, branch_logprobs, entropy_from_logits, relative
+from .calibration import Calibration, Row
+from .choices import branch_logprobs, entropy_from_logits, relative
 from .read_plan import ReadPlan
 
 # Bytes of logits that are computed at once: in bfloat16, those of 256 nodes over 50,000 words.
@@ -48,7 +49,7 @@ def read(
     backbone: Backbone,
     v_head: nn.Module,
     trees: Sequence[TokenTree],
-    prior: Prior | None,
+    calibration: Calibration | None,
     temperature: float,
     closing_id: int,
     adapted: bool = True,
@@ -59,7 +60,7 @@ def read(
         backbone: The model.
         v_head: Values of hidden states.
         trees: What to read.
-        prior: What choices are measured against, see `branch_logprobs`.
+        calibration: What choices are measured against, see `branch_logprobs`.
         temperature: Of free text's tokens and of choices.
         closing_id: The token that ends a choice where longer ones go on.
         adapted: Whether an activated LoRA acts.
@@ -70,12 +71,12 @@ def read(
     features = flat[plan.value_nodes].detach()
     values = v_head(features).squeeze(-1)
     text, entropy = _over_vocabulary(backbone, flat[plan.text_nodes], plan.text_targets[:, None], temperature)
-    of_branches = branch_logprobs(plan, _of_targets(backbone, flat, plan), prior, temperature)
+    of_branches = branch_logprobs(plan, _of_targets(backbone, flat, plan), calibration, temperature)
     return Reading(plan, features, values, text[:, 0], entropy, of_branches, entropy_from_logits(of_branches))
 
 
-def read_prior(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> list[tuple[tuple[int, ...], float]]:
-    """How much likelier than what else may follow each token is where choices part, as `Prior` has it.
+def read_usual(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> list[Row]:
+    """How likely the reference finds each token where choices part, for `Calibration`.
 
     Args:
         backbone: The model.
@@ -85,9 +86,8 @@ def read_prior(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) 
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
     logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False), plan)
     return [
-        ((*branch.path, token), likelier)
+        [((*branch.path, token), likelier) for token, likelier in zip(branch.targets, row, strict=False)]
         for branch, row in zip(plan.branches, relative(plan, logits).tolist(), strict=True)
-        for token, likelier in zip(branch.targets, row, strict=False)
     ]
 
 
