@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from llamagym import Agent
+from llamagym.policy.calibration import Calibration
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -59,6 +60,12 @@ def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: 
     sizes = {"batch_size": 4} if algorithm == "reinforce" else {"batch_size": 4, "mini_batch_size": 4}
     options[f"{algorithm}_config_dict"] = {**PLAIN, **epochs, **sizes, **options.pop(algorithm, {})}
     return kind(model, tiny_tokenizer(family), None, settings, **{"seed": 0, **options})
+
+
+def settled(agent: Agent) -> Any:
+    """The agent as if it had learnt: choices are measured once, where they are offered first."""
+    agent.policy.calibration = Calibration(is_frozen=True)
+    return agent
 
 
 def touch_weights(agent: Agent) -> None:

@@ -89,7 +89,8 @@ def resumed(device: torch.device) -> Numbers:
 
 def moved(device: torch.device) -> Numbers:
     """Learning whose model is moved between updates, there and back."""
-    agent, numbers = made(device, ChoiceAgent, replay_config_dict={}), []
+    # Calibrated, choices would be measured again after each move.
+    agent, numbers = made(device, ChoiceAgent, replay_config_dict={}, calibrate_choices=False), []
     for place in (device, CPU, device):
         agent.policy.model.to(place)
         numbers += learnt(agent)

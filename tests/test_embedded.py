@@ -10,7 +10,7 @@ import torch
 from llamagym import Agent, AutoModelForCausalLMWithValueHead, load_model_and_tokenizer, parse_choice
 from llamagym.conversation.episode import Segment
 from llamagym.models.loading import embedded_model_folder
-from tests.agents import ChoiceAgent, WordAgent
+from tests.agents import ChoiceAgent, WordAgent, settled
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3
@@ -41,6 +41,7 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
         context=context,
         seed=0,
     )
+    settled(agent)
     for step in range(2):
         agent.act_batch(["short", "a good deal longer", "the longest of them by far"] if step else ["a", "bb", "ccc"])
         agent.assign_rewards([1.0, -2.0, 0.5])

@@ -11,7 +11,7 @@ import torch
 from llamagym import ConfigError, EpisodeError, GRPOConfig, ReinforceConfig
 from llamagym.learners.losses import discounted_returns, group_advantages
 from llamagym.learners.rollout import collect
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, make_agent, settled
 
 pytestmark = pytest.mark.equivalence
 
@@ -163,7 +163,7 @@ def test_a_batch_of_one_observation_is_learnt_from_though_there_is_nothing_to_fi
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
 def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(kind):
     options = {"batch_size": 1000, "gamma": 0.5, "entropy_coef": 0.0, "max_grad_norm": math.inf}
-    agent = make_agent(kind, context="turn", algorithm="reinforce", reinforce=options)
+    agent = settled(make_agent(kind, context="turn", algorithm="reinforce", reinforce=options))
     for rewards in ([1.0, 0.0], [2.0], [0.0, -4.0, 1.0]):
         play(agent, rewards)
     episodes, learner = list(agent._buffer), agent.learner

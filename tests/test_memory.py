@@ -21,7 +21,7 @@ from llamagym.engine.token_tree import TokenTree
 from llamagym.models import hardware, loading
 from llamagym.models.registry import lookup
 from llamagym.policy.choice_cache import ChoiceCache, ScoredChoices
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, make_agent, settled
 
 
 def groups(folder: Path, processes: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -106,7 +106,7 @@ def test_the_choice_cache_has_a_hundred_megabytes(length: int, count: int, token
 
 
 def test_the_choice_cache_does_not_pile_up():
-    agent, most = make_agent(ChoiceAgent), 200_000
+    agent, most = settled(make_agent(ChoiceAgent)), 200_000
     agent.eval()
     usual = agent.action_probabilities(["0"])
     cache = agent.policy._choice_cache = ChoiceCache(most)

@@ -8,7 +8,7 @@ import torch
 from llamagym.conversation.episode import Episode, Segment
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.engine.token_tree import TokenTree
-from tests.agents import ChoiceAgent, WordAgent, make_agent, touch_weights
+from tests.agents import ChoiceAgent, WordAgent, make_agent, settled, touch_weights
 from tests.tiny import FAMILIES
 
 pytestmark = pytest.mark.equivalence
@@ -44,7 +44,7 @@ def step(agent, text="x"):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("activated", [True, False])
 def test_a_step_forwards_the_new_tokens_at_turn_50_as_at_turn_2(family, activated):
-    agent = make_agent(SingleTokens, family, activated)
+    agent = settled(make_agent(SingleTokens, family, activated))
     # Byte-level tokens are many; the dropping of turns has a test of its own.
     agent.policy._backbone.max_length = 10_000
     step(agent)
@@ -157,7 +157,7 @@ def test_the_first_turn_reads_the_system_prompt_once_for_all():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_growing_histories_equal_recomputed_ones(family, kind):
     """Ragged lengths; environments that end and begin at different times; more than the window of 64 tokens."""
-    agent = make_agent(kind, family)
+    agent = settled(make_agent(kind, family))
     policy = agent.policy
     for turn in range(8):
         agent.act_batch(["x" * (env + turn) for env in range(3)])
@@ -208,7 +208,7 @@ def test_weights_that_change_make_plain_histories_outdated_and_activated_ones_no
 
 
 def test_what_does_not_fit_is_read_again():
-    agent = make_agent(SingleTokens, "llama")
+    agent = settled(make_agent(SingleTokens, "llama"))
     step(agent)
     usual = step(agent)
     backbone = agent.policy._backbone
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_read_again():
 @pytest.mark.parametrize("kind", [WordAgent, SingleTokens])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(family, kind):
-    agent = make_agent(kind, family, ppo={"batch_size": 20, "mini_batch_size": 20}, response_prefix="I say ")
+    agent = settled(make_agent(kind, family, ppo={"batch_size": 20, "mini_batch_size": 20}, response_prefix="I say "))
     agent.policy._backbone.max_length = 300
     for turn in range(20):
         agent.act(f"number {turn}")

@@ -16,7 +16,7 @@ from llamagym.engine.weights import Change, WeightsState
 from llamagym.learners import base
 from llamagym.learners.ppo import PPOConfig
 from llamagym.learners.ppo_trainer import PPOTrainer
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, make_agent, settled
 from tests.tiny import tiny_tokenizer
 
 OBSERVATIONS = ["a", "bb", "ccc"]
@@ -195,12 +195,12 @@ def are_alike(one: list[Tensor], other: list[Tensor]) -> bool:
 )
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
 def test_a_change_of_the_weights_leaves_nothing_stale(kind: type, change: Callable[[Any], None], activated: bool):
-    agent = make_agent(kind, "llama", activated)
+    agent = settled(make_agent(kind, "llama", activated))
     before = says(agent)
     change(agent)
     after = says(agent)
     settings = {"max_new_tokens": 6}
-    fresh = kind(agent.policy.model, tiny_tokenizer("llama"), None, settings, seed=0)
+    fresh = settled(kind(agent.policy.model, tiny_tokenizer("llama"), None, settings, seed=0))
     assert are_alike(after, says(fresh))
     if change not in (resize, merge):
         assert not are_alike(before, after)
@@ -208,14 +208,14 @@ def test_a_change_of_the_weights_leaves_nothing_stale(kind: type, change: Callab
 
 def test_what_another_agent_learns_on_the_same_model_is_seen():
     agent = make_agent(ChoiceAgent, ppo={"learning_rate": 0.1, "warmup_steps": 1, "batch_size": 4})
-    other = ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0)
+    other = settled(ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0))
     says(other)
     for reward in (1.0, 0.0, 1.0, 0.0):
         agent.act("a")
         agent.assign_reward(reward)
         agent.terminate_episode()
     assert agent.policy.num_updates == 1
-    fresh = ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0)
+    fresh = settled(ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0))
     # Priors are measured once; both have the base's.
     assert are_alike(says(other), says(fresh))
 

@@ -110,7 +110,7 @@ def _untouched(actor: LearningActor) -> Iterator[None]:
     """Restores the random state, choices and their calibration, the mode, the longest reply and the caches on exit."""
     policy = actor.policy
     generation = policy.generation
-    drawn, mode = policy.rng.get_state(), (actor.learning, actor.greedy)
+    drawn, version, mode = policy.rng.get_state(), policy.weights_version, (actor.learning, actor.greedy)
     offered, calibration = policy.offered.copy(), deepcopy(policy.calibration)
     actor.train()
     try:
@@ -119,7 +119,7 @@ def _untouched(actor: LearningActor) -> Iterator[None]:
         policy.rng.set_state(drawn)
         policy.generation = generation
         policy.offered, policy.calibration = offered, calibration
-        policy.drop_caches()
+        policy.drop_caches(version)
         if not mode[0]:
             actor.eval(mode[1])
 

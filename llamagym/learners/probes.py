@@ -176,10 +176,16 @@ class Probes:
 
     def ratio(self) -> str:
         """What samples is what is trained."""
-        sampled = [logprob for segment in self._replied() for turn in segment.turns for logprob in turn.reply.logprobs]
+        version = self._actor.policy.weights_version
+        with torch.enable_grad():
+            now = self._actor.policy.evaluate(self._replied())
+        # While choices are calibrated, the first of them are drawn from another policy.
+        turns = [turn.reply for segment in self._said for turn in segment.turns]
+        fresh = [row for row, reply in enumerate(turns) if reply.weights_version == version]
+        sampled = [logprob for row in fresh for logprob in turns[row].logprobs]
         return self._agree(
             torch.tensor(sampled),
-            self._logprobs(self._said, gradients=True),
+            now.logprobs[fresh][now.mask[fresh]].detach().float().cpu(),
             "sampling and training",
             "Look for layers that draw random numbers, such as dropout.",
         )
@@ -262,10 +268,10 @@ class Probes:
         self._require_time()
         return self._said
 
-    def _logprobs(self, segments: list[Segment], gradients: bool = False) -> torch.Tensor:
-        with torch.set_grad_enabled(gradients):
-            now = self._actor.policy.evaluate(segments)
-        return now.logprobs[now.mask].detach().float().cpu()
+    @torch.no_grad()
+    def _logprobs(self, segments: list[Segment]) -> torch.Tensor:
+        now = self._actor.policy.evaluate(segments)
+        return now.logprobs[now.mask].float().cpu()
 
     def _agree(self, one: torch.Tensor, other: torch.Tensor, what: str, advice: str) -> str:
         tolerance = ratio_tolerance(self._actor.policy.model.pretrained_model.dtype)

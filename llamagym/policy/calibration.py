@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from typing_extensions import Self
@@ -33,15 +34,23 @@ class Calibration:
         measured: What was measured since several processes last agreed.
     """
 
-    def __init__(self) -> None:
-        """Nothing is known."""
+    def __init__(self, is_frozen: bool = False) -> None:
+        """Nothing is known.
+
+        Args:
+            is_frozen: Whether each choice is measured once, where it is offered first.
+        """
         self.prior: dict[Ids, float] = {}
         self.deviation = 1.0
         self.measured: list[Row] = []
-        self._is_frozen = False
+        self._is_frozen = is_frozen
         self._agreed: list[Row] = []
-        self._contexts: set[TokenTree] = set()
+        self._contexts: set[str] = set()
         self._due = 1
+
+    def anew(self) -> Calibration:
+        """One of another reference, of which nothing is known."""
+        return Calibration(self._is_frozen)
 
     def unmeasured(self, trees: Iterable[TokenTree], learns: bool) -> list[TokenTree]:
         """Those of these contexts that are to be measured.
@@ -52,7 +61,7 @@ class Calibration:
         """
         self._is_frozen |= learns
         if self._is_open:
-            return [tree for tree in trees if tree not in self._contexts]
+            return [tree for tree in trees if _name(tree) not in self._contexts]
         return [tree for tree in trees if not self._is_known(tree)]
 
     def add(self, trees: Sequence[TokenTree], found: Sequence[Row]) -> bool:
@@ -63,7 +72,7 @@ class Calibration:
         """
         if self._is_open:
             self.measured += found
-            self._contexts.update(trees)
+            self._contexts.update(map(_name, trees))
             if len(self._contexts) >= self._due:
                 self._due = 2 * len(self._contexts)
                 return self._fit([*self._agreed, *self.measured])
@@ -95,16 +104,20 @@ class Calibration:
         return bool(rows)
 
     def record(self) -> dict[str, Any]:
-        """What to save."""
-        return {"choice_prior": list(self.prior.items()), "choice_deviation": self.deviation}
+        """What to save: the sample of contexts too, while it grows."""
+        sample = [self._due, sorted(self._contexts), self._agreed, self.measured] if self._is_open else None
+        return {"choice_prior": list(self.prior.items()), "choice_deviation": self.deviation, "choice_sample": sample}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """What `record` was given of; it is not measured again."""
-        known = cls()
-        known.prior = {tuple(ids): likelier for ids, likelier in record["choice_prior"]}
+        """What `record` was given of."""
+        known = cls(is_frozen=record["choice_sample"] is None)
+        known.prior = dict(_row(record["choice_prior"]))
         known.deviation = record["choice_deviation"]
-        known._is_frozen = bool(known.prior)
+        if not known._is_frozen:
+            known._due, contexts, *rows = record["choice_sample"]
+            known._contexts = set(contexts)
+            known._agreed, known.measured = (list(map(_row, part)) for part in rows)
         return known
 
     @property
@@ -122,6 +135,16 @@ class Calibration:
         squares = [_square_of_deviation([likelier - self.prior[path] for path, likelier in row]) for row in rows]
         self.deviation = max(1.0, math.sqrt(math.fsum(squares) / max(1, len(squares))))
         return bool(before[0]) and before != (self.prior, self.deviation)
+
+
+def _name(tree: TokenTree) -> str:
+    """A context's name, as short where conversations are long."""
+    return blake2b(repr(tree.undecided).encode(), digest_size=16).hexdigest()
+
+
+def _row(saved: Iterable[tuple[Sequence[int], float]]) -> Row:
+    """What a row was, as JSON gives it back."""
+    return [(tuple(path), likelier) for path, likelier in saved]
 
 
 def _means(rows: Iterable[Row]) -> dict[Ids, float]:

@@ -308,7 +308,7 @@ class Policy:
             self._backbone.tokens_forwarded += forwarded
         if change is not Change.TRAINED:
             # The reference is another one.
-            self.calibration = Calibration()
+            self.calibration = self.calibration.anew()
         self._state.accept(change)
 
     @contextmanager
