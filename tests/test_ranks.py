@@ -88,7 +88,7 @@ def play(case: Case) -> dict[str, Any]:
         "before": before,
         "after": weights_of(agent),
         "stats": stats,
-        "calibration": agent.policy.calibration.record(),
+        "calibration": agent.policy.calibration.record(learns=True),
         "draw": int(torch.randint(2**60, (), generator=agent.policy.rng)),
     }
 
@@ -171,7 +171,7 @@ def test_choices_are_calibrated_over_the_contexts_of_both(played):
     together, alone = Calibration(), Calibration()
     together.agree(measured, learns=False)
     alone.agree(measured[::2], learns=False)
-    assert played[0]["PPO"]["calibration"] == together.record()
+    assert played[0]["PPO"]["calibration"] == together.record(learns=True)
     assert alone.prior != together.prior
 
 

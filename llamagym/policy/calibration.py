@@ -103,8 +103,13 @@ class Calibration:
             self._fit(self._agreed)
         return bool(rows)
 
-    def record(self) -> dict[str, Any]:
-        """What to save: the sample of contexts too, while it grows."""
+    def record(self, learns: bool) -> dict[str, Any]:
+        """What to save: the sample of contexts too, while it grows.
+
+        Args:
+            learns: Whether the policy has begun to learn.
+        """
+        self._is_frozen |= learns
         sample = [self._due, sorted(self._contexts), self._agreed, self.measured] if self._is_open else None
         return {"choice_prior": list(self.prior.items()), "choice_deviation": self.deviation, "choice_sample": sample}
 

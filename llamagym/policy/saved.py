@@ -41,7 +41,7 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
 
 def choices_record(policy: Policy) -> dict[str, Any]:
     """The choices that were ever offered, and what they are measured against, by token ids."""
-    return {"offered": list(policy.offered), **policy.calibration.record()}
+    return {"offered": list(policy.offered), **policy.calibration.record(learns=policy.num_updates > 0)}
 
 
 def restore_choices(policy: Policy, record: Mapping[str, Any]) -> None:
