@@ -36,7 +36,7 @@ from .choices import offer_logprobs
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
 from .sampling import draw, require_finite, write_text
-from .score import Reading, read, read_usual
+from .score import Reading, read, read_reference
 
 # Contexts whose features are taken as a sample of all.
 _INIT_CONTEXTS = 512
@@ -343,6 +343,6 @@ class Policy:
             return
         with self._reader(reference=True) as backbone:
             parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
-            rows = [row for part in parts for row in read_usual(backbone, part, self._closing_id)]
+            rows = [row for part in parts for row in read_reference(backbone, part, self._closing_id)]
         if self.calibration.add(fresh, rows):
             self.calibration_changed()

@@ -75,7 +75,7 @@ def read(
     return Reading(plan, features, values, text[:, 0], entropy, of_branches, entropy_from_logits(of_branches))
 
 
-def read_usual(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> list[Row]:
+def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> list[Row]:
     """How likely the reference finds each token where choices part, for `Calibration`.
 
     Args:
