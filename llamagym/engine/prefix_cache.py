@@ -33,6 +33,9 @@ from .transformer import Transformer
 _KEPT_SHARE, _KEPT_BYTES = 1 / 8, 2**30
 # Tokens in one pass.
 _PREFILL_TOKENS = 2048
+# Padding in one pass on a processor, where to read all weights once more takes as long as some ten tokens. An
+# accelerator needs large passes more than short ones.
+_PADDING = 32
 # What the trunk makes of tokens, and what the layers above make of histories; what these make of a reply is filed under
 # where their adapter begins to act.
 _TRUNK, _HISTORY = "trunk", "history"
@@ -102,7 +105,7 @@ class PrefixCache(Transformer):
             tokens = len(tree.history) - _length(known.trunk) + (tree.node_count if known.decisions is None else 0)
             if tokens or _length(known.history) < len(tree.history):
                 unknown[tree] = tokens
-        for chunk in _chunks(unknown):
+        for chunk in _chunks(unknown, _PADDING if self.device.type == "cpu" else _PREFILL_TOKENS):
             self._run_trunk({tree: found[tree] for tree in chunk}, with_decisions)
             self._run_top({tree: found[tree] for tree in chunk})
         return [found[tree] for tree in trees]
@@ -249,13 +252,16 @@ def _length(pieces: Sequence[Activations]) -> int:
     return sum(map(len, pieces))
 
 
-def _chunks(tokens: dict[TokenTree, int]) -> Iterator[list[TokenTree]]:
+def _chunks(tokens: dict[TokenTree, int], most_padding: int) -> Iterator[list[TokenTree]]:
     """Contexts, alike in how many tokens are to be run over, in groups for one pass each."""
     chunk: list[TokenTree] = []
+    needed = 0
     for tree in sorted(tokens, key=tokens.__getitem__):
-        if chunk and (len(chunk) + 1) * tokens[tree] > _PREFILL_TOKENS:
+        size = (len(chunk) + 1) * tokens[tree]
+        if chunk and (size > _PREFILL_TOKENS or size - needed - tokens[tree] > most_padding):
             yield chunk
-            chunk = []
+            chunk, needed = [], 0
         chunk.append(tree)
+        needed += tokens[tree]
     if chunk:
         yield chunk
