@@ -273,3 +273,19 @@ def test_same_observation_costs_once():
     agent.assign_rewards([0.0] * 3)
     agent.act_batch(["same"] * 3)
     assert agent.policy.tokens_forwarded == tokens
+
+
+def test_short_texts_are_not_padded_to_long_ones():
+    """A pass over eight texts of unequal lengths forwards hardly more tokens than each of them alone."""
+    texts = ["x" * length for length in (5, 6, 7, 50, 52, 120, 180, 240)]
+    agent = make_agent(ChoiceAgent, context="turn")
+    agent.act_batch(texts)
+    trees = [TokenTree.from_segment(agent.conversation(env).current_segment()) for env in range(len(texts))]
+    lengths = [len(tree.history) for tree in trees]
+    assert len(lengths) * max(lengths) > 2 * sum(lengths)
+    forget(agent)
+    backbone = agent.policy._backbone
+    before = agent.policy.tokens_forwarded
+    known = backbone.prefill(trees)
+    assert [sum(map(len, of_tree.history)) for of_tree in known] == lengths
+    assert agent.policy.tokens_forwarded - before <= 1.1 * sum(lengths)
