@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
-from ..models.transformers_internals import attending_by, attention_function, register_attention
+from ..models.transformers_internals import attending_by, register_attention
 from .kv_cache import BufferCache
 
 _NAME = "llamagym_shared_prefix"
@@ -57,7 +58,7 @@ def _attend(
     *,
     scaling: float,
     shared_prefix: Sequence[Tensor],
-    **others: Any,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """What a layer's heads see, (B, T, N, D).
 
@@ -69,15 +70,14 @@ def _attend(
         attention_mask: Additive, of shared and own columns, (B, 1, T, P + S).
         scaling: Factor of the scores.
         shared_prefix: For each layer, shared keys and values (2, K, P, D).
-        others: What PyTorch's attention takes.
     """
     shared_key, shared_value = shared_prefix[module.layer_idx]
     (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
     if not torch.is_grad_enabled() or not may_hold_scores(attention_mask, heads):
         key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
-        sdpa = attention_function("sdpa")
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)[0], None
+        seen = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+        return seen.transpose(1, 2), None
     # In bfloat16, scores would be rounded to 8 bits, and products this small take as long.
     key, value, shared_key, shared_value = (part.float() for part in (key, value, shared_key, shared_value))
     # Heads that share keys stand beside each other: (B, K, N/K T, D).

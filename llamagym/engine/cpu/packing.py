@@ -79,7 +79,8 @@ class Packed:
 
     def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
         """The layer's outputs (..., O) for inputs (..., I)."""
-        return self.multiply((layer,), inputs)[0]
+        # Under autocast, attention returns half precision.
+        return self.multiply((layer,), inputs.to(layer.weight.dtype))[0]
 
     def _copy_of(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> _Copy | None:
         """A packed copy of the layers' weights; None if they cannot be packed or there is no room."""
