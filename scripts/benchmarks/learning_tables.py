@@ -99,7 +99,8 @@ def results() -> str:
         "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval,",
         "and the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
         f"On {' or '.join(machines)}. Each file holds its command and machine;",
-        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's.",
+        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's; with `--keep FOLDER`",
+        "a run that was stopped goes on when it is called again.",
         *time_to_goal(runs_by_name()["blackjack"]),
     ]
     return "\n".join([*lines, *plots])
