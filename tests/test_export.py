@@ -231,7 +231,7 @@ def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
 
 @pytest.mark.slow
 # Logits from 16 to 32 lie 0.125 apart in bfloat16: its rounding may decide between the two most likely tokens.
-@pytest.mark.parametrize(("dtype", "most", "other_texts"), [("float32", 1e-4, 0), ("bfloat16", 0.15, 3)])
+@pytest.mark.parametrize(("dtype", "most", "other_texts"), [("float32", 1e-4, 0), ("bfloat16", 0.15, 2)])
 def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tmp_path, dtype, most, other_texts):
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", dtype)
     options = {"generate_config_dict": {"max_new_tokens": 3}, "context": "turn", "seed": 0}
@@ -250,7 +250,7 @@ def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tm
     talker.save_pretrained(tmp_path / "text")
     talker.eval()
     others = 0
-    for space in replies_by_card(tmp_path / "text", range(50), do_sample="False"):
+    for space in replies_by_card(tmp_path / "text", range(0, 50, 3), do_sample="False"):
         ids = reply_of(talker, space["observation"].removeprefix("Observation ")).ids
         others += ids != tuple(space["ids"][0, space["prompt"].shape[1] :].tolist())
     assert others <= other_texts
