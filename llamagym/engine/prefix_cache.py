@@ -253,12 +253,18 @@ def _length(pieces: Sequence[Activations]) -> int:
 
 
 def _chunks(tokens: dict[TokenTree, int], most_padding: int) -> Iterator[list[TokenTree]]:
-    """Contexts, alike in how many tokens are to be run over, in groups for one pass each."""
+    """Contexts, alike in how many tokens are to be run over, in groups for one pass each.
+
+    Args:
+        tokens: How many, of each context.
+        most_padding: Tokens of padding in a pass.
+    """
     chunk: list[TokenTree] = []
     needed = 0
     for tree in sorted(tokens, key=tokens.__getitem__):
         size = (len(chunk) + 1) * tokens[tree]
-        if chunk and (size > _PREFILL_TOKENS or size - needed - tokens[tree] > most_padding):
+        padding = size - needed - tokens[tree]
+        if chunk and (size > _PREFILL_TOKENS or padding > most_padding):
             yield chunk
             chunk, needed = [], 0
         chunk.append(tree)

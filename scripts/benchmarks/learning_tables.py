@@ -100,7 +100,7 @@ def results() -> str:
         "and the worst seed. Minutes are the seeds' mean, GiB their largest peak.",
         f"On {' or '.join(machines)}. Each file holds its command and machine;",
         "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's; with `--keep FOLDER`",
-        "a run that was stopped goes on when it is called again.",
+        "a run that was stopped goes on when the command is given again.",
         *time_to_goal(runs_by_name()["blackjack"]),
     ]
     return "\n".join([*lines, *plots])
