@@ -31,8 +31,8 @@ def record(run_dir: Path, command: list[str], where: dict[str, object]) -> dict[
     for of_this_machine in ("run_dir", "checkpoint_dir", "checkpoint_every"):
         summary["settings"].pop(of_this_machine, None)
     if summary["settings"].pop("resume", False):
-        # Of the last process alone.
-        del summary["processor_minutes"]
+        # Of the last process alone, where an example counts them.
+        summary.pop("processor_minutes", None)
     return {"command": " ".join(command), **where, **summary, "curve": curve}
 
 
