@@ -29,6 +29,7 @@ TITLES = {
     "text-world": "TextWorld, unseen games",
     "text-world-defaults": "TextWorld with the defaults, unseen games",
     "text-world-printed": "TextWorld as printed, whole conversation, unseen games",
+    "text-world-locked-door-free-text": "TextWorld's locked door in free text, whole conversation, unseen games",
     "babyai-defaults": "BabyAI with the defaults, unseen missions",
     "babyai-go-to-local": "BabyAI GoToLocal, unseen missions",
     "taxi": "Taxi",
