@@ -68,7 +68,7 @@ def main() -> None:
     score_in = functools.partial(make_scored, args.level, args.all_actions)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
-    agent = script.load(args, kind, args.context, lora_layer_fraction=0.5 if args.context == "episode" else None)
+    agent = script.load(args, kind, args.context)
     script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     """Load, learn, and report."""
     args = script.parser(__doc__, episodes=20_000, num_envs=64, eval_every=10, eval_episodes=256).parse_args()
     baselines = {"random": script.random_return(GuessTheNumber), "optimum": 1.0}
-    agent = script.load(args, Guesser, "episode", lora_layer_fraction=0.5)
+    agent = script.load(args, Guesser, "episode")
     script.learn(args, agent, GuessTheNumber, script.play_held_out(agent, GuessTheNumber, args), baselines)
 
 

@@ -77,7 +77,6 @@ def load(
     args: argparse.Namespace,
     kind: type[Agent],
     context: Literal["turn", "episode"] = "turn",
-    lora_layer_fraction: float | None = None,
     max_new_tokens: int | None = None,
     calibrate_choices: bool = True,
     **learning: Any,
@@ -88,7 +87,6 @@ def load(
         args: The command line.
         kind: The agent's class.
         context: Whether it sees the current observation only, or the whole conversation.
-        lora_layer_fraction: The share of the layers that LoRA adapts; None is the registry's.
         max_new_tokens: Longest reply in free text; None is the library's.
         calibrate_choices: Whether what the model says anyway is taken off its choices' scores.
         learning: Other options of the learner; those that only PPO has are left out of GRPO's.
@@ -98,7 +96,6 @@ def load(
         device=args.device,
         load_in_8bit=args.load_in_8bit,
         load_in_4bit=args.load_in_4bit,
-        lora_layer_fraction=lora_layer_fraction,
     )
     named = (
         "batch_size",

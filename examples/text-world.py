@@ -85,7 +85,7 @@ def main() -> None:
     )
     if args.free_text or args.printed:
         kind = Writer if args.free_text else Reader
-        agent = script.load(args, kind, "episode", lora_layer_fraction=0.5, max_new_tokens=12)
+        agent = script.load(args, kind, "episode", max_new_tokens=12)
     else:
         agent = script.load(args, TextWorldAgent)
     if args.free_text and not args.resume:

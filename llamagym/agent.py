@@ -31,7 +31,7 @@ from .models.generation import GenerationConfig
 from .models.hub import upload
 from .models.loading import load_model_and_tokenizer, move_, resolve_device
 from .models.lock import alone
-from .models.lora import redraw_
+from .models.lora import redraw_, settle_depth_
 from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .options import as_json, as_seed, check_arguments
@@ -123,6 +123,7 @@ class Agent(LearningActor):
         if device is not None:
             move_(model, resolve_device(device))
         end = end_ids(model.pretrained_model, tokenizer)
+        settle_depth_(model, sees_one_turn=context == "turn")
         policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed)
         if seed is not None and not policy.is_initialized_from_data:
             redraw_(model.pretrained_model, seed)

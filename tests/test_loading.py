@@ -26,6 +26,7 @@ from llamagym.models import loading, quantization
 from llamagym.models.loading import embedded_model_folder, load_model_and_tokenizer
 from llamagym.models.registry import PLAIN_CHAT_TEMPLATE
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
+from tests.agents import WordAgent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -156,6 +157,10 @@ def trainable(model: AutoModelForCausalLMWithValueHead) -> set[str]:
     return {n for n, p in model.pretrained_model.named_parameters() if p.requires_grad}
 
 
+def adapted_layers(model: AutoModelForCausalLMWithValueHead) -> set[int]:
+    return {int(name.split(".layers.")[1].split(".")[0]) for name in trainable(model)}
+
+
 # --- the embedded model -------------------------------------------------------------------------------------------
 
 
@@ -190,12 +195,11 @@ def test_embedded_tokenizer(embedded: tuple[Any, Any, torch.device]) -> None:
     assert tokenizer("\n\n21", add_special_tokens=False)["input_ids"] == [*double_newline, 34, 33]
 
 
-def test_embedded_model_trains_the_last_8_layers_and_its_adapter_comes_back(
+def test_embedded_model_trains_the_last_half_of_its_layers_and_its_adapter_comes_back(
     embedded: tuple[Any, Any, torch.device], tmp_path: Path
 ) -> None:
     model, _, _ = embedded
-    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in trainable(model)}
-    assert layers == set(range(22, 30))
+    assert adapted_layers(model) == set(range(15, 30))
     assert all("lora_" in name for name in trainable(model))
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -295,11 +299,48 @@ def test_peft_config_false_trains_every_weight_and_a_config_of_one_s_own_is_used
     assert len(trainable(adapted)) == 8
 
 
-@pytest.mark.parametrize(("share", "layers"), [(None, {3}), (0.7, {1, 2, 3}), (1.0, {0, 1, 2, 3})])
+@pytest.mark.parametrize(("share", "layers"), [(None, {2, 3}), (0.25, {3}), (0.7, {1, 2, 3}), (1.0, {0, 1, 2, 3})])
 def test_the_share_of_the_layers_that_lora_adapts(share: float | None, layers: set[int], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     model, _, _ = load_model_and_tokenizer(folder, "cpu", lora_layer_fraction=share)
-    assert {int(name.split(".layers.")[1].split(".")[0]) for name in trainable(model) if ".layers." in name} == layers
+    assert adapted_layers(model) == layers
+
+
+@pytest.mark.parametrize(
+    ("context", "share", "layers"),
+    [("turn", None, {3}), ("turn", 0.5, {2, 3}), ("turn", 1.0, {0, 1, 2, 3}), ("episode", None, {2, 3})],
+)
+def test_an_agent_that_sees_one_turn_keeps_half_of_the_depth_that_nobody_chose(
+    context: Any, share: float | None, layers: set[int], tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    model, tokenizer, _ = load_model_and_tokenizer(folder, "cpu", lora_layer_fraction=share)
+    agent = WordAgent(model, tokenizer, context=context, seed=0)
+    assert adapted_layers(model) == layers
+    # What is saved is what there is.
+    assert set(model.pretrained_model.active_peft_config.layers_to_transform or {0, 1, 2, 3}) == layers
+    # The same adapter as if that depth had been asked for, and the same replies.
+    chosen, _, _ = load_model_and_tokenizer(folder, "cpu", lora_layer_fraction=len(layers) / 4)
+    other = WordAgent(chosen, tokenizer, context=context, seed=0)
+    assert trainable(model) == trainable(chosen)
+    for one, two in zip(model.parameters(), chosen.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+    assert agent.act("one") == other.act("one")
+
+
+def test_a_model_s_first_agent_settles_its_depth(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    for first, layers in (("turn", {3}), ("episode", {2, 3})):
+        model, tokenizer, _ = load_model_and_tokenizer(folder, "cpu")
+        for context in (first, "turn", "episode"):
+            WordAgent(model, tokenizer, context=context)
+            assert adapted_layers(model) == layers
+    # What has learnt something is not taken away.
+    model, tokenizer, _ = load_model_and_tokenizer(folder, "cpu")
+    with torch.no_grad():
+        next(weight for name, weight in model.named_parameters() if "lora_B" in name).fill_(0.1)
+    WordAgent(model, tokenizer, context="turn")
+    assert adapted_layers(model) == {2, 3}
 
 
 @pytest.mark.parametrize(

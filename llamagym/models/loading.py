@@ -78,8 +78,7 @@ def load_model_and_tokenizer(
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
         attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
         lora_layer_fraction: The share of the layers, counted from the last, that the registry's LoRA adapts, in (0, 1];
-            None is the entry's own, a quarter. Where several turns of a conversation must be compared, that is too
-            shallow: half of the layers learn it, and take twice as long to learn from a turn.
+            None is the entry's own, a half, of which an agent with `context="turn"` keeps the last half.
 
     Returns:
         Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
@@ -142,6 +141,7 @@ def load_model_and_tokenizer(
         if peft_config is None:
             lora = lora_config(entry, config, invocation_tokens(tokenizer))
         model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
+        model.lora_depth_is_open = peft_config is None and lora_layer_fraction is None
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _name_base(model, entry.hub_id)
     return model if quantization else model.to(target), tokenizer, target

@@ -1,10 +1,14 @@
 """LoRA as a policy's weights: active where replies are decided, and aimed at what differs between observations.
 
-Three properties of a LoRA adapter decide how fast a language model learns to act.
+Four properties of a LoRA adapter decide what a language model learns of acting, and how fast.
 
 Where it acts. An activated LoRA (Greenewald et al. 2025, https://arxiv.org/abs/2504.12397; `alora_invocation_tokens` in
 PEFT's `LoraConfig`) changes only the tokens from the start of the reply on. What comes before is read by the base
 model, so its keys and values never change while the adapter learns: they are computed once.
+
+How deep it reaches. To compare what several turns of a conversation said takes layer after layer: LoRA on the last
+quarter of them found half of the numbers in guess-the-number, on the last half all. Where a single turn is seen a
+quarter is enough, and to learn from a turn costs half.
 
 What it sees. In one environment prompts are nearly alike: the hidden states where replies begin share a large mean and
 differ in a few small directions. A random down-projection A sees mostly the mean, and then the gradient moves every
@@ -23,14 +27,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .peft_internals import count_active, double_ranks_, is_low_rank, projections
+from .peft_internals import count_active, double_ranks_, is_low_rank, keep_layers_, projections
 from .torch_internals import has_hooks
+
+if TYPE_CHECKING:
+    from .value_head import AutoModelForCausalLMWithValueHead
 
 # No component is amplified more than this many times over an average input: beyond it lies rounding, not observation.
 _MAX_GAIN = 30.0
@@ -61,6 +68,20 @@ def is_fresh(model: nn.Module) -> bool:
     """Whether there is LoRA, on linear layers alone, and none of it does anything yet."""
     pairs = projections(model)
     return bool(pairs) and len(pairs) == count_active(model) and not any(up.weight.any() for _, up in pairs)
+
+
+def settle_depth_(model: AutoModelForCausalLMWithValueHead, sees_one_turn: bool) -> None:
+    """Take the registry's LoRA, while it is fresh, off the lower half of its layers if an agent sees one turn.
+
+    Once: the model's first agent settles it.
+    """
+    is_open, model.lora_depth_is_open = model.lora_depth_is_open, False
+    if not (is_open and sees_one_turn and is_fresh(model.pretrained_model)):
+        return
+    config: Any = model.pretrained_model.active_peft_config
+    if (layers := config.layers_to_transform) is not None:
+        config.layers_to_transform = layers[-max(1, round(len(layers) / 2)) :]
+        keep_layers_(model.pretrained_model, set(config.layers_to_transform))
 
 
 @torch.no_grad()

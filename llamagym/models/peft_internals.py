@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,22 @@ def lora_layers(model: nn.Module) -> list[LoraLayer]:
     from peft.tuners.lora import LoraLayer  # PEFT takes more than a second to import
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def keep_layers_(model: nn.Module, kept: set[int]) -> None:
+    """Put modules that LoRA was added to back as they were, but for those in decoder layers of these numbers."""
+    from peft.tuners.lora import LoraLayer
+
+    def goes(name: str) -> bool:
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        return layer is not None and int(layer[1]) not in kept
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer) and goes(name):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, module.get_base_layer())
+    tuner: Any = model.base_model
+    tuner.targeted_module_names = [name for name in tuner.targeted_module_names if not goes(name)]
 
 
 def projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:

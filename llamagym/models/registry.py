@@ -4,9 +4,9 @@ An entry answers four questions before any weight is read: which modules get LoR
 training, which dtype suits a device, and how much memory the weights need. Names that are not in the table
 fall back to their architecture's family, and say so.
 
-LoRA's defaults: the attention's query and value projections (Hu et al. 2021, section 7.1) of the last quarter of the
-layers. Autograd stops at the first adapted layer, so the frozen layers below cost no backward pass and give the
-same output in the rollout and in every epoch of an update.
+LoRA's defaults: the attention's query and value projections (Hu et al. 2021, section 7.1) of the last half of the
+layers, of which an agent that sees one turn keeps half (see `lora`). Autograd stops at the first adapted layer, so the
+frozen layers below cost no backward pass and give the same output in the rollout and in every epoch of an update.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ModelEntry:
     hub_id: str | None
     family: str
     lora_target_modules: tuple[str, ...] | str = ("q_proj", "o_proj", "down_proj")
-    lora_layer_fraction: float = 0.25
+    lora_layer_fraction: float = 0.5
     lora_r: int = 16
     lora_alpha: int = 32
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -281,7 +281,7 @@ def lora_config(
 
     >>> from transformers import LlamaConfig
     >>> lora_config(lookup("smollm2-135m"), LlamaConfig(num_hidden_layers=30)).layers_to_transform[0]
-    22
+    15
     """
     from peft import LoraConfig  # takes more than a second to import
 

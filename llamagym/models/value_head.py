@@ -123,12 +123,14 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
     Attributes:
         pretrained_model: The language model, or PEFT's wrapper around it.
         v_head: The value head.
+        lora_depth_is_open: Whether the first agent with this model says how many layers LoRA adapts (see `lora`).
     """
 
     def __init__(self, pretrained_model: PreTrainedModel | PeftModel) -> None:
         """Put a fresh value head on `pretrained_model`."""
         super().__init__()
         self.pretrained_model = pretrained_model
+        self.lora_depth_is_open = False
         self.v_head = ValueHead(pretrained_model.config.get_text_config().hidden_size).to(pretrained_model.device)
 
     @classmethod

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Rate, Work, named, parser_of, rate_of, rates_in_turn, save
-from workload import dtype_of, feign_update, make_agent, plain_model, player
+from workload import DEPTH, dtype_of, feign_update, make_agent, plain_model, player
 
 from llamagym import Agent, load_model_and_tokenizer
 from llamagym.conversation.episode import Context, Episode
@@ -109,7 +109,7 @@ def agent_of(workload: Workload, dtype: str = "auto", **ppo: Any) -> Agent:
     """A freshly loaded agent for a workload; `ppo` holds options of `PPOConfig`."""
     if workload.sentences is None:
         return make_agent(workload.free_text, workload.context, dtype, **ppo)
-    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
+    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", dtype, lora_layer_fraction=DEPTH)
     sampling, settings = {"max_new_tokens": workload.max_new_tokens}, {"batch_size": 10**9, "target_kl": None, **ppo}
     agent = TextAgent(model, tokenizer, device, sampling, settings, context=workload.context, seed=0)
     agent.free_text = workload.free_text
