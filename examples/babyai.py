@@ -2,7 +2,7 @@
 
 python examples/babyai.py                                    go to the red ball, the embedded 135M model
 python examples/babyai.py --level BabyAI-PickupLoc-v0 --all-actions
-python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode
+python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-steps 40
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class AllActionsAgent(BabyAIAgent):
     actions = ACTIONS
 
 
-def make_scored(level: str, all_actions: bool) -> gym.Env[Any, Any]:
-    """The level with a reward of 1 for success, however late, so that the mean return is the success rate."""
-    return TransformReward(make_babyai(level, all_actions), lambda reward: 1.0 if float(reward) > 0 else 0.0)
+def make_scored(*how: Any) -> gym.Env[Any, Any]:
+    """A level with a reward of 1 for success, however late, so that the mean return is the success rate."""
+    return TransformReward(make_babyai(*how), lambda reward: 1.0 if float(reward) > 0 else 0.0)
 
 
 def main() -> None:
@@ -63,9 +63,11 @@ def main() -> None:
     options.add_argument("--level", default="BabyAI-GoToRedBallNoDists-v0", help="id of a BabyAI level")
     options.add_argument("--all-actions", action="store_true", help="not only turning and going: for other missions")
     options.add_argument("--context", choices=("turn", "episode"), default="turn", help="what the agent sees")
+    options.add_argument("--max-steps", type=int, help="of an episode; default: the level's own limit")
     args = options.parse_args()
-    train_in = functools.partial(make_babyai, args.level, args.all_actions)
-    score_in = functools.partial(make_scored, args.level, args.all_actions)
+    # In a conversation the mission is said once.
+    how = args.level, args.all_actions, args.context == "turn", args.max_steps
+    train_in, score_in = functools.partial(make_babyai, *how), functools.partial(make_scored, *how)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
     agent = script.load(args, kind, args.context)

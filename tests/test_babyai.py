@@ -56,6 +56,18 @@ def test_the_limit_truncates_and_is_no_success():
     assert not any(terminated or info["success"] or reward for reward, terminated, _, info in ends)
 
 
+def test_a_limit_of_one_s_own_and_a_mission_that_is_said_once():
+    pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
+    env, usual = make_babyai(max_steps=3, repeat_mission=False), make_babyai()
+    text = env.reset(seed=0)[0]
+    assert text == usual.reset(seed=0)[0]
+    assert text.startswith("Mission: go to ")
+    for step in range(3):
+        text, _, terminated, truncated, _ = env.step(step % 2)
+        assert text == usual.step(step % 2)[0].partition(". ")[2]
+        assert (terminated, truncated) == (False, step == 2)
+
+
 def test_a_seed_is_a_room():
     pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
     env = make_babyai(all_actions=True)

@@ -20,12 +20,19 @@ MOVES = ACTIONS[:3]
 """All that a mission of the kind "go to" needs."""
 
 
-def make_babyai(level: str = "BabyAI-GoToRedBallNoDists-v0", all_actions: bool = False) -> BabyAIText:
+def make_babyai(
+    level: str = "BabyAI-GoToRedBallNoDists-v0",
+    all_actions: bool = False,
+    repeat_mission: bool = True,
+    max_steps: int | None = None,
+) -> BabyAIText:
     """A BabyAI level whose observations are strings.
 
     Args:
         level: Its id.
         all_actions: Whether the seven `ACTIONS` are offered, or only `MOVES`.
+        repeat_mission: Whether every observation says the mission, or only an episode's first.
+        max_steps: An episode is cut off after so many; None is the level's own limit, if that is not sooner.
 
     Raises:
         ConfigError: minigrid is not installed.
@@ -34,7 +41,7 @@ def make_babyai(level: str = "BabyAI-GoToRedBallNoDists-v0", all_actions: bool =
         import minigrid  # noqa: F401 - registers the levels
     except ImportError as error:
         raise ConfigError(f"{level} needs the package minigrid. Run pip install 'llamagym[minigrid]'.") from error
-    return BabyAIText(gymnasium.make(level), all_actions)
+    return BabyAIText(gymnasium.make(level, max_episode_steps=max_steps), all_actions, repeat_mission)
 
 
 class BabyAIText(gymnasium.Wrapper[str, Any, Any, Any]):
@@ -47,9 +54,10 @@ class BabyAIText(gymnasium.Wrapper[str, Any, Any, Any]):
         action_names: What each action is called.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], all_actions: bool = False) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], all_actions: bool = False, repeat_mission: bool = True) -> None:
         """Wrap a level; see `make_babyai`."""
         super().__init__(env)
+        self._repeat_mission = repeat_mission
         self.action_names = ACTIONS if all_actions else MOVES
         self.action_space = gymnasium.spaces.Discrete(len(self.action_names))
         self.observation_space = gymnasium.spaces.Text(1000, charset=string.printable)
@@ -57,17 +65,18 @@ class BabyAIText(gymnasium.Wrapper[str, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode in a room of its own."""
         observation, info = self.env.reset(seed=seed, options=options)
-        return _in_words(observation), {**info, "success": False}
+        return _in_words(observation, with_mission=True), {**info, "success": False}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Take an action."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         info = {**info, "success": bool(terminated and float(reward) > 0)}
-        return _in_words(observation), float(reward), terminated, truncated, info
+        return _in_words(observation, self._repeat_mission), float(reward), terminated, truncated, info
 
 
-def _in_words(observation: Any) -> str:
-    return f"Mission: {observation['mission']}. {describe(observation['image'])}."
+def _in_words(observation: Any, with_mission: bool) -> str:
+    mission = f"Mission: {observation['mission']}. " if with_mission else ""
+    return f"{mission}{describe(observation['image'])}."
 
 
 def describe(image: np.ndarray) -> str:

@@ -32,6 +32,7 @@ TITLES = {
     "text-world-locked-door-free-text": "TextWorld's locked door in free text, whole conversation, unseen games",
     "babyai-defaults": "BabyAI with the defaults, unseen missions",
     "babyai-go-to-local": "BabyAI GoToLocal, unseen missions",
+    "babyai-memory": "MiniGrid MemoryS7, whole conversation",
     "taxi": "Taxi",
     "mastermind": "Mastermind, whole conversation",
     "guess_number": "Guess the number, whole conversation",
