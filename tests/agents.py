@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from llamagym import Agent
+from llamagym.models.lora import settle_depth_
 from llamagym.policy.calibration import Calibration
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -45,6 +46,8 @@ PLAIN = {"learning_rate": 3e-4, "target_kl": None, "gamma": 1.0}
 def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: bool = True, **options: Any) -> Any:
     """An agent on a tiny model; its adapter and value head are moved off zero, so that nothing is trivially equal."""
     model = tiny_model(family, activated=activated)
+    # While it is fresh.
+    settle_depth_(model, sees_one_turn=options.get("context") == "turn")
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

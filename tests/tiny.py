@@ -195,4 +195,6 @@ def tiny_model(family: str, seed: int = 0, activated: bool = True) -> AutoModelF
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft_config = lora_config(lookup_by_architecture(base.config), base.config, invocation)
-        return AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config)
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config)
+    model.lora_depth_is_open = True
+    return model
