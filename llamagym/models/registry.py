@@ -4,7 +4,7 @@ An entry answers four questions before any weight is read: which modules get LoR
 training, which dtype suits a device, and how much memory the weights need. Names that are not in the table
 fall back to their architecture's family, and say so.
 
-LoRA's defaults: the attention's query and value projections (Hu et al. 2021, section 7.1) of the last half of the
+LoRA's defaults: the attention's query and output projections and the MLP's down-projection in the last half of the
 layers, of which an agent that sees one turn keeps half (see `lora`). Autograd stops at the first adapted layer, so the
 frozen layers below cost no backward pass and give the same output in the rollout and in every epoch of an update.
 """
