@@ -91,7 +91,7 @@ def test_ppo_learns_values_with_it_and_takes_no_gradient_steps_on_the_head():
     options = {"batch_size": 64, "mini_batch_size": 64, "critic": "lstd", "gamma": 0.5, "learning_rate": 0.0}
     agent = make_agent(ChoiceAgent, context="turn", ppo=options)
     explained = []
-    for _ in range(8):
+    for _ in range(14):
         stats = {}
         while not stats:
             for turn in range(2):

@@ -155,7 +155,7 @@ def test_gradients_are_the_same(family, is_shared, dtype, runs):
     # In bfloat16 both are rounded, by as much.
     error, usual_error = (fused - expected).norm(), (usual - expected).norm()
     assert error <= max(1.5 * usual_error, 1e-5 * expected.norm())
-    assert error <= 2 * TOLERANCE[dtype] * expected.norm()
+    assert error <= 3 * TOLERANCE[dtype] * expected.norm()
 
 
 def test_scores_that_are_too_many_to_hold_are_not_held(monkeypatch):

@@ -249,11 +249,12 @@ def test_demonstrations_that_lead_to_nonsense_leave_no_trace(demos):
 
 def test_choices_that_were_demonstrated_become_likely(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
-    path = write(tmp_path / "demo.jsonl", turns("Observation 1", "go right"), turns("Observation 2", "go right"))
     before = agent.action_probabilities([1])[0]
+    rarest = min(before, key=lambda choice: before[choice])
+    path = write(tmp_path / "demo.jsonl", turns("Observation 1", rarest), turns("Observation 2", rarest))
     agent.sft_from_jsonl(path, epochs=10, learning_rate=1e-2)
     after = agent.action_probabilities([1])[0]
-    assert after["go right"] > 0.7 > 0.5 > before["go right"]
+    assert after[rarest] > 0.7 > 0.5 > before[rarest]
 
 
 def test_a_prefix_is_read_and_not_learnt(tmp_path):
