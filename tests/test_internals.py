@@ -49,6 +49,15 @@ def test_no_other_version_is_installed_with_the_package(library):
     assert SpecifierSet(wanted) == SpecifierSet(INTERNALS[library].VERSIONS)
 
 
+def test_lora_is_taken_off_layers():
+    model = tiny_model("llama").pretrained_model
+    peft_internals.keep_layers_(model, {3})
+    found = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert found == {f"base_model.model.{name}" for name in model.base_model.targeted_module_names}
+    assert {name.split(".layers.")[1][0] for name in found} == {"3"}
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize(
     "attribute", ["active_adapters", "lora_A", "lora_B", "lora_bias", "lora_dropout", "lora_variant"]
 )
