@@ -52,10 +52,6 @@ def _side(value: float, none: str) -> str:
 class CartPoleAgent(Agent):
     """Sees cart and pole, coarsely rounded; says which way to push."""
 
-    def read(self, observation: np.ndarray) -> list[float]:
-        """Position, velocity, angle and angular velocity as they are told."""
-        return rounded(observation)
-
     def get_system_prompt(self) -> str:
         """The task, in a line."""
         return (
@@ -65,7 +61,7 @@ class CartPoleAgent(Agent):
 
     def format_observation(self, observation: np.ndarray) -> str:
         """Where cart and pole are, and which way each moves."""
-        position, velocity, angle, turning = self.read(observation)
+        position, velocity, angle, turning = rounded(observation)
         cart = f"cart {_side(position, 'centre')}, moving {_side(velocity, 'nowhere')}"
         return f"{cart}; pole {_side(angle, 'upright')}, falling {_side(turning, 'nowhere')}"
 
@@ -79,11 +75,20 @@ class CartPoleAgent(Agent):
 
 
 class TwoDecimalsAgent(CartPoleAgent):
-    """Sees position (m), velocity (m/s), angle (radians) and angular velocity (radians/s), each to two decimals."""
+    """Sees position (m), velocity (m/s), angle (radians) and angular velocity (radians/s), each to two decimals.
 
-    def read(self, observation: np.ndarray) -> list[float]:
-        """The environment's own numbers."""
-        return [round(float(value), 2) + 0.0 for value in observation]
+    They are told in hundredths, without points or words, since hardly any of them comes again: each turn's text has to
+    be read, and this is a third of the tokens.
+    """
+
+    def get_system_prompt(self) -> str:
+        """The task, and what the numbers are."""
+        numbers = "the cart's position and velocity and the pole's angle and angular velocity"
+        return f"{super().get_system_prompt()} You are told, in hundredths, {numbers}; negative is left."
+
+    def format_observation(self, observation: np.ndarray) -> str:
+        """The environment's own numbers, in hundredths."""
+        return " ".join(str(round(100 * float(value))) for value in observation)
 
 
 def make() -> gym.Env:

@@ -161,6 +161,15 @@ def test_the_trainer_s_loss_is_the_policy_s(demos, monkeypatch, kind, context):
     assert stats["samples"] == 12
 
 
+@pytest.mark.parametrize("context", ["episode", "turn"])
+@pytest.mark.parametrize(("batch_size", "steps"), [(1, {"episode": 8, "turn": 12}), (3, {"episode": 4, "turn": 4})])
+def test_a_step_learns_from_as_many_replies_whatever_a_context_holds(demos, monkeypatch, context, batch_size, steps):
+    agent = WordAgent(model_of("activated"), tiny_tokenizer("llama"), context=context, seed=0)
+    losses = recorded_losses(monkeypatch)
+    agent.sft_from_jsonl(demos, epochs=1, batch_size=batch_size)
+    assert len(losses) == steps[context]
+
+
 @pytest.mark.parametrize("kind", ["activated", "plain", "full"])
 def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

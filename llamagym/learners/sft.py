@@ -42,7 +42,7 @@ class WarmStartConfig(Options):
     Attributes:
         epochs: Passes over the demonstrations.
         learning_rate: Of AdamW, to begin with; it falls linearly to 0.
-        batch_size: Conversations per optimiser step (turns, where the agent's context is a turn).
+        batch_size: Replies per optimiser step, on average: conversations stay whole, and a step takes at least one.
         max_grad_norm: Gradient clipping by norm.
         seed: Of the demonstrations' order.
     """
@@ -132,13 +132,14 @@ def _train(
         parts = [policy.evaluate(chunk) for chunk in policy.chunks(chosen, _NODES)]
         return -torch.cat([now.logprobs[now.mask] for now in parts]).mean()
 
+    replies_each = sum(len(segment.turns) for segment in segments) / len(segments)
     model = policy.model.pretrained_model
     with nothing_but_weights_changed(model), tempfile.TemporaryDirectory() as folder:
         options = trainer_config(
             folder,
             num_train_epochs=config.epochs,
             learning_rate=config.learning_rate,
-            per_device_train_batch_size=config.batch_size,
+            per_device_train_batch_size=max(1, round(config.batch_size / replies_each)),
             max_grad_norm=config.max_grad_norm,
             seed=config.seed % 2**32,  # transformers seeds NumPy's old generator, which takes no more.
             use_cpu=policy.device.type == "cpu",
