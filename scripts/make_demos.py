@@ -37,7 +37,7 @@ from llamagym import Agent
 from llamagym.conversation.demonstrations import INCLUDED
 from llamagym.envs.address_book import AddressBook, random_call
 from llamagym.envs.babyai import make_babyai
-from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
+from llamagym.envs.textworld import KINDS, LOOKING, TextWorldEnv, make_games
 
 ROOT = Path(__file__).resolve().parent.parent
 NOISE, SEED = 0.1, 0
@@ -101,18 +101,24 @@ def text_world_format() -> Demonstrations:
         return random_play(kind, lambda: TextWorldEnv(games, max_steps=25))
 
 
-def text_world_commands(count: int = 128) -> Demonstrations:
-    """Whole conversations: random commands, among those possible, in games of both kinds as they are printed."""
+def text_world_commands(count: int = 64) -> Demonstrations:
+    """Whole conversations: random commands, among those possible, in games of both kinds as they are printed.
+
+    Three in four do something, since play that mostly looks about never shows what is possible further on.
+    """
     rng, prompts = random.Random(SEED), cast(Any, object.__new__(importlib.import_module("text-world").Writer))
     rows: Demonstrations = []
     with tempfile.TemporaryDirectory() as folder:
         games = [game for kind in KINDS for game in make_games(kind, range(8), folder)]
-        env = TextWorldEnv(games, max_steps=6)
+        env = TextWorldEnv(games, max_steps=12)
         for seed in range(count):
             observation, done = env.reset(seed=SEED + seed)[0], False
             messages = [{"role": "system", "content": prompts.get_system_prompt()}]
             while not done:
-                reply = rng.choice(observation["admissible_commands"])
+                possible = observation["admissible_commands"]
+                doing = [command for command in possible if command.split()[0] not in LOOKING]
+                looking = [command for command in possible if command not in doing]
+                reply = rng.choice(doing if doing and rng.random() < 0.75 else looking)
                 messages.append({"role": "user", "content": prompts.format_observation(observation)})
                 messages.append({"role": "assistant", "content": reply})
                 observation, _, terminated, truncated, _ = env.step(reply)

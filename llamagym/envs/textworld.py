@@ -22,8 +22,8 @@ from gymnasium.spaces import Dict, Text
 from ..errors import ConfigError, did_you_mean
 
 KINDS = ("coin_collector", "locked_door")
-# These commands tell something and change nothing, so they are not what has happened last.
-_LOOKING = {"look", "inventory", "examine"}
+LOOKING = {"look", "inventory", "examine"}
+"""Verbs of commands that tell something and change nothing, so that they are not what has happened last."""
 _STRING = Text(1000, min_length=0, charset=string.printable)
 # Of what a game prints: the banner's lines have neither letter nor digit, the status follows the prompt for a command.
 _BANNER, _STATUS = re.compile(r"^[^a-z0-9]+$", re.MULTILINE | re.IGNORECASE), re.compile(r"\n> +-= .*", re.DOTALL)
@@ -174,7 +174,7 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
         if self._playing is None:
             raise gymnasium.error.ResetNeeded("Call reset() before step().")
         self._state, score, _ = self._playing.step(action)
-        if _LOOKING.isdisjoint(action.split()[:1]):
+        if LOOKING.isdisjoint(action.split()[:1]):
             self._last_command = action
         reward, self._score = float(score - self._score), int(score)
         self._steps += 1
