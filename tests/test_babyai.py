@@ -66,6 +66,8 @@ def test_a_limit_of_one_s_own_and_a_mission_that_is_said_once():
         text, _, terminated, truncated, _ = env.step(step % 2)
         assert text == usual.step(step % 2)[0].partition(". ")[2]
         assert (terminated, truncated) == (False, step == 2)
+    # minigrid takes 0.9 of the reward off in proportion to the limit that is used up.
+    assert env.unwrapped.max_steps == 3 < usual.unwrapped.max_steps
 
 
 def test_a_seed_is_a_room():

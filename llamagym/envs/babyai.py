@@ -32,7 +32,8 @@ def make_babyai(
         level: Its id.
         all_actions: Whether the seven `ACTIONS` are offered, or only `MOVES`.
         repeat_mission: Whether every observation says the mission, or only an episode's first.
-        max_steps: An episode is cut off after so many; None is the level's own limit, if that is not sooner.
+        max_steps: An episode is cut off after so many, and the reward for success falls over them; None is the level's
+            own limit.
 
     Raises:
         ConfigError: minigrid is not installed.
@@ -41,7 +42,8 @@ def make_babyai(
         import minigrid  # noqa: F401 - registers the levels
     except ImportError as error:
         raise ConfigError(f"{level} needs the package minigrid. Run pip install 'llamagym[minigrid]'.") from error
-    return BabyAIText(gymnasium.make(level, max_episode_steps=max_steps), all_actions, repeat_mission)
+    limit: dict[str, Any] = {} if max_steps is None else {"max_steps": max_steps}
+    return BabyAIText(gymnasium.make(level, **limit), all_actions, repeat_mission)
 
 
 class BabyAIText(gymnasium.Wrapper[str, Any, Any, Any]):
