@@ -3,7 +3,8 @@
 The value head is linear in features that it does not shape, so what TD(lambda) would converge to on a batch solves a
 linear system (LSTD(lambda), Boyan 2002, https://doi.org/10.1023/A:1017936530646): no learning rate, no steps, and no
 lag behind returns that grow. Values for advantages come from the other half of the batch's episodes: no episode
-finds its own luck in its values.
+finds its own luck in its values. How firmly weights stay where they were (ridge regression towards them) is what lets
+each half predict the other's discounted returns best.
 
 Shapes: N turns, E episodes, F features, the last one constant.
 """
@@ -14,11 +15,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..models.value_head import ValueHead
+from .losses import discounted_returns
 
-# How firmly weights stay where they are: as if so many turns had confirmed each of them.
-_PRIOR_TURNS = 16.0
+# How firmly weights stay where they are: as if so many turns had confirmed each of them. The firmest first: it is taken
+# where none predicts better.
+_PRIOR_TURNS = tuple(4.0**power for power in range(7, 0, -1))
+# The same of the constant: returns that grow as a whole are followed at once.
+_PRIOR_TURNS_OF_CONSTANT = 4.0
 
 
 @torch.no_grad()
@@ -53,13 +59,16 @@ def fit(
         chosen = [length for length, member in zip(lengths, members.tolist(), strict=True) if member]
         of_half = half == index
         systems.append(normal_equations(rows[of_half], chosen, rewards[of_half], final_values[members], gamma, lam))
-    values = torch.empty(len(rows), dtype=torch.double)
-    for index in (0, 1):
-        values[half == index] = rows[half == index] @ _solve(systems[1 - index], weights)
-    fitted = _solve(systems[0] + systems[1], weights).to(head.summary.weight)
+    by_other_half = {prior: torch.empty(len(rows), dtype=torch.double) for prior in _PRIOR_TURNS}
+    for prior, predicted in by_other_half.items():
+        for index in (0, 1):
+            predicted[half == index] = rows[half == index] @ _solve(systems[1 - index], weights, prior)
+    returns = _returns(lengths, rewards, final_values, gamma)
+    best = min(by_other_half, key=lambda prior: (by_other_half[prior] - returns).square().mean().item())
+    fitted = _solve(systems[0] + systems[1], weights, best).to(head.summary.weight)
     head.summary.weight.copy_(fitted[None, :-1])
     head.summary.bias.copy_(fitted[-1:])
-    return values.float()
+    return by_other_half[best].float()
 
 
 def normal_equations(
@@ -95,8 +104,17 @@ def normal_equations(
     return total
 
 
-def _solve(system: Tensor, weights: Tensor) -> Tensor:
+def _returns(lengths: Sequence[int], rewards: Tensor, final_values: Tensor, gamma: float) -> Tensor:
+    """What each turn is followed by, discounted, float (N,)."""
+    padded = pad_sequence(list(rewards.split(list(lengths))), batch_first=True)
+    last = torch.tensor(lengths) - 1
+    padded[torch.arange(len(lengths)), last] += gamma * final_values
+    return discounted_returns(padded, gamma)[torch.arange(padded.shape[1]) <= last[:, None]]
+
+
+def _solve(system: Tensor, weights: Tensor, prior: float) -> Tensor:
     """The solution of a linear system, regularised towards the weights before (ridge regression)."""
     matrix, target = system[:, :-1], system[:, -1]
-    regularized = matrix + _PRIOR_TURNS * torch.eye(len(matrix), dtype=matrix.dtype)
-    return weights + torch.linalg.solve(regularized, target - matrix @ weights)
+    firmness = torch.full_like(weights, prior)
+    firmness[-1] = _PRIOR_TURNS_OF_CONSTANT
+    return weights + torch.linalg.solve(matrix + firmness.diag(), target - matrix @ weights)

@@ -34,8 +34,8 @@ class PPOConfig(LearnerConfig):
 
     Attributes:
         ppo_epochs: Passes over a batch, as far as `target_kl` allows.
-        critic: How the value head learns: "gradient" steps, or "lstd", which solves for its weights (see `critic`) and
-            needs no rate, range or weight of the three options that follow. It takes batches of many episodes.
+        critic: How the value head learns: "gradient" steps, or "lstd", which solves for its weights (see `lstd`) and
+            needs no rate, range or weight of the three options that follow.
         value_learning_rate: Of the value head, in reward units. None: 5e-4 times the size of returns.
         cliprange_value: How far a value may move from its estimate before the update, in reward units. None: a fifth
             of the size of returns.
