@@ -174,7 +174,7 @@ def learn(
         baselines: Expected returns to compare with.
     """
     run_dir = args.run_dir or Path("runs") / time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
-    before, before_error = score(False)
+    before, before_error = score_before(run_dir, score, args.resume)
     with closing(tracker_for(args, run_dir, agent)) as tracker:
         result = train(
             agent,
@@ -219,6 +219,16 @@ def learn(
     print(f"Expected return: {before:.3f} before, {after:.3f} ± {after_error:.3f} after ({greedy:.3f} if greedy).")
     print("Baselines: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()) + ".")
     print(f"{len(result.returns)} episodes, {result.turns} turns, {result.minutes:.1f} min. Results: {run_dir}")
+
+
+def score_before(run_dir: Path, score: Callable[[bool], Score], resumed: bool) -> Score:
+    """The sampled score before learning; a run that goes on has it in its folder, and may have started warm."""
+    path = run_dir / "before.json"
+    if not (resumed and path.exists()):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(score(False)) + "\n")
+    before, error = json.loads(path.read_text())
+    return before, error
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
