@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+import script
 
 from llamagym.conversation.masking import Masking
 from tests.tiny import tiny_base_model, tiny_tokenizer
@@ -170,6 +171,17 @@ def test_blackjack_is_saved_when_it_is_stopped_and_goes_on_from_there(model, tmp
     # It is over when it is resumed once more.
     blackjack.main()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == len(lines)
+
+
+def test_a_run_that_goes_on_keeps_its_score_before_learning(tmp_path):
+    scores = iter([(0.5, 0.1), (0.9, 0.2)])
+
+    def before(resumed):
+        return script.score_before(tmp_path / "run", lambda greedy: next(scores), resumed)
+
+    assert before(resumed=True) == (0.5, 0.1)
+    assert before(resumed=True) == (0.5, 0.1)
+    assert before(resumed=False) == (0.9, 0.2)
 
 
 def test_blackjack_is_saved_when_it_fails_and_goes_on_from_there(model, tmp_path, monkeypatch):
