@@ -224,11 +224,14 @@ def learn(
 def score_before(run_dir: Path, score: Callable[[bool], Score], resumed: bool) -> Score:
     """The sampled score before learning; a run that goes on has it in its folder, and may have started warm."""
     path = run_dir / "before.json"
-    if not (resumed and path.exists()):
+    if resumed and path.exists():
+        before, error = json.loads(path.read_text())
+        return before, error
+    measured = score(False)
+    if ranks.is_first():
         run_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(score(False)) + "\n")
-    before, error = json.loads(path.read_text())
-    return before, error
+        path.write_text(json.dumps(measured) + "\n")
+    return measured
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
