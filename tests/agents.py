@@ -56,7 +56,7 @@ def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: 
     settings = {"max_new_tokens": 6, **options.pop("generate", {})}
     algorithm = options.get("algorithm", "ppo")
     epochs = {
-        "ppo": {"ppo_epochs": 2, "value_learning_rate": 3e-3, "cliprange_value": 0.2},
+        "ppo": {"ppo_epochs": 2},
         "grpo": {"epochs": 2},
         "reinforce": {},
     }[algorithm]

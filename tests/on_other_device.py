@@ -107,7 +107,7 @@ KL = {"init_kl_coef": 0.1}
 CASES: dict[str, Callable[[torch.device], Numbers]] = {
     "free text": lambda device: learnt(made(device, TextAgent, ppo=KL)),
     "choices": lambda device: learnt(made(device, ChoiceAgent, family="qwen2", context="turn")),
-    "plain LoRA": lambda device: learnt(made(device, TextAgent, activated=False, ppo={"critic": "lstd"})),
+    "plain LoRA": lambda device: learnt(made(device, TextAgent, activated=False, ppo={"critic": "gradient"})),
     "GRPO": lambda device: learnt(made(device, ChoiceAgent, algorithm="grpo", grpo={"group_size": 2, **KL})),
     "all weights": lambda device: learnt(made(device, ChoiceAgent, all_weights, ppo=KL)),
     "evaluate": evaluated,

@@ -68,8 +68,8 @@ WRONG = {
         "approx_kl jumped to 0.24",
         "target_kl",
     ),
-    "critic": (repeated(explained_variance=0.001), 9, "explained_variance", "Raise value_learning_rate"),
-    "critic misleads": (repeated(explained_variance=-0.5), 9, "explained_variance", "Lower value_learning_rate"),
+    "critic": (repeated(explained_variance=0.001), 9, "explained_variance", "Show in the observation"),
+    "critic misleads": (repeated(explained_variance=-0.5), 9, "explained_variance", "Show in the observation"),
     "ratio": (repeated(ratio_error=0.02), 0, "ratio_error is 0.02", "report this"),
 }
 

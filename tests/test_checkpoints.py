@@ -540,7 +540,7 @@ def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path,
     [
         ({"family": "qwen2"}, "other frozen weights"),
         ({"activated": False}, "under a LoRA that is activated or scaled otherwise"),
-        ({"ppo": {"critic": "lstd"}}, r"ppo_config_dict.critic was 'gradient' and is now 'lstd'\. Pass those"),
+        ({"ppo": {"critic": "lstd"}}, r"ppo_config_dict.critic was None and is now 'lstd'\. Pass those"),
         ({"ppo": {"learning_rate": 0.1, "gamma": 0.5}}, r"learning_rate was 0\.0003 and is now 0\.1.*gamma was 1\.0"),
         ({"algorithm": "grpo"}, "algorithm was 'ppo' and is now 'grpo'"),
         ({"replay_config_dict": {}}, "replay_config_dict was None and is now {"),

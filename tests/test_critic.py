@@ -104,10 +104,10 @@ def test_with_little_data_weights_stay_near_where_they_were():
 
 
 def test_ppo_learns_values_with_it_and_takes_no_gradient_steps_on_the_head():
-    options = {"batch_size": 64, "mini_batch_size": 64, "critic": "lstd", "gamma": 0.5, "learning_rate": 0.0}
+    options = {"batch_size": 64, "mini_batch_size": 64, "gamma": 0.5, "learning_rate": 0.0}
     agent = make_agent(ChoiceAgent, context="turn", ppo=options)
     explained = []
-    for _ in range(14):
+    for _ in range(8):
         stats = {}
         while not stats:
             for turn in range(2):
@@ -116,8 +116,9 @@ def test_ppo_learns_values_with_it_and_takes_no_gradient_steps_on_the_head():
             stats = agent.terminate_episode()
         assert "value_loss" not in stats
         explained.append(stats["explained_variance"])
-    assert explained[0] == pytest.approx(0.0, abs=0.01)
-    assert explained[-1] > 0.8
+    # Of what the other half of a batch teaches, and the batches before.
+    assert explained[0] < 0.5
+    assert explained[-1] > 0.95
     head = list(agent.policy.model.v_head.parameters())
     assert not any(
         weight is parameter

@@ -36,7 +36,7 @@ def targets_of(agent, episodes):
 
 @pytest.mark.parametrize("context", ["episode", "turn"])
 def test_advantages_are_gae_over_turns(context):
-    options = {"batch_size": 1000, "gamma": 0.9, "lam": 0.8, "whiten_advantages": False}
+    options = {"batch_size": 1000, "gamma": 0.9, "lam": 0.8, "whiten_advantages": False, "critic": "gradient"}
     agent = make_agent(ChoiceAgent, context=context, ppo=options)
     episodes = fill(agent, episodes=3, turns=3)
     targets, _ = targets_of(agent, episodes)
@@ -52,7 +52,7 @@ def test_advantages_are_gae_over_turns(context):
 
 
 def test_the_kl_penalty_is_k1_per_turn_and_leaves_rewards_alone():
-    base = {"batch_size": 1000, "whiten_advantages": False, "gamma": 0.0, "lam": 0.0}
+    base = {"batch_size": 1000, "whiten_advantages": False, "gamma": 0.0, "lam": 0.0, "critic": "gradient"}
     agent = make_agent(WordAgent, ppo={**base, "init_kl_coef": 0.3})
     episodes = fill(agent, episodes=2, turns=2)
     targets, mean_kl = targets_of(agent, episodes)

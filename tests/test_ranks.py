@@ -51,7 +51,7 @@ CASES = {
     "PPO, whole conversations in free text, KL": Case(
         WordAgent, RAGGED, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}
     ),
-    "PPO, LSTD": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "critic": "lstd"}}),
+    "PPO, gradient critic": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "critic": "gradient"}}),
     "PPO, replay": Case(ChoiceAgent, RAGGED, {"ppo": _STEPS, "replay_config_dict": {"episodes": 2, "batch_size": 4}}),
     "GRPO": Case(ChoiceAgent, GROUPED, {"algorithm": "grpo", "grpo": {**_STEPS, "group_size": 4}}),
 }

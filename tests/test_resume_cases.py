@@ -69,7 +69,9 @@ def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
     assert same(resumed, whole)
 
 
-@pytest.mark.parametrize("name", ["ppo", "lstd", "grpo", "replay", "choices in whole conversations", "free text"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "gradient critic", "grpo", "replay", "choices in whole conversations", "free text"]
+)
 def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, name):
     stopped = in_a_batch(made(name), lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
@@ -88,11 +90,11 @@ def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [ChoiceAgent, Talker])
-def test_the_embedded_model_in_bfloat16_goes_on(tmp_path, kind):
+def test_the_embedded_model_goes_on_in_the_processor_s_dtype(tmp_path, kind):
     sizes = {**SIZES, "learning_rate": 1e-3}
 
     def loaded() -> Agent:
-        model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", "bfloat16")
+        model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu")
         return kind(model, tokenizer, device, {"max_new_tokens": 3}, sizes, context="turn", seed=0)
 
     whole = learn(loaded(), 2, checkpoint_dir=tmp_path / "whole")

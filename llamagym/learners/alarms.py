@@ -180,11 +180,10 @@ def _useless_critic(history: History) -> str | None:
     explained = _values(history, "explained_variance")[-_CRITIC_UPDATES:]
     if len(explained) < _CRITIC_UPDATES or max(explained) >= _EXPLAINS_NOTHING:
         return None
-    move = "Lower" if _mean(explained) < -_EXPLAINS_NOTHING else "Raise"
     return (
         f"explained_variance has not passed {max(explained):.2f} in {_CRITIC_UPDATES} updates: the value head predicts "
-        f"nothing, and advantages are as noisy as returns. {move} value_learning_rate, widen cliprange_value to the "
-        "size of the returns, or pass critic='lstd', and show in the observation what the return depends on."
+        "nothing, and advantages are as noisy as returns. Show in the observation what the return depends on; leave "
+        "value_learning_rate and cliprange_value out if they are set."
     )
 
 

@@ -277,7 +277,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
-        fresh_error, version = math.nan, self.policy.weights_version if first else None
+        fresh_error = math.nan
         for chunk in self.policy.chunks(own_share(minibatch, sampled.ranks), self._nodes):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
@@ -287,8 +287,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             self.accelerator.backward(loss)
             for name, value in parts.items():
                 stats[name] += value
-            fresh = [i for i, turn in enumerate(turns) if turn.reply.weights_version == version]
-            if fresh:
+            fresh = [i for i, row in enumerate(rows) if not sampled.outdated[row]]
+            if first and fresh:
                 old = sampled.old_logprobs[[rows[i] for i in fresh], : now.logprobs.shape[1]].to(now.logprobs.device)
                 error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
                 fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)

@@ -34,8 +34,8 @@ class PPOConfig(LearnerConfig):
 
     Attributes:
         ppo_epochs: Passes over a batch, as far as `target_kl` allows.
-        critic: How the value head learns: "gradient" steps, or "lstd", which solves for its weights (see `lstd`) and
-            needs no rate, range or weight of the three options that follow.
+        critic: How the value head learns: "lstd" solves for its weights (see `lstd`), "gradient" takes steps, to which
+            the three options that follow belong. None: "gradient" if a rate or a range is given, else "lstd".
         value_learning_rate: Of the value head, in reward units. None: 5e-4 times the size of returns.
         cliprange_value: How far a value may move from its estimate before the update, in reward units. None: a fifth
             of the size of returns.
@@ -45,7 +45,7 @@ class PPOConfig(LearnerConfig):
     """
 
     ppo_epochs: int = 4
-    critic: Literal["gradient", "lstd"] = "gradient"
+    critic: Literal["lstd", "gradient"] | None = None
     value_learning_rate: float | None = None
     cliprange_value: float | None = None
     vf_coef: float = 0.5
@@ -61,12 +61,20 @@ class PPOConfig(LearnerConfig):
         self._require_positive("cliprange_value")
         self._require_fraction("lam")
         self._require_one_of(["reward", "loss"], "kl_placement")
-        self._require_one_of(["gradient", "lstd"], "critic")
+        if self.critic is not None:
+            self._require_one_of(["lstd", "gradient"], "critic")
 
     @property
     def kl_in_loss(self) -> bool:
         """Whether the KL to the reference is a term of the loss."""
         return super().kl_in_loss and self.kl_placement == "loss"
+
+    @property
+    def solves_for_values(self) -> bool:
+        """Whether the critic is LSTD."""
+        if self.critic is None:
+            return self.value_learning_rate is None and self.cliprange_value is None
+        return self.critic == "lstd"
 
 
 class Sizes(NamedTuple):
@@ -114,12 +122,12 @@ class PPO(Learner[ValueTargets]):
         """
         rate = _VALUE_RATE if config.value_learning_rate is None else config.value_learning_rate
         self._size = 1.0
-        super().__init__(policy, config, config.ppo_epochs, rate if config.critic == "gradient" else None)
+        super().__init__(policy, config, config.ppo_epochs, None if config.solves_for_values else rate)
 
     @property
     def reads_features(self) -> bool:
         """Whether the critic is solved for."""
-        return self.config.critic == "lstd"
+        return self.config.solves_for_values
 
     @property
     def _value_unit(self) -> float:
@@ -134,7 +142,7 @@ class PPO(Learner[ValueTargets]):
         if config.init_kl_coef and config.kl_placement == "reward":
             rewards[real] -= self._kl.value * sampled.ref_kl
         final = torch.tensor([episode.final_value for episode in episodes])
-        if config.critic == "lstd":
+        if config.solves_for_values:
             values[real] = fit(
                 self.policy.model.v_head,
                 sampled.features,
@@ -149,7 +157,7 @@ class PPO(Learner[ValueTargets]):
             advantages = self._whiten(advantages, real, bool(rewards[real].any()))
         targets = ValueTargets(advantages[real], returns[real])
         self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
-        return targets, {"explained_variance": explained_variance(sampled.old_values, targets.returns)}
+        return targets, {"explained_variance": explained_variance(values[real], targets.returns)}
 
     def _loss(
         self,
@@ -162,7 +170,7 @@ class PPO(Learner[ValueTargets]):
     ) -> tuple[Tensor, Stats]:
         """The policy's loss and the critic's."""
         loss, stats = super()._loss(now, rows, sampled, targets, by_decision, by_turn)
-        if self.config.critic == "lstd":
+        if self.config.solves_for_values:
             return loss, stats
         every = torch.ones_like(now.values, dtype=torch.bool)
         old_values, returns = (each[rows].to(now.values.device) for each in (sampled.old_values, targets.returns))

@@ -106,8 +106,8 @@ class PPOTrainer:
             rng: Draws the order of the samples, once an epoch; None is numpy's generator seeded with `config.seed`.
 
         Raises:
-            ConfigError: `kl_penalty` is unknown, `config` puts the KL into the loss or has another critic, an argument
-                is of another type, or weights that learn have fewer than 32 bits.
+            ConfigError: `kl_penalty` is unknown, `config` puts the KL into the loss or solves for the critic, an
+                argument is of another type, or weights that learn have fewer than 32 bits.
         """
         check_trainer(config, PPOConfig, model, ref_model)
         if kl_penalty not in _ESTIMATORS:
@@ -117,10 +117,9 @@ class PPOTrainer:
                 f"kl_placement={config.kl_placement!r}, but PPOTrainer knows the KL as a part of the reward only, as "
                 "TRL did. Use kl_placement='reward'."
             )
-        if config.critic != "gradient":
+        if config.critic == "lstd":
             raise ConfigError(
-                f"critic={config.critic!r}, but PPOTrainer's value head learns by gradient steps, as TRL's did. Use "
-                "critic='gradient'."
+                "critic='lstd', but PPOTrainer's value head learns by gradient steps, as TRL's did. Leave critic out."
             )
         self.config = config
         self._sizes = Sizes.of(config)

@@ -35,6 +35,7 @@ class Sampled:
     Attributes:
         row: Each turn's row in the tensors below, by the turn's identity; rows follow the episodes' order.
         ranks: Which of several processes played each turn, by its identity.
+        outdated: True at turns that other weights sampled than those before the update, bool (N,).
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
         weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
@@ -47,6 +48,7 @@ class Sampled:
 
     row: dict[int, int]
     ranks: dict[int, int]
+    outdated: Tensor
     old_logprobs: Tensor
     weights: Tensor
     old_values: Tensor
@@ -90,7 +92,7 @@ def collect(
         mask[index, : len(turn.reply.logprobs)] = True
     old, values = sampled.clone(), torch.tensor([turn.reply.value for turn in turns])
     version = policy.weights_version
-    outdated = [turn.reply.weights_version != version for turn in turns]
+    outdated = torch.tensor([turn.reply.weights_version != version for turn in turns])
     mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
     features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
     if asked := segments if with_features else mixed:
@@ -100,8 +102,7 @@ def collect(
                 features[rows] = now.features.float().cpu()
             again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
         ranks.sum_([features, again, now_values])
-        others = torch.tensor(outdated)
-        old[others], values[others] = again[others], now_values[others]
+        old[outdated], values[outdated] = again[outdated], now_values[outdated]
     weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
     reference, kl = old, torch.zeros(len(turns))
     if with_reference:
@@ -116,7 +117,7 @@ def collect(
     for index, episode in enumerate(episodes):
         rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
         real[index, : len(episode.turns)] = True
-    return Sampled(row, played_by, old, weights, values, features, reference, kl, rewards, real)
+    return Sampled(row, played_by, outdated, old, weights, values, features, reference, kl, rewards, real)
 
 
 def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
