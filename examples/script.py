@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium
 import numpy as np
 
-from llamagym import Agent, Callback, GRPOConfig, LlamaGymError, Run, evaluate, load_model_and_tokenizer, train
+from llamagym import Agent, Callback, LlamaGymError, Run, evaluate, load_model_and_tokenizer, train
 from llamagym.learners import ranks
 from llamagym.training import EnvSource
 from llamagym.training.tracking import MultiTracker, default_tracker
@@ -79,9 +78,8 @@ def load(
     context: Literal["turn", "episode"] = "turn",
     max_new_tokens: int | None = None,
     calibrate_choices: bool = True,
-    **learning: Any,
 ) -> Agent:
-    """An agent with the options of the command line; what is not given there or here is the library's default.
+    """An agent with the options of the command line; what is not given there is the library's default.
 
     Args:
         args: The command line.
@@ -89,7 +87,6 @@ def load(
         context: Whether it sees the current observation only, or the whole conversation.
         max_new_tokens: Longest reply in free text; None is the library's.
         calibrate_choices: Whether what the model says anyway is taken off its choices' scores.
-        learning: Other options of the learner; those that only PPO has are left out of GRPO's.
     """
     model, tokenizer, device = load_model_and_tokenizer(
         args.model,
@@ -106,11 +103,7 @@ def load(
         "entropy_floor",
         "target_kl",
     )
-    options = {name: getattr(args, name) for name in named if getattr(args, name) is not None} | learning
-    if args.algorithm == "grpo":
-        known = {option.name for option in fields(GRPOConfig)}
-        renamed = {"epochs" if name == "ppo_epochs" else name: value for name, value in options.items()}
-        options = {name: value for name, value in renamed.items() if name in known}
+    options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
     configs: dict[str, Any] = {f"{args.algorithm}_config_dict": options, "context": context, "seed": args.seed}
     configs["calibrate_choices"] = calibrate_choices
     kind = reading_numbers(kind) if args.bare_numbers else kind

@@ -25,6 +25,7 @@ TITLES = {
     "frozenlake-defaults": "FrozenLake with the defaults",
     "address_book": "Tool calls in free text, whole conversation",
     "cartpole": "CartPole",
+    "cartpole-defaults": "CartPole with the defaults",
     "cartpole-two-decimals": "CartPole to two decimals",
     "text-world": "TextWorld, unseen games",
     "text-world-defaults": "TextWorld with the defaults, unseen games",
