@@ -197,16 +197,22 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
     """Learn until process 1 is killed in the middle of the third update; says how, and how soon, process 0 ends."""
     kind, options = RUNS["ppo"]
     agent, died = make(kind, **options), 0.0
-    backward, before = agent.learner._backward, weights_of(agent)
+    credit, backward, before = agent.learner._credit, agent.learner._backward, weights_of(agent)
+
+    def crediting(*args: Any) -> Any:
+        nonlocal before
+        before = weights_of(agent)
+        return credit(*args)
 
     def dying(*args: Any, **options: Any) -> Any:
-        nonlocal died, before
+        nonlocal died
         if agent.policy.num_updates == 2 and not died:
-            died, before = time.perf_counter(), weights_of(agent)
+            died = time.perf_counter()
             if ranks.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
         return backward(*args, **options)
 
+    agent.learner._credit = crediting  # type: ignore[method-assign]
     agent.learner._backward = dying  # type: ignore[method-assign]
     try:
         learn(agent, 9, seed=0, checkpoint_dir=folder)

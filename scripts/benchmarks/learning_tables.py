@@ -51,7 +51,8 @@ def summary() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, runs in found.items():
-        if len(found.get(f"{name}-defaults", ())) >= len(runs):
+        base = name.removesuffix("-defaults")
+        if name != max((base, f"{base}-defaults"), key=lambda kind: (len(found.get(kind, ())), kind)):
             continue
         after = [run["expected_return_after"] for run in runs]
         baselines, cores = runs[0]["baselines"], runs[0]["hardware"]["cores"]
