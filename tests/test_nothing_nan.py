@@ -91,6 +91,11 @@ def test_weights_that_are_not_finite_are_said_and_not_sampled_from(kind: type):
     assert agent._conversations == {}
 
 
+def stepped(agent: Any) -> list[torch.Tensor]:
+    """The weights that steps change: not a value head that is solved for."""
+    return [weight for group in agent.learner.optimizer.param_groups for weight in group["params"]]
+
+
 def update(agent: Any) -> dict[str, float]:
     """One batch of four turns."""
     agent.act_batch(["a", "b", "c", "d"])
@@ -101,13 +106,13 @@ def update(agent: Any) -> dict[str, float]:
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_kl_that_is_not_finite_has_left_the_trust_region(kl: float, monkeypatch):
     options = {"target_kl": 0.1, "ppo_epochs": 1, "learning_rate": 0.1, "warmup_steps": 1}
-    agent = make_agent(ChoiceAgent, ppo={**options, "critic": "gradient"})
+    agent = make_agent(ChoiceAgent, ppo=options)
     monkeypatch.setattr(base, "measure_kl", lambda *_: kl)
-    before = [weight.clone() for weight in agent.policy.model.parameters()]
+    before = [weight.clone() for weight in stepped(agent)]
     stats = update(agent)
     assert (stats["skipped_steps"], stats["optimizer_steps"]) == (1.0, 0.0)
     assert stats["learning_rate"] < 0.1
-    assert all(torch.equal(now, old) for now, old in zip(agent.policy.model.parameters(), before, strict=True))
+    assert all(torch.equal(now, old) for now, old in zip(stepped(agent), before, strict=True))
 
 
 @pytest.mark.parametrize("target_kl", [None, 0.1])
@@ -115,13 +120,12 @@ def test_a_kl_that_is_not_finite_has_left_the_trust_region(kl: float, monkeypatc
 @pytest.mark.parametrize("rates", [{"learning_rate": 1e36}, {"value_learning_rate": 3e37}], ids=["policy", "value"])
 def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], kind: type, target_kl: float | None):
     """The weights are finite, what they say is not, and no later minibatch of the update shows it."""
-    options = {"warmup_steps": 1, "ppo_epochs": 1, "target_kl": target_kl, "critic": "gradient"}
-    agent = make_agent(kind, ppo=options | rates)
-    before = [weight.clone() for weight in agent.policy.model.parameters()]
+    agent = make_agent(kind, ppo={"warmup_steps": 1, "ppo_epochs": 1, "target_kl": target_kl, **rates})
+    before = [weight.clone() for weight in stepped(agent)]
     for _ in range(2):
         stats = update(agent)
         assert (stats["skipped_steps"], stats["optimizer_steps"]) == (1.0, 0.0)
-    assert all(torch.equal(now, old) for now, old in zip(agent.policy.model.parameters(), before, strict=True))
+    assert all(torch.equal(now, old) for now, old in zip(stepped(agent), before, strict=True))
     assert math.isfinite(agent.learner._entropy.value)
     # Two are bad luck, a third will not get better.
     with pytest.raises(DivergedError, match="After each of 3 updates"):
@@ -178,16 +182,16 @@ def test_looking_where_a_last_step_led_costs_little(monkeypatch):
 
 def test_gradients_whose_norm_is_infinite_make_no_step(monkeypatch, caplog):
     """Each number is finite, their norm is not: clipping would divide all by it."""
-    agent = make_agent(ChoiceAgent, ppo={"critic": "gradient"}, replay_config_dict={"steps": 1, "learning_rate": 0.1})
+    agent = make_agent(ChoiceAgent, replay_config_dict={"steps": 1, "learning_rate": 0.1})
     agent.learner.config = replace(agent.learner.config, max_grad_norm=math.inf, ppo_epochs=1)
     for part in (agent.learner, agent._replay):
         usual = part.accelerator.backward
         monkeypatch.setattr(part.accelerator, "backward", lambda loss, usual=usual: usual(loss * 1e25))
-    before = [weight.clone() for weight in agent.policy.model.parameters()]
+    before = [weight.clone() for weight in stepped(agent)]
     agent.learner.epochs = 1
     stats = update(agent)
     assert (stats["skipped_steps"], stats["replay_skipped_steps"]) == (1.0, 1.0)
-    assert all(torch.equal(now, old) for now, old in zip(agent.policy.model.parameters(), before, strict=True))
+    assert all(torch.equal(now, old) for now, old in zip(stepped(agent), before, strict=True))
     trainer = PPOTrainer(PPOConfig(batch_size=1, mini_batch_size=1, ppo_epochs=1), tiny_model("llama"))
     usual = trainer.accelerator.backward
     monkeypatch.setattr(trainer.accelerator, "backward", lambda loss: usual(loss * 1e25))

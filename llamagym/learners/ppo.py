@@ -138,7 +138,6 @@ class PPO(Learner[ValueTargets]):
         """Rewards with the KL penalty, then advantages and returns."""
         config, real = self.config, sampled.real
         rewards, values = sampled.rewards.clone(), torch.zeros_like(sampled.rewards)
-        values[real] = sampled.old_values
         if config.init_kl_coef and config.kl_placement == "reward":
             rewards[real] -= self._kl.value * sampled.ref_kl
         final = torch.tensor([episode.final_value for episode in episodes])
@@ -152,11 +151,13 @@ class PPO(Learner[ValueTargets]):
                 config.gamma,
                 config.lam,
             )
+        else:
+            values[real] = sampled.old_values
+            self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
             advantages = self._whiten(advantages, real, bool(rewards[real].any()))
         targets = ValueTargets(advantages[real], returns[real])
-        self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
         return targets, {"explained_variance": explained_variance(values[real], targets.returns)}
 
     def _loss(
