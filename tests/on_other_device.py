@@ -1,4 +1,4 @@
-"""A process that acts and learns on the CPU and on another device, and prints as JSON what came of it.
+"""A process that acts and learns on the CPU and on the device that is named, and prints as JSON what came of it.
 
 For each case the numbers of both; for each deliberate fault, a tensor that is left on the CPU, the error.
 """
@@ -148,7 +148,7 @@ def left_behind(device: torch.device) -> None:
 
 def main() -> None:
     """Run all."""
-    device = install()
+    device = install() if sys.argv[1] == "other" else torch.device(sys.argv[1])
     numbers = {name: {"cpu": run(CPU), "other": run(device)} for name, run in CASES.items()}
     errors = {"value head": error_of(lambda: left_behind(device))}
     for name, fault in FAULTS.items():

@@ -1,26 +1,34 @@
-"""Acting and learning on a device that is not the CPU: a tensor that is left behind is found without a GPU."""
+"""Acting and learning on a device that is not the CPU: a tensor that is left behind is found without a GPU.
+
+Where there is a GPU, all of it runs there as well.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.on_other_device import CASES, FAULTS
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def found() -> Any:
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.fixture(scope="module", params=["other", GPU])
+def found(request: pytest.FixtureRequest) -> Any:
     """What came of all cases and faults, in a process that has the other device."""
     environment = {**os.environ, "LLAMAGYM_CPU_KERNELS": "0"}
-    command = [sys.executable, "-m", "tests.on_other_device"]
+    command = [sys.executable, "-m", "tests.on_other_device", request.param]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
@@ -38,5 +46,5 @@ def test_a_tensor_that_is_left_behind_is_found(found: Any, fault: str):
 
 
 def test_a_value_head_that_is_left_behind_is_named(found: Any):
-    assert "cpu and other:0" in found["errors"]["value head"]
+    assert re.search("cpu and (other|cuda):0", found["errors"]["value head"])
     assert "model.to(" in found["errors"]["value head"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from accelerate import cpu_offload
 
-from llamagym import AutoModelForCausalLMWithValueHead, ConfigError
-from llamagym.models.hardware import precision_on
+from llamagym import AutoModelForCausalLMWithValueHead, ConfigError, load_model_and_tokenizer, train
+from llamagym.models.hardware import pass_tokens, precision_on
 from llamagym.models.loading import move_
-from tests.agents import WordAgent
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 
@@ -55,6 +55,30 @@ def test_a_quantised_model_stays_where_it_is():
     assert agent_of(model, "cpu").act("x")
     with pytest.raises(ConfigError, match=r"cannot be moved from cpu to cuda:0.*device_map=\{'': 'cuda:0'\}"):
         move_(model, torch.device("cuda:0"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("bits", ["load_in_8bit", "load_in_4bit"])
+def test_a_quantised_base_acts_and_learns(bits: str):
+    pytest.importorskip("bitsandbytes")
+    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cuda", **{bits: True})  # type: ignore[arg-type]
+    frozen = {name: weight.data.clone() for name, weight in model.named_parameters() if not weight.requires_grad}
+    learnt = {name: weight.data.clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    agent = ChoiceAgent(model, tokenizer, device, ppo_config_dict={"batch_size": 32}, seed=0)
+    updates = train(agent, lambda: CountdownEnv(2), episodes=64, num_envs=16, seed=0).updates
+    assert updates
+    now = dict(model.named_parameters())
+    assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
+    assert not any(torch.equal(now[name], weight) for name, weight in learnt.items() if "lora_B" in name)
+    # What 8 bits round depends on the pass; see docs/scaling.md.
+    assert max(update["ratio_error"] for update in updates) < {"load_in_8bit": 1.0, "load_in_4bit": 0.3}[bits]
+
+
+def test_a_pass_is_as_large_as_suits_the_device_and_the_model():
+    processor, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [pass_tokens(processor, weights) for weights in (10**6, 10**10)] == [1024, 1024]
+    assert [pass_tokens(gpu, weights) for weights in (10**8, 494 * 10**6, 7 * 10**9)] == [8192, 1024, 1024]
+    assert pass_tokens(gpu, 135 * 10**6) == 7168
 
 
 def test_every_kind_of_device_has_its_precision():

@@ -274,6 +274,13 @@ def test_engines_that_divide_a_model_are_refused(engine, monkeypatch):
         make_agent(ChoiceAgent)
 
 
+def test_an_agent_joins_where_one_on_another_device_did(monkeypatch):
+    """Accelerate, which this process has one state of, would refuse."""
+    ranks.accelerator(torch.device("cpu"))
+    monkeypatch.setitem(PartialState._shared_state, "device", torch.device("cuda:0"))
+    assert ranks.accelerator(torch.device("cpu")).num_processes == 1
+
+
 def test_processes_that_accelerate_did_not_join_are_noticed(monkeypatch):
     make_agent(ChoiceAgent)
     monkeypatch.setenv("WORLD_SIZE", "2")

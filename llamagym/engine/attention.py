@@ -11,12 +11,13 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
@@ -24,6 +25,8 @@ from ..models.transformers_internals import attending_by, register_attention
 from .kv_cache import BufferCache
 
 _NAME = "llamagym_shared_prefix"
+# cuDNN's, which is faster on long sequences, makes a plan for every shape that it has not met.
+_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Larger scores are never held whole, in learning either.
 _SCORES = 2**23
 
@@ -32,6 +35,11 @@ _SCORES = 2**23
 def register() -> None:
     """Make this attention known to transformers, once; `sharing` needs it."""
     register_attention(_NAME, _attend)
+
+
+def for_any_shape(device: torch.device) -> AbstractContextManager[None]:
+    """While open, attention on a device takes as long for a shape that it has not met as for another."""
+    return sdpa_kernel(_ANY_SHAPE) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -31,8 +31,8 @@ from .transformer import Transformer
 # Kept at most: this share of the device's memory, or so many bytes where it is unknown. A token takes 25 kB in a 135M
 # model.
 _KEPT_SHARE, _KEPT_BYTES = 1 / 8, 2**30
-# Tokens in one pass.
-_PREFILL_TOKENS = 2048
+# Without gradients and logits a pass has room for so many times the tokens.
+_PREFILL_PASSES = 2
 # Padding in one pass on a processor, where to read all weights once more takes as long as some ten tokens. An
 # accelerator needs large passes more than short ones.
 _PADDING = 32
@@ -105,7 +105,8 @@ class PrefixCache(Transformer):
             tokens = len(tree.history) - _length(known.trunk) + (tree.node_count if known.decisions is None else 0)
             if tokens or _length(known.history) < len(tree.history):
                 unknown[tree] = tokens
-        for chunk in _chunks(unknown, _PADDING if self.device.type == "cpu" else _PREFILL_TOKENS):
+        most = _PREFILL_PASSES * self.pass_tokens
+        for chunk in _chunks(unknown, most, _PADDING if self.device.type == "cpu" else most):
             self._run_trunk({tree: found[tree] for tree in chunk}, with_decisions)
             self._run_top({tree: found[tree] for tree in chunk})
         return [found[tree] for tree in trees]
@@ -252,11 +253,12 @@ def _length(pieces: Sequence[Activations]) -> int:
     return sum(map(len, pieces))
 
 
-def _chunks(tokens: dict[TokenTree, int], most_padding: int) -> Iterator[list[TokenTree]]:
+def _chunks(tokens: dict[TokenTree, int], most: int, most_padding: int) -> Iterator[list[TokenTree]]:
     """Contexts, alike in how many tokens are to be run over, in groups for one pass each.
 
     Args:
         tokens: How many, of each context.
+        most: Tokens in a pass.
         most_padding: Tokens of padding in a pass.
     """
     chunk: list[TokenTree] = []
@@ -264,7 +266,7 @@ def _chunks(tokens: dict[TokenTree, int], most_padding: int) -> Iterator[list[To
     for tree in sorted(tokens, key=tokens.__getitem__):
         size = (len(chunk) + 1) * tokens[tree]
         padding = size - needed - tokens[tree]
-        if chunk and (size > _PREFILL_TOKENS or padding > most_padding):
+        if chunk and (size > most or padding > most_padding):
             yield chunk
             chunk, needed = [], 0
         chunk.append(tree)

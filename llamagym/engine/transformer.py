@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ..errors import ModelLoadError
-from ..models.hardware import check_one_device
+from ..models.hardware import check_one_device, pass_tokens
 from ..models.peft_internals import acting_on_every_token
 from ..models.transformers_internals import attention_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
-from .attention import register, sharing
+from .attention import for_any_shape, register, sharing
 from .kv_cache import KVBuffer, entries_of
 from .layers import first_trained_layer, split
 from .masks import Tokens, attention_mask, causal
@@ -51,6 +51,7 @@ class Transformer:
         lm: Any = pretrained.get_base_model() if model.is_peft_model else pretrained
         register()
         self._lm = lm
+        self._weights: int = sum(weight.numel() for weight in lm.parameters())
         self._body: Any = getattr(lm, lm.base_model_prefix)
         self._head: nn.Module = lm.get_output_embeddings()
         config = lm.config.get_text_config()
@@ -79,6 +80,11 @@ class Transformer:
         device: torch.device = self._lm.device
         return device
 
+    @property
+    def pass_tokens(self) -> int:
+        """How many tokens to forward and backward in one pass."""
+        return pass_tokens(self.device, self._weights)
+
     @contextmanager
     def ready(self) -> Iterator[None]:
         """While open, the model runs as fast as it can, and its frozen weights must not change.
@@ -91,7 +97,7 @@ class Transformer:
             return
         self._is_ready = True
         try:
-            with self._acceleration:
+            with self._acceleration, for_any_shape(self.device):
                 yield
         finally:
             self._is_ready = False

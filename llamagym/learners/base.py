@@ -122,6 +122,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         return [*body, *head.parameters(), *head.buffers()]
 
     @property
+    def pass_tokens(self) -> int:
+        """Tokens in one forward and backward pass."""
+        return self._nodes or self.policy.pass_tokens
+
+    @property
     def reads_features(self) -> bool:
         """Whether crediting a batch takes the critic's features."""
         return False
@@ -140,7 +145,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of a learner with these options, once the policy has its weights."""
         self.reset_optimizer()
-        self._nodes = min(self._nodes, state["nodes"])  # memory may have run out before
+        if state["nodes"]:  # memory may have run out before
+            self._nodes = min(self.pass_tokens, state["nodes"])
         restore(self, state["learning"])
 
     @property
@@ -167,17 +173,16 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """
         check_episodes(episodes)
         with self.policy.lock:
-            try:
-                with self.undone_on_error():
-                    return self._update(episodes)
-            except (MemoryError, RuntimeError) as error:
-                # Other processes are in the middle of theirs and would not begin again.
-                if not is_out_of_memory(error) or self._nodes == 1 or ranks.count() > 1:
-                    raise
-                self._nodes //= 2
+            while True:
+                try:
+                    with self.undone_on_error():
+                        return self._update(episodes)
+                except (MemoryError, RuntimeError) as error:
+                    # Other processes are in the middle of theirs and would not begin again.
+                    if not is_out_of_memory(error) or self.pass_tokens == 1 or ranks.count() > 1:
+                        raise
+                self._nodes = self.pass_tokens // 2
                 logger.warning("memory has run out: from now on a pass takes %d tokens (microbatch_nodes)", self._nodes)
-            with self.undone_on_error():
-                return self._update(episodes)
 
     def _update(self, episodes: Sequence[Episode]) -> Stats:
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
@@ -197,7 +202,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         sampled = collect(
             self.policy,
             episodes,
-            self._nodes,
+            self.pass_tokens,
             with_reference=bool(config.init_kl_coef),
             with_features=self.reads_features,
         )
@@ -248,7 +253,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             # No later minibatch shows where the last step led.
             if steps:
                 probe = minibatches(segments, size, self._rng)[0] if region.has_bounds else shortest_opening(segments)
-                largest_kl = farthest(largest_kl, measure_kl(self.policy, probe, sampled, self._nodes))
+                largest_kl = farthest(largest_kl, measure_kl(self.policy, probe, sampled, self.pass_tokens))
         if stopped := region.is_left(largest_kl):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
@@ -278,7 +283,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
         fresh_error = math.nan
-        for chunk in self.policy.chunks(own_share(minibatch, sampled.ranks), self._nodes):
+        for chunk in self.policy.chunks(own_share(minibatch, sampled.ranks), self.pass_tokens):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
             now = self.policy.evaluate(chunk)

@@ -63,7 +63,8 @@ class LearnerConfig(Options):
             that stayed below half of it it rises again, up to `learning_rate`. None does neither.
         max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
         whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
-        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
+        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else. None: 1,024 on
+            a processor, more of a small model on an accelerator.
         seed: Of the minibatches' order.
     """
 
@@ -86,7 +87,7 @@ class LearnerConfig(Options):
     target_kl: float | None = 0.03
     max_grad_norm: float = 1.0
     whiten_advantages: bool = True
-    microbatch_nodes: int = 1024
+    microbatch_nodes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError, did_you_mean
+from ..models.hardware import PASS_TOKENS
 from ..models.lock import lock_of
 from ..models.lora import mask_frozen_gradients_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
@@ -316,7 +317,8 @@ class PPOTrainer:
 
     def _chunks(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         """Parts of `rows` that fit one pass of the model."""
-        return torch.split(rows, max(1, self.config.microbatch_nodes // ids.shape[1]))
+        most = self.config.microbatch_nodes or PASS_TOKENS
+        return torch.split(rows, max(1, most // ids.shape[1]))
 
     def _without_adapter(self) -> AbstractContextManager[None]:
         """The policy as its own reference, while the context lasts; nothing where there is a reference model."""

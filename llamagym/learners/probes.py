@@ -13,7 +13,7 @@ import torch
 
 from ..conversation.chat_template import check_vocabulary, end_ids
 from ..conversation.episode import Conversation, Segment
-from ..models.hardware import container_limit
+from ..models.hardware import PASS_TOKENS, container_limit
 from ..models.loading import BESIDE_WEIGHTS_GIB
 from .alarms import ratio_tolerance
 from .learning_actor import LearningActor
@@ -214,7 +214,9 @@ class Probes:
 
     def memory(self) -> str:
         """Learning fits into what is free."""
-        model, nodes = self._actor.policy.model, self._actor.learner.config.microbatch_nodes
+        model = self._actor.policy.model
+        # Larger ones are halved where memory runs out.
+        nodes = self._actor.learner.config.microbatch_nodes or PASS_TOKENS
         learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         weights, activations = _COPIES * 4 * learns, nodes * self._kept
         needed = weights + activations + BESIDE_WEIGHTS_GIB * _GIB

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import is_initialized
 from accelerate.utils import InitProcessGroupKwargs, broadcast, gather_object, reduce
 from torch import Tensor, distributed
 
@@ -59,7 +60,8 @@ def accelerator(device: torch.device) -> Accelerator:
             )
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=_PATIENCE))
     with _peers_answer():
-        joined = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[timeout])
+        # An agent on another device may have joined before; all compute where their own weights lie.
+        joined = Accelerator(cpu=device.type == "cpu" and not is_initialized(), kwargs_handlers=[timeout])
     if count() != _expected():
         raise ConfigError(
             f"This is one of {_expected()} processes (WORLD_SIZE), but accelerate has joined {count()} of them: an "

@@ -31,9 +31,6 @@ from .trl_internals import LossTrainer, nothing_but_weights_changed, trainer_con
 
 logger = logging.getLogger(__name__)
 
-# Tokens in one forward pass.
-_NODES = 1024
-
 
 @dataclass(frozen=True)
 class WarmStartConfig(Options):
@@ -115,7 +112,7 @@ def fine_tune(
 def _measure(policy: Policy, segments: Sequence[Segment]) -> dict[str, float]:
     """Means over the replies' tokens."""
     sums = dict.fromkeys(("loss", "entropy", "accuracy", "count"), 0.0)
-    for chunk in policy.chunks(segments, _NODES):
+    for chunk in policy.chunks(segments):
         now = policy.evaluate(chunk)
         sums["loss"] -= now.logprobs[now.mask].sum().item()
         sums["entropy"] += now.entropy[now.mask].sum().item()
@@ -129,7 +126,7 @@ def _train(
 ) -> None:
     def loss(chosen: list[Segment]) -> Tensor:
         """Mean negative log-probability of the replies' tokens."""
-        parts = [policy.evaluate(chunk) for chunk in policy.chunks(chosen, _NODES)]
+        parts = [policy.evaluate(chunk) for chunk in policy.chunks(chosen)]
         return -torch.cat([now.logprobs[now.mask] for now in parts]).mean()
 
     replies_each = sum(len(segment.turns) for segment in segments) / len(segments)

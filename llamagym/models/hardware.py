@@ -14,6 +14,10 @@ from torch import nn
 
 from ..errors import ConfigError
 
+PASS_TOKENS = 1024
+"""Tokens in one pass that keep a processor as busy as more would."""
+# An accelerator takes some 10 ms to be told what a pass computes, however much that is: so many weights times tokens.
+_WORTH_A_PASS = 10**12
 PACKED_SHARE = 1 / 16
 """The share of the machine's memory that packed copies of weights may take."""
 
@@ -47,6 +51,11 @@ _PRECISIONS = {
 def precision_on(device: torch.device | str) -> Precision:
     """What suits weights on a device."""
     return _PRECISIONS.get(torch.device(device).type, Precision(lambda: False, math.inf))
+
+
+def pass_tokens(device: torch.device, weights: int) -> int:
+    """How many tokens to forward in one pass through so many weights; more of a small model on an accelerator."""
+    return PASS_TOKENS * (1 if device.type == "cpu" else min(max(_WORTH_A_PASS // (PASS_TOKENS * weights), 1), 8))
 
 
 def memory_bytes(device: torch.device) -> int:

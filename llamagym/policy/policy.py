@@ -40,8 +40,6 @@ from .score import Reading, read, read_reference
 
 # Contexts whose features are taken as a sample of all.
 _INIT_CONTEXTS = 512
-# Nodes in one forward pass without gradients; their keys and values live until its end.
-_FORWARD_NODES = 1024
 # Keys and values of replies that are decoded together, each with room for its longest.
 _DECODE_BYTES = 2**30
 
@@ -261,15 +259,19 @@ class Policy:
             self.model.v_head.standardize_(features)
         self._state.keep()
 
-    def chunks(self, segments: Sequence[Segment], nodes: int) -> Iterator[list[Segment]]:
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens in one pass, forward or backward, that suit the model and its device."""
+        return self._backbone.pass_tokens
+
+    def chunks(self, segments: Sequence[Segment], nodes: int | None = None) -> Iterator[list[Segment]]:
         """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
-        trees = [TokenTree.from_segment(segment) for segment in segments]
-        for rows in self._chunks(trees, nodes):
+        for rows in self._chunks([TokenTree.from_segment(segment) for segment in segments], nodes):
             yield [segments[row] for row in rows]
 
-    def _chunks(self, trees: Sequence[TokenTree], most: int = _FORWARD_NODES) -> Iterator[list[int]]:
+    def _chunks(self, trees: Sequence[TokenTree], most: int | None = None) -> Iterator[list[int]]:
         """Rows in chunks for one forward pass each, of at most `most` nodes or a single row."""
-        return chunks(trees, [self._backbone.size(tree) for tree in trees], most, equal_once=True)
+        return chunks(trees, [self._backbone.size(tree) for tree in trees], most or self.pass_tokens, equal_once=True)
 
     def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
         """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.

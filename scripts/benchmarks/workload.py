@@ -25,13 +25,15 @@ MAX_NEW_TOKENS = 8
 DEPTH = 0.25
 
 
-def make_agent(free_text: bool, context: Context = "turn", dtype: str = "auto", **ppo: Any) -> BlackjackAgent:
+def make_agent(
+    free_text: bool, context: Context = "turn", dtype: str = "auto", device: str = "cpu", **ppo: Any
+) -> BlackjackAgent:
     """The example's agent on a freshly loaded model; `ppo` holds options of `PPOConfig`."""
-    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", dtype, lora_layer_fraction=DEPTH)
+    model, tokenizer, place = load_model_and_tokenizer("smollm2-135m", device, dtype, lora_layer_fraction=DEPTH)
     # The work of an update, and no trust region that ends it early.
     settings = {"batch_size": 10**9, "target_kl": None, **ppo}
     agent = BlackjackAgent(
-        model, tokenizer, device, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context=context, seed=0
+        model, tokenizer, place, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context=context, seed=0
     )
     agent.free_text = free_text
     return agent

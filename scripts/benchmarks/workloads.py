@@ -105,13 +105,13 @@ def texts(sentences: tuple[int, int]) -> Iterator[str]:
         yield " ".join(f"The {a} {b} {does} the {c} {d}." for a, b, does, c, d in zip(*parts, strict=True))
 
 
-def agent_of(workload: Workload, dtype: str = "auto", **ppo: Any) -> Agent:
+def agent_of(workload: Workload, dtype: str = "auto", device: str = "cpu", **ppo: Any) -> Agent:
     """A freshly loaded agent for a workload; `ppo` holds options of `PPOConfig`."""
     if workload.sentences is None:
-        return make_agent(workload.free_text, workload.context, dtype, **ppo)
-    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", dtype, lora_layer_fraction=DEPTH)
+        return make_agent(workload.free_text, workload.context, dtype, device, **ppo)
+    model, tokenizer, place = load_model_and_tokenizer("smollm2-135m", device, dtype, lora_layer_fraction=DEPTH)
     sampling, settings = {"max_new_tokens": workload.max_new_tokens}, {"batch_size": 10**9, "target_kl": None, **ppo}
-    agent = TextAgent(model, tokenizer, device, sampling, settings, context=workload.context, seed=0)
+    agent = TextAgent(model, tokenizer, place, sampling, settings, context=workload.context, seed=0)
     agent.free_text = workload.free_text
     return agent
 
@@ -174,7 +174,7 @@ def generate_work(workload: Workload, agent: Agent, model: Any, batch: int) -> W
             ]
             inputs = tokenizer(
                 rendered, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt"
-            )
+            ).to(model.device)
             output = model.generate(
                 **inputs,
                 do_sample=True,

@@ -1,0 +1,91 @@
+"""One GPU: turns a second of acting and of learning, memory, and transformers' `generate` on the same weights.
+
+python scripts/benchmarks/gpu.py [--dtype float32]
+
+The workloads are those of `workloads.py`, in more environments: a GPU is told what to compute one operation after the
+other, which takes as long for ten rows as for a thousand. An update is one pass over a batch, of a round's turns, in
+four optimiser steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from common import named, parser_of, save
+from workload import dtype_of, plain_model
+from workloads import WORKLOADS, Workload, agent_of, generate_work, round_of
+
+ROUNDS = 3
+CASES = {
+    "unique-choices": (64, 512),
+    "unique": (64, 512),
+    "conversation": (64,),
+    "repeated-choices": (512,),
+}
+
+
+def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
+    """How long something takes on the GPU, and what it returns."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started, result
+
+
+def measure(workload: Workload, dtype: str) -> dict[str, Any]:
+    """Medians of a few rounds, after one that is not counted."""
+    torch.cuda.reset_peak_memory_stats()
+    turns = workload.envs * workload.turns
+    agent = agent_of(workload, dtype, "cuda", batch_size=turns, ppo_epochs=1, learning_rate=1e-6)
+    play, update = round_of(workload, agent), agent.learner.update
+    spent: list[float] = []
+    updates: list[dict[str, float]] = []
+
+    def timed(*arguments: Any) -> dict[str, float]:
+        seconds, stats = seconds_of(lambda: update(*arguments))
+        spent.append(seconds)
+        updates.append(stats)
+        return stats
+
+    agent.learner.update = timed  # type: ignore[method-assign]
+    rounds = []
+    for _ in range(1 + ROUNDS):
+        del spent[:]
+        seconds, played = seconds_of(play)
+        rounds.append((played / (seconds - sum(spent)), played / sum(spent) if spent else None, played / seconds))
+    acting, learning, both = zip(*rounds[1:], strict=True)
+    learnt = [rate for rate in learning if rate is not None]
+    row = {
+        "turns_per_second": statistics.median(both),
+        "acting": statistics.median(acting),
+        "learning": statistics.median(learnt) if learnt else None,
+        "ratio_error": max((error for stats in updates if (error := stats["ratio_error"]) == error), default=None),
+        "gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+    if workload.free_text:
+        work = generate_work(workload, agent, plain_model(agent).to("cuda"), workload.envs)
+        rates = [turns / seconds_of(work)[0] for _ in range(1 + ROUNDS)]
+        row["generate"] = statistics.median(rates[1:])
+    return row | {"dtype": dtype_of(agent)}
+
+
+def main() -> None:
+    """Measure everything in one run."""
+    dtype = parser_of(__doc__).parse_args().dtype
+    torch.manual_seed(0)
+    rows = {}
+    for name, counts in CASES.items():
+        for count in counts:
+            rows[f"{name}, {count} environments"] = measure(replace(WORKLOADS[name], envs=count), dtype)
+    found = next(iter(rows.values()))["dtype"]
+    save(named("gpu", found), {"unit": "turns per second", "gpu": torch.cuda.get_device_name(), "cases": rows})
+
+
+if __name__ == "__main__":
+    main()
