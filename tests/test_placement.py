@@ -12,6 +12,7 @@ from accelerate import cpu_offload
 from llamagym import AutoModelForCausalLMWithValueHead, ConfigError, load_model_and_tokenizer, train
 from llamagym.models.hardware import pass_tokens, precision_on
 from llamagym.models.loading import move_
+from llamagym.models.quantization import computing_dtype
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -72,6 +73,13 @@ def test_a_quantised_base_acts_and_learns(bits: str):
     assert not any(torch.equal(now[name], weight) for name, weight in learnt.items() if "lora_B" in name)
     # What 8 bits round depends on the pass; see docs/scaling.md.
     assert max(update["ratio_error"] for update in updates) < {"load_in_8bit": 1.0, "load_in_4bit": 0.3}[bits]
+
+
+def test_products_of_quantised_weights_are_rounded_to_16_bits():
+    model = tiny_model("llama")
+    assert computing_dtype(model.pretrained_model) == torch.float32
+    model.pretrained_model.get_base_model().is_quantized = True
+    assert computing_dtype(model.pretrained_model) == torch.bfloat16
 
 
 def test_a_pass_is_as_large_as_suits_the_device_and_the_model():

@@ -18,6 +18,7 @@ from ..errors import EpisodeError
 from ..models import checkpoints
 from ..models.atomic import written_whole
 from ..models.lock import alone
+from ..models.quantization import computing_dtype
 from ..models.state_files import read_state, write_state
 from ..options import as_number
 from ..policy.actor import Actor
@@ -62,7 +63,7 @@ class LearningActor(Actor):
         ranks.diverge_(policy.rng)
         self.learner = learner
         self._replay = None if replay is None else Replay(policy, replay)
-        self._alarms = Alarms(policy.model.pretrained_model.dtype)
+        self._alarms = Alarms(computing_dtype(policy.model.pretrained_model))
         self._buffer: list[Episode] = []
         self.transcripts: list[Transcript] = []
         self._sample = EpisodeSample(policy.num_updates)
@@ -307,8 +308,7 @@ class LearningActor(Actor):
     def _under_way(self, ended: set[Hashable]) -> list[tuple[Conversation, Episode]]:
         """The conversations that a batch may take turns of, and these turns."""
         going_on = [each for each in self._cut if each not in ended and self._has_turns(each)]
-        talks = (self._conversations[env_id] for env_id in going_on)
-        so_far = ((talk, talk.under_way()) for talk in talks if talk.learns)
+        so_far = ((talk, talk.under_way()) for talk in map(self._conversations.__getitem__, going_on) if talk.learns)
         return [(conversation, episode) for conversation, episode in so_far if episode.turns]
 
     def _final_values(

@@ -15,6 +15,7 @@ from ..conversation.chat_template import check_vocabulary, end_ids
 from ..conversation.episode import Conversation, Segment
 from ..models.hardware import PASS_TOKENS, container_limit
 from ..models.loading import BESIDE_WEIGHTS_GIB
+from ..models.quantization import computing_dtype
 from .alarms import ratio_tolerance
 from .learning_actor import LearningActor
 
@@ -276,7 +277,7 @@ class Probes:
         return now.logprobs[now.mask].float().cpu()
 
     def _agree(self, one: torch.Tensor, other: torch.Tensor, what: str, advice: str) -> str:
-        tolerance = ratio_tolerance(self._actor.policy.model.pretrained_model.dtype)
+        tolerance = ratio_tolerance(computing_dtype(self._actor.policy.model.pretrained_model))
         error = (one - other).square().mean().sqrt().item()
         if not error <= tolerance:
             off = f"log-probabilities are off by {error:.2g} nats, where rounding explains {tolerance:.0g}"

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import torch
 import transformers
+from torch import nn
 
 from ..errors import ConfigError, ModelLoadError
 
@@ -35,6 +36,12 @@ def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: ob
     if peft_config is False:
         raise ModelLoadError(f"quantised weights cannot be trained themselves. Drop {option} or peft_config=False.")
     return True
+
+
+def computing_dtype(model: nn.Module) -> torch.dtype:
+    """What a language model's products are rounded to; those of quantised weights to 16 bits, whatever its dtype."""
+    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
+    return torch.bfloat16 if getattr(model, "is_quantized", False) else dtype
 
 
 def quantization_config(in_8bit: bool, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:

@@ -79,12 +79,14 @@ def main() -> None:
     """Measure everything in one run."""
     dtype = parser_of(__doc__).parse_args().dtype
     torch.manual_seed(0)
+    what = {"unit": "turns per second", "gpu": torch.cuda.get_device_name()}
     rows = {}
     for name, counts in CASES.items():
         for count in counts:
-            rows[f"{name}, {count} environments"] = measure(replace(WORKLOADS[name], envs=count), dtype)
-    found = next(iter(rows.values()))["dtype"]
-    save(named("gpu", found), {"unit": "turns per second", "gpu": torch.cuda.get_device_name(), "cases": rows})
+            row = measure(replace(WORKLOADS[name], envs=count), dtype)
+            rows[f"{name}, {count} environments"] = row
+            # A GPU may be lent for minutes.
+            save(named("gpu", row["dtype"]), {**what, "cases": rows})
 
 
 if __name__ == "__main__":
