@@ -313,23 +313,24 @@ def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, ca
     assert not recwarn.list
 
 
-def test_memory_that_runs_out_makes_microbatches_smaller_once(monkeypatch, caplog):
+def test_memory_that_runs_out_makes_microbatches_smaller_until_they_fit(monkeypatch, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES)
     evaluate = agent.policy.evaluate
 
     def limited(segments: Any, reference: bool = False) -> Any:
-        if agent.learner._nodes > agent.learner.config.microbatch_nodes // 2:
+        if agent.learner.pass_tokens > 256:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return evaluate(segments, reference)
 
     monkeypatch.setattr(agent.policy, "evaluate", limited)
     result = train(agent, DiceEnv, 12, 2, seed=0)
     assert len(result.updates) > 1
-    assert caplog.text.count("memory has run out: from now on a pass takes 512 tokens") == 1
+    for size in (512, 256):
+        assert caplog.text.count(f"memory has run out: from now on a pass takes {size} tokens") == 1
     # A resumed run does not try the size again that did not fit: it would round otherwise.
     resumed = make_agent(ChoiceAgent, ppo=SIZES)
     resumed.learner.load_state_dict(agent.learner.state_dict())
-    assert resumed.learner._nodes == agent.learner._nodes == 512
+    assert resumed.learner.pass_tokens == agent.learner.pass_tokens == 256
     monkeypatch.setattr(agent.policy, "evaluate", lambda *_: exec("raise MemoryError"))
     with pytest.raises(MemoryError):
         train(agent, DiceEnv, 12, 2, seed=0)
