@@ -141,13 +141,15 @@ class PPO(Learner[ValueTargets]):
         if config.init_kl_coef and config.kl_placement == "reward":
             rewards[real] -= self._kl.value * sampled.ref_kl
         final = torch.tensor([episode.final_value for episode in episodes])
+        goes_on = torch.tensor([episode.next_turn is not None for episode in episodes])
         if config.solves_for_values:
-            values[real] = fit(
+            values[real], final = fit(
                 self.policy.model.v_head,
                 sampled.features,
+                sampled.next_features,
                 [len(episode.turns) for episode in episodes],
                 rewards[real],
-                final,
+                final.masked_fill(goes_on, torch.nan),
                 config.gamma,
                 config.lam,
             )
