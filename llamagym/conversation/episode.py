@@ -115,7 +115,6 @@ class Episode:
             episode starts in the same state, or in one drawn from the same distribution.
         rank: Which of several processes played it.
         earlier: The turns before them, that were learnt from while it was under way; empty as long as it is.
-        next_turn: The one after them, of an episode under way, which a later batch takes; its value is the final one.
     """
 
     turns: tuple[Turn, ...]
@@ -125,7 +124,6 @@ class Episode:
     group: Hashable | None = None
     rank: int = 0
     earlier: tuple[Turn, ...] = ()
-    next_turn: Turn | None = None
 
     @property
     def is_over(self) -> bool:
@@ -288,8 +286,8 @@ class Conversation:
 
     def under_way(self) -> Episode:
         """What can be learnt from before the episode ends: all but the last turn, whose value stands for the rest."""
-        *turns, last = self.turns[self.learnt_turns :]
-        return Episode(tuple(turns), False, False, last.reply.value, next_turn=last)
+        turns = tuple(self.turns[self.learnt_turns : -1])
+        return Episode(turns, terminated=False, truncated=False, final_value=self.turns[-1].reply.value)
 
     def reward(self, reward: float, turn: int = -1) -> None:
         """Add to a turn's reward, by default the last one's."""

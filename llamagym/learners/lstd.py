@@ -31,31 +31,25 @@ _PRIOR_TURNS_OF_CONSTANT = 4.0
 def fit(
     head: ValueHead,
     features: Tensor,
-    next_features: Tensor,
     lengths: Sequence[int],
     rewards: Tensor,
     final_values: Tensor,
     gamma: float,
     lam: float,
-) -> tuple[Tensor, Tensor]:
-    """Fit the head to a batch, and say what turns, and what comes after episodes, are worth by the other half of it.
+) -> Tensor:
+    """Fit the head to a batch; returns the value of each turn by what the other half of the episodes teaches, (N,).
 
     Args:
         head: Whose weights are replaced.
         features: Hidden states where values are read, episode after episode, (N, F - 1).
-        next_features: Of the turn after each episode's last, (E, F - 1), where the episode goes on.
         lengths: Turns of each episode, which add up to N.
         rewards: Float (N,).
-        final_values: What comes after each episode's last turn, float (E,); NaN where it goes on.
+        final_values: What comes after each episode's last turn, float (E,).
         gamma: Discount per turn.
         lam: Lambda.
-
-    Returns:
-        Float (N,) and (E,), the latter `final_values` without what is NaN.
     """
-    rows, next_rows = _standardised(head, features), _standardised(head, next_features)
-    goes_on = final_values.isnan()
-    next_rows[~goes_on], final_values = 0.0, final_values.nan_to_num().double()
+    standard = ((features - head.feature_mean.cpu()) / head.feature_std.cpu()).double()
+    rows = torch.cat([standard, torch.ones(len(standard), 1, dtype=torch.double)], dim=1)
     half_of_episode = torch.arange(len(lengths)) % 2
     half = half_of_episode.repeat_interleave(torch.tensor(lengths))
     weights = torch.cat([head.summary.weight[0], head.summary.bias]).cpu().double()
@@ -64,40 +58,21 @@ def fit(
         members = half_of_episode == index
         chosen = [length for length, member in zip(lengths, members.tolist(), strict=True) if member]
         of_half = half == index
-        after = next_rows[members], final_values[members]
-        systems.append(normal_equations(rows[of_half], chosen, rewards[of_half], *after, gamma, lam))
-    # By the other half, for each prior: of turns, and after episodes.
-    values = torch.empty(len(_PRIOR_TURNS), len(rows), dtype=torch.double)
-    finals = torch.empty(len(_PRIOR_TURNS), len(lengths), dtype=torch.double)
-    for row, prior in enumerate(_PRIOR_TURNS):
+        systems.append(normal_equations(rows[of_half], chosen, rewards[of_half], final_values[members], gamma, lam))
+    by_other_half = {prior: torch.empty(len(rows), dtype=torch.double) for prior in _PRIOR_TURNS}
+    for prior, predicted in by_other_half.items():
         for index in (0, 1):
-            solution = _solve(systems[1 - index], weights, prior)
-            values[row, half == index] = rows[half == index] @ solution
-            members = half_of_episode == index
-            finals[row, members] = final_values[members] + next_rows[members] @ solution
-    # What all are measured by must not be one's own.
-    returns = _returns(lengths, rewards, finals.median(0).values, gamma)
-    best = int((values - returns).square().mean(1).argmin())
-    fitted = _solve(systems[0] + systems[1], weights, _PRIOR_TURNS[best]).to(head.summary.weight)
+            predicted[half == index] = rows[half == index] @ _solve(systems[1 - index], weights, prior)
+    returns = _returns(lengths, rewards, final_values, gamma)
+    best = min(by_other_half, key=lambda prior: (by_other_half[prior] - returns).square().mean().item())
+    fitted = _solve(systems[0] + systems[1], weights, best).to(head.summary.weight)
     head.summary.weight.copy_(fitted[None, :-1])
     head.summary.bias.copy_(fitted[-1:])
-    return values[best].float(), finals[best].float()
-
-
-def _standardised(head: ValueHead, features: Tensor) -> Tensor:
-    """Features as the head takes them, and the constant, float64."""
-    standard = ((features - head.feature_mean.cpu()) / head.feature_std.cpu()).double()
-    return torch.cat([standard, torch.ones(len(standard), 1, dtype=torch.double)], dim=1)
+    return by_other_half[best].float()
 
 
 def normal_equations(
-    rows: Tensor,
-    lengths: Sequence[int],
-    rewards: Tensor,
-    next_rows: Tensor,
-    final_values: Tensor,
-    gamma: float,
-    lam: float,
+    rows: Tensor, lengths: Sequence[int], rewards: Tensor, final_values: Tensor, gamma: float, lam: float
 ) -> Tensor:
     """LSTD's A and b side by side, (F, F + 1): weights w with A w = b have no TD(lambda) error on average.
 
@@ -107,8 +82,7 @@ def normal_equations(
         rows: Features x, episode after episode, float64 (N, F).
         lengths: Turns of each episode.
         rewards: Float (N,).
-        next_rows: Features after each episode's last turn, float64 (E, F); 0 where there are none.
-        final_values: What is to be added to their value, float (E,).
+        final_values: What comes after each episode's last turn, float (E,); it has no features.
         gamma: Discount per turn.
         lam: Lambda.
     """
@@ -117,8 +91,7 @@ def normal_equations(
     turns = torch.tensor(list(lengths), dtype=torch.long)
     # The longest first, so that the episodes that reach a turn are the first ones.
     order = turns.argsort(descending=True)
-    starts, turns = (turns.cumsum(0) - turns)[order], turns[order]
-    next_rows, final_values = next_rows[order], final_values[order].to(rows)
+    starts, turns, final_values = (turns.cumsum(0) - turns)[order], turns[order], final_values[order].to(rows)
     traces = rows.new_zeros(len(turns), size)
     for turn in range(int(turns.max()) if len(turns) else 0):
         under_way, going_on = int((turns > turn).sum()), int((turns > turn + 1).sum())
@@ -126,7 +99,6 @@ def normal_equations(
         traces = gamma * lam * traces[:under_way] + rows[now]
         change, earned = rows[now], rewards[now].to(rows)
         change[:going_on] -= gamma * rows[now[:going_on] + 1]
-        change[going_on:] -= gamma * next_rows[going_on:under_way]
         earned[going_on:] += gamma * final_values[going_on:under_way]
         total += traces.T @ torch.cat([change, earned[:, None]], dim=1)
     return total

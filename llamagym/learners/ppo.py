@@ -141,15 +141,13 @@ class PPO(Learner[ValueTargets]):
         if config.init_kl_coef and config.kl_placement == "reward":
             rewards[real] -= self._kl.value * sampled.ref_kl
         final = torch.tensor([episode.final_value for episode in episodes])
-        goes_on = torch.tensor([episode.next_turn is not None for episode in episodes])
         if config.solves_for_values:
-            values[real], final = fit(
+            values[real] = fit(
                 self.policy.model.v_head,
                 sampled.features,
-                sampled.next_features,
                 [len(episode.turns) for episode in episodes],
                 rewards[real],
-                final.masked_fill(goes_on, torch.nan),
+                final,
                 config.gamma,
                 config.lam,
             )

@@ -40,7 +40,6 @@ class Sampled:
         weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
         features: What these are read from, float (N, H); (N, 0) if they were not requested.
-        next_features: The same of the turns that follow episodes under way, float (E, H), 0 after others.
         ref_logprobs: The same under the reference, where there is one.
         ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
         rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
@@ -54,7 +53,6 @@ class Sampled:
     weights: Tensor
     old_values: Tensor
     features: Tensor
-    next_features: Tensor
     ref_logprobs: Tensor
     ref_kl: Tensor
     rewards: Tensor
@@ -105,13 +103,6 @@ def collect(
             again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
         ranks.sum_([features, again, now_values])
         old[outdated], values[outdated] = again[outdated], now_values[outdated]
-    next_features = torch.zeros(len(episodes), features.shape[1])
-    if with_features:
-        next_row = {id(each.next_turn): index for index, each in enumerate(episodes) if each.next_turn}
-        following = [Segment((each.next_turn,)) for each in episodes if each.next_turn]
-        for rows, now in evaluate_chunks(policy, own_share(following, played_by), next_row, nodes):
-            next_features[rows] = now.features.float().cpu()
-        ranks.sum_([next_features])
     weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
     reference, kl = old, torch.zeros(len(turns))
     if with_reference:
@@ -126,8 +117,7 @@ def collect(
     for index, episode in enumerate(episodes):
         rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
         real[index, : len(episode.turns)] = True
-    read = (features, next_features, reference, kl)
-    return Sampled(row, played_by, outdated, old, weights, values, *read, rewards, real)
+    return Sampled(row, played_by, outdated, old, weights, values, features, reference, kl, rewards, real)
 
 
 def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -148,7 +138,7 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def players(episodes: Iterable[Episode]) -> dict[int, int]:
     """Which of several processes played each turn, by the turn's identity."""
-    return {id(turn): episode.rank for episode in episodes for turn in (*episode.turns, episode.next_turn)}
+    return {id(turn): episode.rank for episode in episodes for turn in episode.turns}
 
 
 def own_share(segments: Sequence[Segment], played_by: Mapping[int, int]) -> Sequence[Segment]:
