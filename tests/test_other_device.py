@@ -19,8 +19,6 @@ import torch
 from tests.on_other_device import CASES, FAULTS
 
 ROOT = Path(__file__).parent.parent
-
-
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 

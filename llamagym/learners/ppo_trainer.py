@@ -317,6 +317,7 @@ class PPOTrainer:
 
     def _chunks(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         """Parts of `rows` that fit one pass of the model."""
+        # Logits of all tokens are held, so no more on an accelerator.
         most = self.config.microbatch_nodes or PASS_TOKENS
         return torch.split(rows, max(1, most // ids.shape[1]))
 

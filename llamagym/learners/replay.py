@@ -49,8 +49,7 @@ class ReplayConfig(Options):
         batch_size: Turns per optimiser step, in whole contexts.
         learning_rate: Of Adam.
         max_grad_norm: Gradient clipping by norm.
-        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else. None: 1,024 on
-            a processor, more of a small model on an accelerator.
+        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
         seed: Of the choice among equals and of the order of turns.
     """
 
@@ -60,7 +59,7 @@ class ReplayConfig(Options):
     batch_size: int = 64
     learning_rate: float = 1e-4
     max_grad_norm: float = 1.0
-    microbatch_nodes: int | None = None
+    microbatch_nodes: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:

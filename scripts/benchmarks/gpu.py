@@ -85,7 +85,7 @@ def main() -> None:
         for count in counts:
             row = measure(replace(WORKLOADS[name], envs=count), dtype)
             rows[f"{name}, {count} environments"] = row
-            # A GPU may be lent for minutes.
+            # After each case: a rented GPU may be gone before the last.
             save(named("gpu", row["dtype"]), {**what, "cases": rows})
 
 
