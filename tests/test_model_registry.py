@@ -91,11 +91,14 @@ def test_entries_are_frozen_and_checked() -> None:
         ({"avx2": True, "avx512_f": True}, torch.float32),
         ({"avx512_bf16": True}, torch.bfloat16),
         ({"amx_bf16": True, "avx512_bf16": False}, torch.bfloat16),
+        ({"avx512_bf16": True, "avx512_fp16": True, "cpu_name": "AMD EPYC"}, torch.bfloat16),
+        ({"avx512_bf16": True, "avx512_fp16": True, "cpu_name": "Intel Xeon"}, torch.float32),
+        ({"amx_bf16": True, "avx512_bf16": True, "avx512_fp16": True, "cpu_name": "Intel Xeon"}, torch.bfloat16),
         ({"architecture": "aarch64", "arm_bf16": True}, torch.float32),
     ],
 )
-def test_cpu_dtype_is_bf16_only_where_native(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], expected: torch.dtype
+def test_cpu_dtype_is_bf16_only_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool | str], expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert entries()[0].dtype_for("cpu") == expected

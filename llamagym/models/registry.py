@@ -97,9 +97,10 @@ class ModelEntry:
     def dtype_for(self, device: torch.device | str) -> torch.dtype:
         """The dtype to load the model in on `device`.
 
-        CPU: bfloat16 where the processor computes it natively (AVX512-BF16 or AMX), else float32; ARM, whose
-        support varies, counts as not native. CUDA: bfloat16 where native, else float16. MPS: float32 up to a billion
-        parameters, float16 above. Where float16 is not safe, and on any other device: float32.
+        CPU: bfloat16 where the processor multiplies it faster than float32 (AMX, or AVX512-BF16 of AMD's and older
+        Intel's), else float32; ARM, whose support varies, counts as slower. CUDA: bfloat16 where native, else float16.
+        MPS: float32 up to a billion parameters, float16 above. Where float16 is not safe, and on any other device:
+        float32.
 
         >>> lookup("microsoft/phi-2").dtype_for("mps")
         torch.float16
