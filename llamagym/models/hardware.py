@@ -41,7 +41,7 @@ def _processor_has_bfloat16() -> bool:
     if has.get("amx_bf16", False):
         return True
     # Intel's since Sapphire Rapids, which know AVX512-FP16, leave bfloat16 to AMX. Where a virtual machine hides that,
-    # products in bfloat16 take 1.8 times as long as in float32.
+    # a pass's products take up to 1.8 times as long in bfloat16 as in float32.
     leaves_it_to_amx = "Intel" in has.get("cpu_name", "") and has.get("avx512_fp16", False)
     return has.get("avx512_bf16", False) and not leaves_it_to_amx
 
