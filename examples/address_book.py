@@ -45,7 +45,7 @@ def random_calls(episodes: int = 256) -> float:
 
 def main() -> None:
     """Load, show the format by random calls, learn, and report."""
-    args = script.parser(__doc__, episodes=5_000, num_envs=64, eval_every=5, eval_episodes=256).parse_args()
+    args = script.parser(__doc__, episodes=5_000, eval_every=5, eval_episodes=256).parse_args()
     agent = script.load(args, Clerk, "episode", max_new_tokens=8)
     if not args.resume:
         print(agent.sft_from_jsonl(FORMAT))

@@ -56,7 +56,6 @@ def main() -> None:
     options = script.parser(
         __doc__,
         episodes=12_000,
-        num_envs=64,
         eval_every=10,
         eval_episodes=256,
     )

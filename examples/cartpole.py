@@ -89,7 +89,7 @@ def make() -> gym.Env:
 
 def main() -> None:
     """Load, learn, and report."""
-    options = script.parser(__doc__, episodes=4000, num_envs=64, eval_every=10, eval_episodes=64)
+    options = script.parser(__doc__, episodes=4000, eval_every=10, eval_episodes=64)
     options.add_argument("--two-decimals", action="store_true", help="show the environment's own numbers, not cells")
     args = options.parse_args()
     agent = script.load(args, TwoDecimalsAgent if args.two_decimals else CartPoleAgent)

@@ -56,7 +56,7 @@ def policy_of(agent: Agent, greedy: bool) -> dict[int, list[float]]:
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(__doc__, episodes=30_000, num_envs=128, eval_every=1).parse_args()
+    args = script.parser(__doc__, episodes=30_000, eval_every=1).parse_args()
     agent = script.load(args, FrozenLakeAgent)
 
     def score(greedy: bool) -> script.Score:

@@ -35,7 +35,7 @@ class Guesser(Agent):
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(__doc__, episodes=20_000, num_envs=64, eval_every=10, eval_episodes=256).parse_args()
+    args = script.parser(__doc__, episodes=20_000, eval_every=10, eval_episodes=256).parse_args()
     baselines = {"random": script.random_return(GuessTheNumber), "optimum": 1.0}
     agent = script.load(args, Guesser, "episode")
     script.learn(args, agent, GuessTheNumber, script.play_held_out(agent, GuessTheNumber, args), baselines)

@@ -35,7 +35,7 @@ class CodeBreaker(Agent):
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(__doc__, episodes=40_000, num_envs=64, eval_every=10, eval_episodes=256).parse_args()
+    args = script.parser(__doc__, episodes=40_000, eval_every=10, eval_episodes=256).parse_args()
     baselines = {"random": script.random_return(Mastermind), "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
     script.learn(args, agent, Mastermind, script.play_held_out(agent, Mastermind, args), baselines)

@@ -44,7 +44,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="to play")
     options.add_argument("--minutes", type=float, help="stop after so many, if that is sooner")
-    options.add_argument("--num-envs", type=int, help="environments acted in at once")
+    options.add_argument("--num-envs", type=int, help="environments acted in at once; default: as many as suit the episodes")
     options.add_argument("--batch-size", type=int, help="turns per update")
     options.add_argument("--mini-batch-size", type=int, help="turns per optimiser step")
     options.add_argument("--learning-rate", type=float)
@@ -125,8 +125,7 @@ def play_held_out(agent: Agent, env: EnvSource, args: argparse.Namespace) -> Cal
     """Scores the agent, greedy or not, by playing `--eval-episodes` of an environment with seeds of its own."""
 
     def score(greedy: bool) -> Score:
-        together = min(args.num_envs, args.eval_episodes)
-        result = evaluate(agent, env, args.eval_episodes, HELD_OUT_SEED, together, greedy)
+        result = evaluate(agent, env, args.eval_episodes, HELD_OUT_SEED, args.num_envs, greedy)
         return result.mean, result.standard_error
 
     return score

@@ -68,9 +68,7 @@ def best_return() -> float:
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(
-        __doc__, episodes=100_000, minutes=15, num_envs=64, eval_every=10, eval_episodes=256
-    ).parse_args()
+    args = script.parser(__doc__, episodes=100_000, minutes=15, eval_every=10, eval_episodes=256).parse_args()
     baselines = {"random": script.random_return(make), "optimum": best_return()}
     agent = script.load(args, Driver)
     script.learn(args, agent, make, script.play_held_out(agent, make, args), baselines)

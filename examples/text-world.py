@@ -67,7 +67,6 @@ def main() -> None:
     options = script.parser(
         __doc__,
         episodes=3_000,
-        num_envs=64,
         eval_every=10,
         eval_episodes=100,
     )

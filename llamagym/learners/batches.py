@@ -27,6 +27,11 @@ class Batching:
         """Episodes of one start that are compared."""
         return 1
 
+    @property
+    def turns_wanted(self) -> int:
+        """How many turns that differ fill a batch."""
+        return _DIFFERENT_TURNS if self.config.batch_size is None else self.config.batch_size
+
     def take(self, finished: list[Episode], under_way: Sequence[Episode] = ()) -> list[Episode]:
         """Take a batch out of the finished episodes: all, once they hold enough turns (see `batch_size`), else none.
 

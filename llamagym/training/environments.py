@@ -26,7 +26,7 @@ from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json
 from .copy_errors import failed_copy, unpacked
 from .infos import Info, put_finals, split
-from .wrapper import REPLAY, Copy
+from .wrapper import REPLAY, REST, Copy
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Copies:
         rows: Their numbers.
         spec_id: The id that Gymnasium made them by; None if it did not make them.
         action_space: Of each.
-        can_replay: Whether episodes can be played again: the copies are of our own making.
+        can_replay: Whether the copies are of our own making: episodes can be played again, and copies can rest.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Copies:
         seeds: Sequence[int],
         which: np.ndarray[Any, Any] | None = None,
         replay: dict[int, list[Any]] | None = None,
+        rest: Sequence[int] = (),
     ) -> tuple[list[Any], list[Info]]:
         """Reset some copies, by default all.
 
@@ -76,6 +77,7 @@ class Copies:
             seeds: One per copy.
             which: The copies to reset, bool (count,).
             replay: Actions to play again after the reset, by the copy's number.
+            rest: Numbers of copies that are not reset but rest until they are.
 
         Returns:
             Each copy's observation; and its info, empty where it was not reset.
@@ -83,6 +85,8 @@ class Copies:
         options: dict[str, Any] = {} if which is None else {"reset_mask": which}
         if replay:
             options[REPLAY] = replay
+        if rest:
+            options[REST] = rest
         if isinstance(self._envs, AsyncVectorEnv):
             self._envs.reset_async(seed=list(seeds), options=options or None)
             longest = max(map(len, replay.values())) if replay else 0

@@ -154,12 +154,15 @@ def evaluate(
         player = agent if isinstance(agent, Agent) else PolicyPlayer(agent, parts[0].action_space, entropy % 2**32)
         play = Play(player, parts, ids, entropy, judge=judge)
         play.begin()
-        while any(len(done) < wanted for done, wanted in zip(played, quota, strict=True)):
+        resting = np.array(quota) == 0
+        while not resting.all():
             for episode in play.step().ended:
                 if len(played[episode.copy]) < quota[episode.copy]:
                     # The episode itself, with all its texts, is not kept.
                     outcome = (episode.total_reward, episode.length, episode.invalid_turns, episode.success)
                     played[episode.copy].append(outcome)
+                resting[episode.copy] = len(played[episode.copy]) == quota[episode.copy]
+            play.rest(resting)
     returns, lengths, invalid, successes = zip(*(outcome for done in played for outcome in done), strict=True)
     return EvaluationResult(list(returns), list(lengths), list(invalid), list(successes))
 

@@ -14,7 +14,7 @@ from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ConfigError
 from ..learners import ranks
-from ..learners.base import Stats
+from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
 from ..options import as_seed, check_arguments
 from .callbacks import Callback, Callbacks
@@ -28,6 +28,9 @@ from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Progress, Tracker
 
 logger = logging.getLogger(__name__)
+
+# Passes with fewer rows are slower, and episodes of one copy follow from one another.
+_FEWEST_COPIES = 16
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ def train(
         episodes: Stop when this many have ended; unfinished ones are dropped. None: no limit. Of several budgets
             (`episodes`, `turns`, `minutes`) the one that is spent first ends the training.
         num_envs: Copies that are acted in at once. None: 64, fewer if groups of episodes do not divide that, or 1 of an
-            environment that cannot be copied.
+            environment that cannot be copied. Where no groups are compared, 16 of them begin, and after each update as
+            many go on, 16 at least, as a batch holds episodes. More would grow old together where episodes are long:
+            hardly any of them begins, so how to begin is hardly ever learnt from.
         seed: Of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update, after callbacks and tracker; returning True ends the
             training.
@@ -151,6 +156,7 @@ def train(
     run = Run(agent, episodes, turns, minutes)
     seed = as_seed(seed)
     size = agent.learner.group_size if group_size is None else group_size
+    adapts_copies = num_envs is None and size == 1
     num_envs = copies_for(env, num_envs, max(size, 1))
     if size < 1 or num_envs % size:
         raise ConfigError(
@@ -191,6 +197,8 @@ def train(
             saved = SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play, options)
         before = saved.read() if saved and resume else None
         if before is None:
+            if adapts_copies:
+                play.keep(_FEWEST_COPIES)
             play.begin()
         else:
             run.load_state_dict(before)
@@ -207,6 +215,8 @@ def train(
             progress.advance([episode.total_reward for episode in counted], taken.stats)
             _tell(told, run, counted, taken.stats)
             if taken.stats:
+                if adapts_copies:
+                    play.keep(_copies_for_batches(agent.learner, taken.stats))
                 trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
                 if on_update is not None and on_update(taken.stats):
                     run.stop()
@@ -234,6 +244,12 @@ def train(
     if message:
         logger.warning(message)
     return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes)
+
+
+def _copies_for_batches(learner: Learner, stats: Stats) -> int:
+    """As many copies as a batch holds episodes of the length of the last batch's, in each process its share."""
+    length = stats["turns"] / stats["episodes"]
+    return max(_FEWEST_COPIES, math.ceil(learner.turns_wanted / length / ranks.count()))
 
 
 @contextmanager

@@ -6,6 +6,8 @@ a row share these seeds: each copy takes the next one of its row when its episod
 not.
 
 Copies may come in parts. Then the agent acts in one part while the others step.
+
+A copy can be told to rest: once its episode has ended it begins no other, and nothing is done in it.
 """
 
 from __future__ import annotations
@@ -52,12 +54,22 @@ class Taken(NamedTuple):
         return Taken(sum(turns), list(chain(*ended)), self.stats)
 
 
+class _Outcome(NamedTuple):
+    """What came of an action in a copy."""
+
+    observation: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Info
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A part of the copies in the middle of a step, and what takes its turns back."""
+    """A part of the copies in the middle of a step: each copy's action, and what takes its turns back."""
 
     copies: Copies
-    actions: list[Any]
+    actions: dict[int, Any]
     undo: ExitStack
 
 
@@ -95,6 +107,8 @@ class Play:
         self._groups = self._groups_from(0)
         # Copies whose episode has ended, until the next step resets them.
         self._over = np.zeros(count, dtype=bool)
+        # Copies that are to rest, and those that do, since their episode has ended.
+        self._told_to_rest, self._at_rest = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
         # What was done and earned in each copy since its reset.
         self._actions: list[list[Any]] = [[] for _ in self._ids]
         self._rewards: list[list[float]] = [[] for _ in self._ids]
@@ -109,7 +123,24 @@ class Play:
 
     def begin(self) -> None:
         """Start the first episodes."""
-        self._reset(np.ones(len(self._ids), dtype=bool))
+        self._at_rest = self._told_to_rest.copy()
+        self._reset(np.ones(len(self._ids), dtype=bool), rests=self._at_rest)
+
+    def rest(self, which: np.ndarray[Any, Any]) -> None:
+        """Say which copies, bool (count,), are to rest; others that do begin their next episode.
+
+        In each part one must go on. Copies of the caller's making never rest.
+        """
+        if self._parts[0].can_replay:
+            self._told_to_rest[:] = which
+
+    def keep(self, wanted: int) -> None:
+        """Let so many copies go on, as large a share of each part, rounded up; the others are to rest."""
+        which = np.zeros_like(self._told_to_rest)
+        for copies in self._parts:
+            kept = min(copies.count, -(-copies.count * wanted // len(self._ids)))
+            which[copies.rows.start + kept : copies.rows.stop] = True
+        self.rest(which)
 
     def step(self) -> Taken:
         """Act in every part that is not in the middle of a step, then end the step that began first.
@@ -143,67 +174,75 @@ class Play:
 
     def _act(self, copies: Copies) -> None:
         """Act in a part, where an episode has ended in a new one; the part is in the middle of a step then."""
-        agent, rows, ids = self._agent, copies.rows, self._ids[copies.rows]
-        ended = np.zeros_like(self._over)
-        ended[rows] = self._over[rows]
-        self._reset(ended)
+        agent, rows = self._agent, copies.rows
+        waiting, here = self._over | self._at_rest, np.zeros_like(self._over)
+        here[rows] = True
+        begins, rests = here & waiting & ~self._told_to_rest, here & self._over & self._told_to_rest
+        self._reset(begins | rests, rests=rests)
         self._over[rows] = False
+        self._at_rest = (self._at_rest | rests) & ~begins
+        acting = np.flatnonzero(here & ~self._at_rest).tolist()
+        ids = [self._ids[i] for i in acting]
         with ExitStack() as undo:
             undo.enter_context(agent.undone_on_error(ids))
-            actions = agent.act_batch(self._observations[rows], ids, self._infos[rows])
-            if isinstance(agent, Agent) and any(action is None for action in actions):
+            observations, infos = [self._observations[i] for i in acting], [self._infos[i] for i in acting]
+            actions = dict(zip(acting, agent.act_batch(observations, ids, infos), strict=True))
+            if isinstance(agent, Agent) and any(action is None for action in actions.values()):
                 raise ActionParseError(f"A reply names no action. {no_action_advice(agent)}")
-            copies.send(actions)
+            # A copy at rest does nothing, whatever it is sent.
+            copies.send([actions.get(i, actions[acting[0]]) for i in range(rows.start, rows.stop)])
             self._pending.append(_Pending(copies, actions, undo.pop_all()))
 
     def _end_step(self) -> Taken:
         """End the step that began first."""
         agent, pending = self._agent, self._pending[0]
         copies, actions = pending.copies, pending.actions
-        first, ids, seeds = copies.rows.start, self._ids[copies.rows], self._seeds(copies)
-        observations, rewards, terminated, truncated, infos = copies.receive()
-        agent.assign_rewards(rewards.tolist(), ids)
-        over = terminated | truncated
-        done = np.flatnonzero(over).tolist()
-        cut = [bool(truncated[i] and not terminated[i]) for i in done]
+        seeds, numbers = self._seeds(copies), range(copies.rows.start, copies.rows.stop)
+        # By the copy's number, of all that do not rest.
+        outcomes = {
+            i: _Outcome(seen, float(reward), terminated, truncated, info)
+            for i, seen, reward, terminated, truncated, info in zip(numbers, *copies.receive(), strict=True)
+            if i in actions
+        }
+        agent.assign_rewards([outcome.reward for outcome in outcomes.values()], [self._ids[i] for i in outcomes])
+        done = [i for i, outcome in outcomes.items() if outcome.terminated or outcome.truncated]
+        cut = [not outcomes[i].terminated for i in done]
         ended = [
-            self._judged(
-                self._played(first + i, actions[i], float(rewards[i]), seeds[i], was_cut, infos[i]), pending.undo
-            )
-            for i, was_cut in zip(done, cut, strict=True)
+            self._judged(self._played(i, actions[i], outcomes[i], seeds[i - copies.rows.start]), pending.undo)
+            for i in done
         ]
         stats: Stats = {}
         if done or self._ranks > 1:
-            groups = [seeds[i] if self._group_size > 1 else None for i in done]
-            finals, said = [observations[i] for i in done], [infos[i] for i in done]
-            stats = agent.terminate_episodes([ids[i] for i in done], cut, finals, groups=groups, final_infos=said)
+            groups = [episode.seed if self._group_size > 1 else None for episode in ended]
+            finals, infos = [outcomes[i].observation for i in done], [outcomes[i].info for i in done]
+            ids = [self._ids[i] for i in done]
+            stats = agent.terminate_episodes(ids, cut, finals, groups=groups, final_infos=infos)
         self._pending.popleft().undo.close()
-        for i, (action, reward) in enumerate(zip(actions, rewards.tolist(), strict=True), first):
-            self._actions[i].append(action)
-            self._rewards[i].append(reward)
-        self._observations[copies.rows], self._infos[copies.rows] = observations, infos
-        self._over[copies.rows] = over
+        for i, outcome in outcomes.items():
+            self._actions[i].append(actions[i])
+            self._rewards[i].append(outcome.reward)
+            self._observations[i], self._infos[i] = outcome.observation, outcome.info
         for i in done:
-            self._groups[first + i] += self._rows * self._ranks
-            self._actions[first + i].clear()
-            self._rewards[first + i].clear()
-        return Taken(len(ids), ended, stats)
+            self._over[i] = True
+            self._groups[i] += self._rows * self._ranks
+            self._actions[i].clear()
+            self._rewards[i].clear()
+        return Taken(len(outcomes), ended, stats)
 
-    def _played(
-        self, copy: int, action: Any, reward: float, seed: int, was_cut: bool, info: Mapping[str, Any]
-    ) -> PlayedEpisode:
+    def _played(self, copy: int, action: Any, last: _Outcome, seed: int) -> PlayedEpisode:
         """The episode that ends with an action."""
         conversation = self._agent.conversation(self._ids[copy])
+        was_cut = not last.terminated
         return PlayedEpisode(
             copy,
             seed,
             (*self._actions[copy], action),
-            (*self._rewards[copy], reward),
+            (*self._rewards[copy], last.reward),
             tuple(conversation.turns) if conversation else (),
             tuple(conversation.messages) if conversation else (),
             not was_cut,
             was_cut,
-            info,
+            last.info,
         )
 
     def _judged(self, episode: PlayedEpisode, undone: ExitStack) -> PlayedEpisode:
@@ -232,7 +271,10 @@ class Play:
             "next_group": 1 + max(ranks.gather(int(self._groups.max()))),
             "actions": [self._parts[0].saved_actions(actions) for actions in self._actions],
             # Of an episode that has yet to begin nothing was seen.
-            "texts": [None if over else text for text, over in zip(self._texts(), self._over, strict=True)],
+            "texts": [
+                None if over else text for text, over in zip(self._texts(), self._over | self._at_rest, strict=True)
+            ],
+            "told_to_rest": self._told_to_rest.tolist(),
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -247,7 +289,9 @@ class Play:
         self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
         can_replay = self._parts[0].can_replay
         replay = dict(enumerate(self._actions)) if can_replay else None
-        self._reset(np.ones(len(self._ids), dtype=bool), replay)
+        self._told_to_rest[:] = state.get("told_to_rest", False)
+        self._at_rest = self._told_to_rest & np.array([text is None for text in state["texts"]])
+        self._reset(np.ones(len(self._ids), dtype=bool), replay, self._at_rest)
         if can_replay:
             changed = np.array(
                 [then not in (now, None) for now, then in zip(self._texts(), state["texts"], strict=True)]
@@ -271,12 +315,18 @@ class Play:
             self._rewards[i].clear()
         self._reset(changed)
 
-    def _reset(self, which: np.ndarray[Any, Any], replay: dict[int, list[Any]] | None = None) -> None:
-        """Begin new episodes in some copies, bool (count,), and play actions again there."""
+    def _reset(
+        self,
+        which: np.ndarray[Any, Any],
+        replay: dict[int, list[Any]] | None = None,
+        rests: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """Begin new episodes in some copies, bool (count,), and play actions again there; or let them rest."""
+        at_rest = [] if rests is None else np.flatnonzero(rests).tolist()
         for copies in self._parts:
             mine = which[copies.rows]
             if mine.any():
-                observations, infos = copies.reset(self._seeds(copies), None if mine.all() else mine, replay)
+                observations, infos = copies.reset(self._seeds(copies), None if mine.all() else mine, replay, at_rest)
                 for i in np.flatnonzero(mine).tolist():
                     self._observations[copies.rows.start + i] = observations[i]
                     self._infos[copies.rows.start + i] = infos[i]
