@@ -28,7 +28,7 @@ from .runs import AGENT, EVALUATION_SEED, copy_prompt
 @click.option("--model", default=EMBEDDED_NAME, show_default=True, help="Registered name, folder or hub id.")
 @click.option("--prompt", type=click.Path(path_type=Path), help="The environment in words: a .yaml or .py file.")
 @click.option("--context", type=click.Choice(["turn", "episode"]), help="What the model sees.  [default: it depends]")
-@click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: 64]")
+@click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: as suits the episodes]")
 @click.option("--batch-size", type=int, help="Turns per update.  [default: it follows from the task]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--eval-episodes", type=int, default=100, show_default=True, help="Episodes before, and after.")

@@ -121,7 +121,8 @@ def evaluate(
 ) -> EvaluationResult:
     """Measure an agent or another policy; nothing is learnt, and what the agent was training on stays as it is.
 
-    Every copy plays the same number of episodes, give or take one: taking the first to end would prefer short ones.
+    Every copy plays the same number of episodes, give or take one, then rests: taking the first to end would prefer
+    short ones.
     With the same seed all policies play the same episodes.
 
     Args:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ConfigError
@@ -105,9 +107,9 @@ def train(
         episodes: Stop when this many have ended; unfinished ones are dropped. None: no limit. Of several budgets
             (`episodes`, `turns`, `minutes`) the one that is spent first ends the training.
         num_envs: Copies that are acted in at once. None: 64, fewer if groups of episodes do not divide that, or 1 of an
-            environment that cannot be copied. Where no groups are compared, 16 of them begin, and after each update as
-            many go on, 16 at least, as a batch holds episodes. More would grow old together where episodes are long:
-            hardly any of them begins, so how to begin is hardly ever learnt from.
+            environment that cannot be copied. Unless groups are compared or steps overlap, 16 of them begin, and after
+            each update as many go on, 16 at least, as a batch holds episodes. More would grow old together where
+            episodes are long: hardly any of them begins, so how to begin is hardly ever learnt from.
         seed: Of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update, after callbacks and tracker; returning True ends the
             training.
@@ -156,7 +158,7 @@ def train(
     run = Run(agent, episodes, turns, minutes)
     seed = as_seed(seed)
     size = agent.learner.group_size if group_size is None else group_size
-    adapts_copies = num_envs is None and size == 1
+    finds_copies = num_envs is None and size == 1 and not overlap
     num_envs = copies_for(env, num_envs, max(size, 1))
     if size < 1 or num_envs % size:
         raise ConfigError(
@@ -197,8 +199,8 @@ def train(
             saved = SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play, options)
         before = saved.read() if saved and resume else None
         if before is None:
-            if adapts_copies:
-                play.keep(_FEWEST_COPIES)
+            if finds_copies:
+                play.rest(np.arange(num_envs) >= _FEWEST_COPIES)
             play.begin()
         else:
             run.load_state_dict(before)
@@ -215,8 +217,8 @@ def train(
             progress.advance([episode.total_reward for episode in counted], taken.stats)
             _tell(told, run, counted, taken.stats)
             if taken.stats:
-                if adapts_copies:
-                    play.keep(_copies_for_batches(agent.learner, taken.stats))
+                if finds_copies:
+                    play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, taken.stats))
                 trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
                 if on_update is not None and on_update(taken.stats):
                     run.stop()

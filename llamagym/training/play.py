@@ -134,14 +134,6 @@ class Play:
         if self._parts[0].can_replay:
             self._told_to_rest[:] = which
 
-    def keep(self, wanted: int) -> None:
-        """Let so many copies go on, as large a share of each part, rounded up; the others are to rest."""
-        which = np.zeros_like(self._told_to_rest)
-        for copies in self._parts:
-            kept = min(copies.count, -(-copies.count * wanted // len(self._ids)))
-            which[copies.rows.start + kept : copies.rows.stop] = True
-        self.rest(which)
-
     def step(self) -> Taken:
         """Act in every part that is not in the middle of a step, then end the step that began first.
 
