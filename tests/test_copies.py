@@ -1,0 +1,93 @@
+"""Copies of an environment that rest: how many act, what is done in those that do not, and runs that go on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from llamagym import evaluate, train
+from llamagym.training.environments import opened
+from llamagym.training.play import Play
+from llamagym.training.policies import PolicyPlayer
+from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+from tests.resumed_run import DiceEnv, learn, make
+
+
+class CountedAgent(ChoiceAgent):
+    """Remembers in how many copies it acted at each step."""
+
+    def act_batch(self, observations: Any, *args: Any) -> Any:
+        self.__dict__.setdefault("acted", []).append(len(observations))
+        return super().act_batch(observations, *args)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 64), (3, 32), (30, 16)])
+def test_as_many_copies_act_as_a_batch_holds_episodes(length, expected):
+    agent = make_agent(CountedAgent, context="turn", ppo={"batch_size": 96, "mini_batch_size": 96})
+    result = train(agent, functools.partial(CountdownEnv, length), turns=2000, seed=0)
+    assert len(result.updates) >= 3
+    assert agent.acted[0] == 16
+    assert agent.acted[-1] == expected
+
+
+def test_copies_that_were_asked_for_and_those_of_groups_all_act():
+    asked = make_agent(CountedAgent, context="turn", ppo={"batch_size": 96, "mini_batch_size": 96})
+    train(asked, functools.partial(CountdownEnv, 30), turns=500, seed=0, num_envs=20)
+    assert set(asked.acted) == {20}
+    groups = make_agent(CountedAgent, context="turn", algorithm="grpo", grpo={"batch_size": 96, "group_size": 8})
+    train(groups, functools.partial(CountdownEnv, 3), turns=500, seed=0)
+    assert set(groups.acted) == {64}
+
+
+class StepsEnv(DiceEnv):
+    """Counts the steps of all copies."""
+
+    steps: ClassVar[list[int]] = []
+
+    def step(self, action: int) -> Any:
+        self.steps.append(action)
+        return super().step(action)
+
+
+def test_an_evaluation_plays_no_more_than_it_counts():
+    StepsEnv.steps.clear()
+    result = evaluate("random", StepsEnv, episodes=21, seed=0, num_envs=6)
+    assert len(result.returns) == 21
+    assert len(StepsEnv.steps) == round(21 * result.mean_length)
+
+
+def test_an_evaluation_in_a_caller_s_copies_plays_the_same_episodes():
+    envs = gym.vector.SyncVectorEnv([DiceEnv] * 6)
+    assert evaluate("random", envs, 21, seed=0).lengths == evaluate("random", DiceEnv, 21, seed=0, num_envs=6).lengths
+
+
+def test_parts_rest_apart_and_copies_wake():
+    with opened(functools.partial(CountdownEnv, 1), [3, 5]) as parts:
+        play = Play(PolicyPlayer("random", parts[0].action_space, 0), parts, list(range(8)), seed=0)
+        play.begin()
+        play.rest(np.array([False, False, True, False, False, False, True, True]))
+        # What was under way is played to its end.
+        assert [play.step().turns for _ in range(6)] == [3, 5, 2, 3, 2, 3]
+        play.rest(np.zeros(8, dtype=bool))
+        # The first part is in the middle of a step already.
+        assert [play.step().turns for _ in range(4)] == [2, 5, 3, 5]
+
+
+@pytest.mark.parametrize("context", ["turn", "episode"])
+def test_a_run_whose_copies_rest_goes_on(tmp_path, context):
+    def run(folder: str, updates: int, resume: bool = False) -> dict[str, Any]:
+        sizes = {"batch_size": 70, "mini_batch_size": 35}
+        agent = make(ChoiceAgent, ppo=sizes, context=context)
+        return learn(agent, updates, num_envs=None, checkpoint_dir=tmp_path / folder, resume=resume)
+
+    whole, first, resumed = run("one", 6), run("two", 3), run("two", 3, resume=True)
+    assert first["stats"] == whole["stats"][:3]
+    assert resumed == whole
+    # So many act by turns, 64 at most, 16 at first.
+    acted = {len(actions) for actions in whole["actions"]}
+    assert len(acted) > 1
+    assert 16 <= min(acted) <= max(acted) < 64
