@@ -223,15 +223,22 @@ def test_what_learnt_before_it_chose_is_not_tempered():
     assert agent.policy.calibration.prior == pytest.approx(prior_of(usual(agent, WORDS)), rel=1e-3, abs=1e-3)
 
 
-def test_a_sample_of_contexts_is_enough():
+def test_a_sample_of_contexts_is_enough_and_none_is_likelier_in_it_than_another():
     calibration, choices = Calibration(), ((1,), (2,))
     decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=ChoiceTrie.of(choices).branches)
-    for number in range(300):
+    measured = 0
+    for number in range(4000):
         trees = [TokenTree((2 * number + at,), (), (decision,)) for at in range(2)]
         found = calibration.unmeasured(trees, learns=False)
-        assert bool(found) == (number < 256)
-        calibration.add(found, [[((1,), float(number % 2)), ((2,), 0.0)] for _ in found])
-    assert calibration.prior == {(1,): 0.5, (2,): 0.0}
+        assert found == trees or number >= 256
+        measured += len(found)
+        calibration.add({tree: [[((1,), number / 4000), ((2,), 0.0)]] for tree in found})
+        # What was measured, or not, is not measured again.
+        assert calibration.unmeasured(trees, learns=False) == []
+    # 512 and, of all later ones, the share that the sample had of those before: 512 (1 + ln(8000 / 512)).
+    assert measured == pytest.approx(1920, abs=100)
+    # The mean of all so far when it was last looked at, at 1.65 times as many a time; the first 512 alone have 0.03.
+    assert calibration.prior == {(1,): pytest.approx(0.4, abs=0.13), (2,): 0.0}
 
 
 def test_what_is_offered_late_is_measured_like_what_was_offered_first():

@@ -263,7 +263,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             self._guard.settle(is_good)
             if not is_good:
                 steps, skipped = steps - 1, skipped + 1
-        self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps)
+        self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps and not self._whiten.is_flat)
         means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._bonus}
         if sums:
             self._entropy.update(means["entropy"])

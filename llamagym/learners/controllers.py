@@ -30,6 +30,9 @@ class Whitening(Stateful):
     Once every action earns the same, what is left of the advantages is the critic's error. Scaled to full size it would
     drive the policy as hard as rewards did before, away from what it has learnt. So a deviation counts as no less than
     a quarter of what was usual. Before the first reward there is nothing but that error, and they all count as 0.
+
+    Attributes:
+        is_flat: Whether the last batch's deviation was below that quarter.
     """
 
     saved = ("_usual", "_latest")
@@ -37,6 +40,7 @@ class Whitening(Stateful):
     def __init__(self) -> None:
         """Begin without a past."""
         self._usual = 0.0
+        self.is_flat = False
         self._latest: list[float] = []
 
     def __call__(self, advantages: Tensor, real: Tensor, rewarded: bool = True) -> Tensor:
@@ -50,6 +54,7 @@ class Whitening(Stateful):
             usual = max(self._latest, default=0.0)
         else:
             usual = self._usual = max(median(self._latest), _KEPT * self._usual)
+        self.is_flat = deviation < _LEAST_SHARE * usual
         return masked_whiten(advantages, real, least_std=_LEAST_SHARE * usual)
 
 
@@ -85,7 +90,8 @@ class RateController(Stateful):
 
         Args:
             kl: By which the update moved the policy.
-            may_rise: Whether steps have their full size by now, so that a small KL means too small a rate.
+            may_rise: Whether a small KL means too small a rate: steps have their full size by now, and the batch told
+                good actions from bad ones.
         """
         if self._target is None:
             return

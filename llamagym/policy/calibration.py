@@ -1,8 +1,11 @@
 """What choices are measured against: how likely the reference finds their tokens anyway, and how far contexts differ.
 
-Both are part of the policy. They are measured over the first contexts that offer choices, again whenever these have
-doubled, and frozen when there are enough or the policy begins to learn. What is offered for the first time later is
-measured where that happens.
+Both are part of the policy. They are measured over a sample of all contexts that offer choices, again whenever it has
+changed enough, and frozen when the policy begins to learn. What is offered for the first time later is measured where
+that happens.
+
+The sample must be of all turns. In a conversation that holds a reply many times, a small model says nothing else any
+more; measured at the beginnings of episodes alone, that would be left as it is.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from typing_extensions import Self
 from ..engine.choice_trie import Ids
 from ..engine.token_tree import TokenTree
 
-# Contexts that are taken as a sample of all.
+# Contexts in the sample: those whose names, which are hashes, come first in order. So all are as likely to be in it,
+# whenever and wherever they are met (a bottom-k sketch, Cohen and Kaplan 2007, https://doi.org/10.1145/1281100.1281133).
 _CONTEXTS = 512
 
 Row = Sequence[tuple[Ids, float]]
 """A place where choices part: the tokens up to each that may follow, and how likely that is, see `choices.relative`."""
+Sample = Mapping[str, Sequence[Row]]
+"""The places of contexts, by the contexts' names."""
 
 
 class Calibration:
@@ -31,7 +37,7 @@ class Calibration:
         prior: The mean over contexts of how much likelier than what else may follow the last of some tokens is.
         deviation: Of single contexts from it, within a place where choices part: root mean square in nats, at least 1.
             A model that repeats what a conversation holds already is far from it, and would explore nothing.
-        measured: What was measured since several processes last agreed.
+        measured: What was measured since several processes last agreed, by the context's name.
     """
 
     def __init__(self, is_frozen: bool = False) -> None:
@@ -42,11 +48,11 @@ class Calibration:
         """
         self.prior: dict[Ids, float] = {}
         self.deviation = 1.0
-        self.measured: list[Row] = []
+        self.measured: dict[str, Sequence[Row]] = {}
         self._is_frozen = is_frozen
-        self._agreed: list[Row] = []
-        self._contexts: set[str] = set()
-        self._due = 1
+        self._sample: dict[str, Sequence[Row]] = {}
+        # How many contexts have come into the sample, and at how many it is to be looked at again.
+        self._taken, self._due = 0, 1
 
     def anew(self) -> Calibration:
         """One of another reference, of which nothing is known."""
@@ -60,30 +66,35 @@ class Calibration:
             learns: Whether the policy has begun to learn.
         """
         self._is_frozen |= learns
-        if self._is_open:
-            return [tree for tree in trees if _name(tree) not in self._contexts]
-        return [tree for tree in trees if not self._is_known(tree)]
+        if self._is_frozen:
+            return [tree for tree in trees if not self._is_known(tree)]
+        last = max(self._sample, default="") if len(self._sample) == _CONTEXTS else None
+        names = {tree: _name(tree) for tree in trees}
+        return [tree for tree, name in names.items() if name not in self._sample and (last is None or name < last)]
 
-    def add(self, trees: Sequence[TokenTree], found: Sequence[Row]) -> bool:
+    def add(self, found: Mapping[TokenTree, Sequence[Row]]) -> bool:
         """Take what was measured in contexts that had not been.
 
         Returns:
             Whether what had been measured before is another now.
         """
-        if self._is_open:
-            self.measured += found
-            self._contexts.update(map(_name, trees))
-            if len(self._contexts) >= self._due:
-                self._due = 2 * len(self._contexts)
-                return self._fit([*self._agreed, *self.measured])
+        rows = {_name(tree): places for tree, places in found.items()}
+        if not self._is_frozen:
+            self._taken += len(rows)
+            self._take(rows)
+            self.measured = {name: self._sample[name] for name in (*self.measured, *rows) if name in self._sample}
+            if self._taken >= self._due:
+                self._due = self._taken + min(self._taken, _CONTEXTS // 2)
+                return self._fit()
         else:
-            late = ([each for each in row if each[0] not in self.prior] for row in found)
-            self.measured += filter(None, late)
+            for name, places in rows.items():
+                if late := [new for row in places if (new := [each for each in row if each[0] not in self.prior])]:
+                    self.measured[name] = late
         # What is known stays.
-        self.prior = _means(found) | self.prior
+        self.prior = _means(rows.values()) | self.prior
         return False
 
-    def agree(self, measured: Sequence[Sequence[Row]], learns: bool) -> bool:
+    def agree(self, measured: Sequence[Sample], learns: bool) -> bool:
         """Take what several processes, this one among them, measured since they last agreed.
 
         Args:
@@ -93,51 +104,58 @@ class Calibration:
         Returns:
             Whether anything was: then what each of them sampled counts as another policy's.
         """
-        rows = [row for of_one in measured for row in of_one]
-        self.measured = []
+        self.measured = {}
         self._is_frozen |= learns
         if self._is_frozen:
-            self.prior |= _means(rows)
+            self.prior |= _means(places for of_one in measured for places in of_one.values())
         else:
-            self._agreed += rows
-            self._fit(self._agreed)
-        return bool(rows)
+            for of_one in measured:
+                self._take(of_one)
+            self._fit()
+        return any(measured)
 
     def record(self, learns: bool) -> dict[str, Any]:
-        """What to save: the sample of contexts too, while it grows.
+        """What to save: the sample of contexts too, while it changes.
 
         Args:
             learns: Whether the policy has begun to learn.
         """
         self._is_frozen |= learns
-        sample = [self._due, sorted(self._contexts), self._agreed, self.measured] if self._is_open else None
-        return {"choice_prior": list(self.prior.items()), "choice_deviation": self.deviation, "choice_sample": sample}
+        sample = None if self._is_frozen else [self._taken, self._due, self._sample, list(self.measured)]
+        return {"choice_prior": list(self.prior.items()), "choice_deviation": self.deviation, "choice_contexts": sample}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """What `record` was given of."""
-        known = cls(is_frozen=record["choice_sample"] is None)
+        # Older records name the sample otherwise; what it came to stays as it is.
+        sample = record.get("choice_contexts")
+        known = cls(is_frozen=sample is None)
         known.prior = dict(_row(record["choice_prior"]))
         known.deviation = record["choice_deviation"]
-        if not known._is_frozen:
-            known._due, contexts, *rows = record["choice_sample"]
-            known._contexts = set(contexts)
-            known._agreed, known.measured = (list(map(_row, part)) for part in rows)
+        if sample is not None:
+            known._taken, known._due, rows, measured = sample
+            known._sample = {name: list(map(_row, places)) for name, places in rows.items()}
+            known.measured = {name: known._sample[name] for name in measured}
         return known
 
-    @property
-    def _is_open(self) -> bool:
-        return not self._is_frozen and len(self._contexts) < _CONTEXTS
+    def _take(self, rows: Sample) -> None:
+        """Take contexts into the sample, as far as they belong there."""
+        sample = {**self._sample, **rows}
+        self._sample = {name: sample[name] for name in sorted(sample)[:_CONTEXTS]}
 
     def _is_known(self, tree: TokenTree) -> bool:
         branches = tree.decisions[0].branches
         return all((*branch.path, token) in self.prior for branch in branches for token in branch.targets)
 
-    def _fit(self, rows: Sequence[Row]) -> bool:
-        """Prior and deviation of a sample; says whether they replace others."""
+    def _fit(self) -> bool:
+        """Take prior and deviation from the sample; says whether they replace others."""
         before = self.prior, self.deviation
-        self.prior = self.prior | _means(rows)
-        squares = [_square_of_deviation([likelier - self.prior[path] for path, likelier in row]) for row in rows]
+        self.prior = self.prior | _means(self._sample.values())
+        squares = [
+            _square_of_deviation([likelier - self.prior[path] for path, likelier in row])
+            for places in self._sample.values()
+            for row in places
+        ]
         self.deviation = max(1.0, math.sqrt(math.fsum(squares) / max(1, len(squares))))
         return bool(before[0]) and before != (self.prior, self.deviation)
 
@@ -152,10 +170,10 @@ def _row(saved: Iterable[tuple[Sequence[int], float]]) -> Row:
     return [(tuple(path), likelier) for path, likelier in saved]
 
 
-def _means(rows: Iterable[Row]) -> dict[Ids, float]:
-    """The mean of each over all rows that hold it."""
+def _means(contexts: Iterable[Sequence[Row]]) -> dict[Ids, float]:
+    """The mean of each over all places that hold it."""
     found: dict[Ids, list[float]] = {}
-    for path, likelier in (each for row in rows for each in row):
+    for path, likelier in (each for places in contexts for row in places for each in row):
         found.setdefault(path, []).append(likelier)
     return {path: math.fsum(values) / len(values) for path, values in found.items()}
 

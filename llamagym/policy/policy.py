@@ -345,6 +345,6 @@ class Policy:
             return
         with self._reader(reference=True) as backbone:
             parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
-            rows = [row for part in parts for row in read_reference(backbone, part, self._closing_id)]
-        if self.calibration.add(fresh, rows):
+            found = dict(each for part in parts for each in read_reference(backbone, part, self._closing_id).items())
+        if self.calibration.add(found):
             self.calibration_changed()

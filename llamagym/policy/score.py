@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,8 @@ def read(
     return Reading(plan, features, values, text[:, 0], entropy, of_branches, entropy_from_logits(of_branches))
 
 
-def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> list[Row]:
-    """How likely the reference finds each token where choices part, for `Calibration`.
+def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> dict[TokenTree, list[Row]]:
+    """How likely the reference finds each token where choices part, of each tree, for `Calibration`.
 
     Args:
         backbone: The model.
@@ -85,10 +86,11 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
     logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False), plan)
-    return [
+    rows = (
         [((*branch.path, token), likelier) for token, likelier in zip(branch.targets, row, strict=False)]
         for branch, row in zip(plan.branches, relative(plan, logits).tolist(), strict=True)
-    ]
+    )
+    return {tree: list(islice(rows, len(tree.decisions[0].branches))) for tree in trees}
 
 
 def _of_targets(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
