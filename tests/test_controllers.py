@@ -85,5 +85,8 @@ def test_advantages_that_say_next_to_nothing_are_not_blown_up():
     varied = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     # The unbiased deviation of these is (4 / 3) ** 0.5; a hundredth of it counts as a quarter.
     assert whiten(varied, real).tolist() == [pytest.approx([0.75**0.5, -(0.75**0.5)] * 2)]
+    assert not whiten.is_flat
     assert whiten(0.01 * varied, real).tolist() == [pytest.approx([0.04 * 0.75**0.5, -0.04 * 0.75**0.5] * 2, rel=1e-3)]
+    assert whiten.is_flat
     assert whiten(0.5 * varied, real).std().item() == pytest.approx(1.0, rel=1e-3)
+    assert not whiten.is_flat

@@ -189,6 +189,17 @@ def test_the_learning_rate_follows_the_kl_within_bounds():
     assert agent.learner.optimizer.param_groups[0]["lr"] == pytest.approx(2e-4 / 1.5)
 
 
+@pytest.mark.parametrize(("share", "scale"), [(1.0, 0.15), (1e-4, 0.1)])
+def test_a_batch_that_tells_nothing_does_not_raise_the_learning_rate(share, scale):
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 100.0, "warmup_steps": 1})
+    agent.learner.update(fill(agent, 3, 2)[-3:])
+    agent.learner._rate.scale = 0.1
+    # What was usual before decides what is next to nothing.
+    agent.learner._whiten._latest = [next(iter(agent.learner._whiten._latest)) / share]
+    agent.learner.update(fill(agent, 3, 2)[-3:])
+    assert agent.learner._rate.scale == pytest.approx(scale)
+
+
 def test_learning_rates_rise_over_the_first_steps():
     options = {"batch_size": 1000, "warmup_steps": 4, "learning_rate": 8e-3, "value_learning_rate": 4e-3}
     agent = make_agent(ChoiceAgent, ppo=options)
