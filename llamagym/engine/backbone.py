@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from ..models.peft_internals import acting_on_every_token
+from .gathering import GatheringCache
 from .kv_cache import BufferCache, KVBuffer, entries_of
 from .masks import Tokens, causal
 from .prefix_cache import PrefixCache
@@ -45,13 +46,12 @@ class Backbone(PrefixCache):
         nodes, size = batch.nodes, batch.history.shape[1]
         self.tokens_forwarded += nodes.inputs.numel()
         if not self.history_is_frozen and (torch.is_grad_enabled() or not adapted):
-            cache = self._prefill_with_gradients(batch)
+            cache: BufferCache = self._prefill_with_gradients(batch)
         else:
             known = self.prefill(trees, with_decisions=self.history_is_frozen)
             prefix, histories = self.prefix(trees[0].prefix)[1], [of_tree.history for of_tree in known]
             is_shared = self.shares(prefix, nodes.inputs.numel())
-            buffer = KVBuffer.filled(prefix, histories, size, nodes.inputs.shape[1], is_shared)
-            cache = buffer.cache(slice(None), batch.prefix_length + size, self._first_top_layer)
+            cache = GatheringCache(prefix, histories, size, nodes.inputs.shape[1], is_shared, self._first_top_layer)
             below = [of_tree.decisions.hidden for of_tree in known if of_tree.decisions is not None]
             if below:
                 nodes = nodes._replace(inputs=pad_sequence(below, batch_first=True))

@@ -1,11 +1,11 @@
-"""The KV cache of one batch: a preallocated buffer, filled from the prefix cache, in which rows grow in place.
+"""The KV cache of replies under way: a preallocated buffer, filled from the prefix cache, in which rows grow in place.
 
 Shapes: L layers, S tokens of history after the prefix, B rows, P columns of a prefix that all rows share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,25 +34,6 @@ class KVBuffer:
         self._entries = prefix.new_empty(layers, rows, heads, columns - self._first, width)
         if not is_shared:
             self._entries[..., :length, :] = prefix[:, None]
-
-    @classmethod
-    def filled(
-        cls, prefix: Tensor, histories: Sequence[Sequence[Activations]], size: int, new_columns: int, is_shared: bool
-    ) -> KVBuffer:
-        """A buffer that holds the prefix and then each row's history, padded to `size` columns.
-
-        Args:
-            prefix: Entries (2L, heads, P, head size) that all rows share.
-            histories: What is known of each row, in pieces, S tokens together.
-            size: At least the largest S.
-            new_columns: How many more entries a row will be given.
-            is_shared: Whether all rows attend to one prefix.
-        """
-        shared = prefix.shape[2]
-        buffer = cls(prefix, len(histories), shared + size + new_columns, is_shared)
-        for row, pieces in enumerate(histories):
-            buffer.fill(row, shared, pieces, until=shared + size)
-        return buffer
 
     def fill(
         self, row: int, column: int, pieces: Iterable[Activations], first: int = 0, until: int | None = None

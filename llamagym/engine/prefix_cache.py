@@ -22,7 +22,7 @@ from ..models.hardware import memory_bytes
 from ..models.lora import is_activated
 from ..models.peft_internals import acting_on_every_token
 from ..models.value_head import AutoModelForCausalLMWithValueHead
-from .kv_cache import KVBuffer
+from .gathering import GatheringCache
 from .masks import Tokens, causal
 from .radix_tree import Activations, Ids, Part, RadixTree
 from .token_tree import Batch, Decision, TokenTree
@@ -217,7 +217,6 @@ class PrefixCache(Transformer):
         # Those that pass the upper layers alone were counted when they passed the trunk.
         self.tokens_forwarded += count * size if part is (self._trunk or self._top) else 0
         is_shared = self.shares(prefix, count * (size + width))
-        buffer = KVBuffer.filled(prefix, rows, seen, size + width, is_shared)
         positions = shared + marks + torch.arange(size)
         keys = torch.cat([torch.arange(shared + seen).expand(count, -1), positions], dim=1)
         before = torch.arange(shared + seen) < shared + marks
@@ -230,11 +229,10 @@ class PrefixCache(Transformer):
             visible = torch.cat([of_history, torch.cat([context, own], dim=2)], dim=1)
             fed = torch.cat([fed, decisions.inputs], dim=1)
             positions, keys = (torch.cat([part, decisions.positions], dim=1) for part in (positions, keys))
-        cache = buffer.cache(slice(None), shared + seen, first_layer)
+        cache = GatheringCache(prefix, rows, seen, size + width, is_shared, first_layer)
         hidden = self._run(part, Tokens(fed, positions, visible, keys), cache)
         for row, own in enumerate(inputs):
-            entries = buffer.entries(row, shared + seen, shared + seen + size + width)
-            new = Activations(entries, hidden[row])
+            new = Activations(cache.new_entries(row), hidden[row])
             yield new[: len(own)], new[size:]
 
 
