@@ -65,8 +65,9 @@ def test_an_evaluation_in_a_caller_s_copies_plays_the_same_episodes():
     assert evaluate("random", envs, 21, seed=0).lengths == evaluate("random", DiceEnv, 21, seed=0, num_envs=6).lengths
 
 
-def test_parts_rest_apart_and_copies_wake():
-    with opened(functools.partial(CountdownEnv, 1), [3, 5]) as parts:
+@pytest.mark.parametrize("in_processes", [False, True])
+def test_parts_rest_apart_and_copies_wake(in_processes):
+    with opened(functools.partial(CountdownEnv, 1), [3, 5], in_processes=in_processes) as parts:
         play = Play(PolicyPlayer("random", parts[0].action_space, 0), parts, list(range(8)), seed=0)
         play.begin()
         play.rest(np.array([False, False, True, False, False, False, True, True]))

@@ -23,7 +23,7 @@ _TARGETS = {
     "guess_number": "0.95",
     "address_book": "0.8",
     "cartpole-two-decimals": "450",
-    "cartpole-two-decimals-16-environments": "450",
+    "cartpole-two-decimals-64-environments": "450",
     "text-world-printed": "0.9",
     "text-world-locked-door-free-text": "0.8",
     "mastermind": "0.9",
