@@ -44,7 +44,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="to play")
     options.add_argument("--minutes", type=float, help="stop after so many, if that is sooner")
-    options.add_argument("--num-envs", type=int, help="environments acted in at once; default: found")
+    options.add_argument("--num-envs", type=int, help="environments acted in at once")
     options.add_argument("--batch-size", type=int, help="turns per update")
     options.add_argument("--mini-batch-size", type=int, help="turns per optimiser step")
     options.add_argument("--learning-rate", type=float)

@@ -195,7 +195,7 @@ def test_a_batch_that_tells_nothing_does_not_raise_the_learning_rate(share, scal
     agent.learner.update(fill(agent, 3, 2)[-3:])
     agent.learner._rate.scale = 0.1
     # What was usual before decides what is next to nothing.
-    agent.learner._whiten._latest = [next(iter(agent.learner._whiten._latest)) / share]
+    agent.learner._whiten._latest = [agent.learner._whiten._latest[0] / share]
     agent.learner.update(fill(agent, 3, 2)[-3:])
     assert agent.learner._rate.scale == pytest.approx(scale)
 

@@ -51,7 +51,7 @@ class GatheringCache(BufferCache):
         self._shape = 2, len(histories), heads, self._columns + new_columns, width
         # Of as many layers as are gathered at once, and which; of all that have run before them, their new columns.
         self._at_once = 1 if prefix.device.type == "cpu" else len(pairs)
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._held = range(0)
         # Learning reads them again on its way back.
         self._keeps_layers = torch.is_grad_enabled()
@@ -67,25 +67,25 @@ class GatheringCache(BufferCache):
         """
         if index not in self._held:
             self._gather(range(index, min(index + self._at_once, len(self._new) // 2)))
-        assert self._room is not None
-        return self._room[index - self._held.start]
+        assert self._buffer is not None
+        return self._buffer[index - self._held.start]
 
     @torch.no_grad()
     def _gather(self, held: range) -> None:
         self._put_aside()
         self._held, of_layers = held, slice(held.start, held.stop)
-        if self._room is None or self._keeps_layers:
-            self._room = self._new.new_empty(len(held), *self._shape)
+        if self._buffer is None or self._keeps_layers:
+            self._buffer = self._new.new_empty(len(held), *self._shape)
         if self._prefix is not None:
-            self._room[..., : self._first, :] = self._prefix[of_layers, :, None]
+            self._buffer[..., : self._first, :] = self._prefix[of_layers, :, None]
         for row, pieces in enumerate(self._histories):
             stop = self._first + sum(piece.shape[3] for piece in pieces)
             if pieces:
-                of_row = self._room[:, :, row, :, self._first : stop]
+                of_row = self._buffer[:, :, row, :, self._first : stop]
                 torch.cat([piece[of_layers] for piece in pieces], dim=3, out=of_row)
             if stop < self._columns:
                 # Even what a mask hides must be finite.
-                self._room[:, :, row, :, stop : self._columns].zero_()
+                self._buffer[:, :, row, :, stop : self._columns].zero_()
 
     def new_entries(self, row: int) -> Tensor:
         """What the layers made of the pass's tokens in a row, (2L, heads, T, head size), as a view; after the pass."""
@@ -93,10 +93,10 @@ class GatheringCache(BufferCache):
         return self._new[:, row]
 
     def _put_aside(self) -> None:
-        """Keep the new columns of the layers in the room, which holds none then."""
+        """Keep the new columns of the layers in the buffer, which holds none then."""
         if self._held and not self._keeps_layers:
-            assert self._room is not None
-            new = self._room[..., self._columns :, :].flatten(0, 1)
+            assert self._buffer is not None
+            new = self._buffer[..., self._columns :, :].flatten(0, 1)
             self._new[2 * self._held.start : 2 * self._held.stop] = new
         self._held = range(0)
 
