@@ -27,7 +27,6 @@ TITLES = {
     "cartpole": "CartPole",
     "cartpole-defaults": "CartPole with the defaults",
     "cartpole-two-decimals": "CartPole to two decimals",
-    "cartpole-two-decimals-64-environments": "CartPole to two decimals, 64 environments",
     "text-world": "TextWorld, unseen games",
     "text-world-defaults": "TextWorld with the defaults, unseen games",
     "text-world-printed": "TextWorld as printed, whole conversation, unseen games",
