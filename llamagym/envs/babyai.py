@@ -1,7 +1,11 @@
-"""BabyAI's grid worlds (https://arxiv.org/abs/1810.08272) as text: the mission, and what the agent sees of the room.
+"""BabyAI's grid worlds (https://arxiv.org/abs/1810.08272) as text: what the agent sees of the room, and the mission.
 
 The agent sees the 7 by 7 cells before it, turned so that it looks ahead; walls hide what is behind them. Positions are
 given as steps ahead and to the side, so the same view reads the same wherever the agent stands.
+
+The order of words is one that a language model looks things up in. It finds what followed an earlier mention of a word
+(induction heads, Olsson et al. 2022, https://arxiv.org/abs/2209.11895), so the mission, which names a thing, comes after
+the things that are seen, and after a thing's name comes at once the direction in which most of the way lies.
 """
 
 from __future__ import annotations
@@ -77,8 +81,8 @@ class BabyAIText(gymnasium.Wrapper[str, Any, Any, Any]):
 
 
 def _in_words(observation: Any, with_mission: bool) -> str:
-    mission = f"Mission: {observation['mission']}. " if with_mission else ""
-    return f"{mission}{describe(observation['image'])}."
+    mission = f" Mission: {observation['mission']}." if with_mission else ""
+    return f"{describe(observation['image'])}.{mission}"
 
 
 def describe(image: np.ndarray) -> str:
@@ -100,9 +104,9 @@ def describe(image: np.ndarray) -> str:
             continue
         thing = f"{IDX_TO_COLOR[color]} {name}" if name != "door" else f"{states[state]} {IDX_TO_COLOR[color]} door"
         ahead, aside = near - row, column - middle
-        place = [f"{ahead} ahead"] if ahead else []
-        place += [f"{abs(aside)} {'left' if aside < 0 else 'right'}"] if aside else []
-        seen.append((ahead + abs(aside), f"{thing} {', '.join(place) or 'in hand'}"))
+        ways = [(ahead, "ahead"), (abs(aside), "left" if aside < 0 else "right")]
+        place = ", ".join(f"{way} {steps}" for steps, way in sorted(ways, key=lambda each: -each[0]) if steps)
+        seen.append((ahead + abs(aside), f"{thing} {place or 'in hand'}"))
     things = "; ".join(words for _, words in sorted(seen)) or "nothing"
     front = IDX_TO_OBJECT[int(image[middle, near - 1, 0])]
     return f"You see: {things}. Ahead: {'free' if front in ('empty', 'floor') else front}"
