@@ -3,9 +3,9 @@
 The agent sees the 7 by 7 cells before it, turned so that it looks ahead; walls hide what is behind them. Positions are
 given as steps ahead and to the side, so the same view reads the same wherever the agent stands.
 
-The order of words is one that a language model looks things up in. It finds what followed an earlier mention of a word
-(induction heads, Olsson et al. 2022, https://arxiv.org/abs/2209.11895), so the mission, which names a thing, comes after
-the things that are seen, and after a thing's name comes at once the direction in which most of the way lies.
+Words come in an order in which a language model looks things up. At a word it finds what followed an earlier mention of
+that word (induction heads, Olsson et al. 2022, https://arxiv.org/abs/2209.11895). So the mission, which names a thing,
+follows the things that are seen, and each thing's name is followed at once by the way on which most of the steps lie.
 """
 
 from __future__ import annotations
