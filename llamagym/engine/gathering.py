@@ -53,7 +53,7 @@ class GatheringCache(BufferCache):
         self._at_once = 1 if prefix.device.type == "cpu" else len(pairs)
         self._buffer: Tensor | None = None
         self._held = range(0)
-        # Learning reads them again on its way back.
+        # The backward pass reads them again.
         self._keeps_layers = torch.is_grad_enabled()
         self._new = prefix.new_empty(2 * len(pairs), len(histories), heads, new_columns, width)
         below: list[Any] = [DynamicLayer() for _ in range(first_layer)]

@@ -33,7 +33,7 @@ TITLES = {
     "text-world-locked-door-free-text": "TextWorld's locked door in free text, whole conversation, unseen games",
     "babyai-defaults": "BabyAI with the defaults, unseen missions",
     "babyai-go-to-local": "BabyAI GoToLocal, unseen missions",
-    "babyai-memory": "MiniGrid MemoryS7, whole conversation",
+    "babyai-memory": "MiniGrid MemoryS7, at most 40 steps, whole conversation",
     "taxi": "Taxi",
     "mastermind": "Mastermind, whole conversation",
     "guess_number": "Guess the number, whole conversation",
@@ -52,8 +52,8 @@ def runs_by_name(folder: Path | None = None) -> dict[str, list[Run]]:
 
 
 def title(name: str, runs: Sequence[Run]) -> str:
-    """What an experiment is called, and that one run is but one."""
-    return TITLES.get(name, name) + (", one seed" if len(runs) == 1 else "")
+    """What an experiment is called, and that one run or two are few."""
+    return TITLES.get(name, name) + {1: ", one seed", 2: ", two seeds"}.get(len(runs), "")
 
 
 def table_row(*cells: str) -> str:
