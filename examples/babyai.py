@@ -8,6 +8,7 @@ python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-s
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import gymnasium as gym
@@ -19,7 +20,7 @@ from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
 
 
 class BabyAIAgent(Agent):
-    """Reads the mission and what it sees; says where to go."""
+    """Reads the mission and what it sees; says what it looks for, and where to go."""
 
     actions: tuple[str, ...] = MOVES
 
@@ -32,12 +33,14 @@ class BabyAIAgent(Agent):
         return observation
 
     def get_action_choices(self, observation: str) -> list[str]:
-        """The actions by name."""
-        return list(self.actions)
+        """The thing that the mission names, if it names one, and an action: after its name the model finds its way."""
+        _, _, mission = observation.partition("Mission: ")
+        things = re.findall(r"(?:red|green|blue|purple|yellow|grey) (?:ball|box|door|key)", mission)
+        return [" ".join([*things[-1:], action]) for action in self.actions]
 
     def extract_action(self, response: str) -> int:
         """The action's number."""
-        return self.actions.index(response)
+        return next(number for number, action in enumerate(self.actions) if response.endswith(action))
 
 
 class AllActionsAgent(BabyAIAgent):

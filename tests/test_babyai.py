@@ -16,8 +16,8 @@ def walk(said: str) -> str:
     """A rule that sees the words only: to the ball if it is in view, else ahead, and left at a wall."""
     ball = re.search(r"red ball ([^.;]*)", said)
     if not ball:
-        return "turn left" if "Ahead: wall" in said else "go forward"
-    return "go forward" if "ahead" in ball[1] else "turn left" if "left" in ball[1] else "turn right"
+        return "left" if "Ahead: wall" in said else "ahead"
+    return next((way for way in ("ahead", "left") if way in ball[1]), "right")
 
 
 def test_without_minigrid_the_error_names_the_extra(monkeypatch):

@@ -18,8 +18,8 @@ import numpy as np
 
 from ..errors import ConfigError
 
-ACTIONS = ("turn left", "turn right", "go forward", "pick up", "drop", "toggle", "done")
-"""By minigrid's number; toggle opens and closes."""
+ACTIONS = ("left", "right", "ahead", "pick up", "drop", "toggle", "done")
+"""By minigrid's number, in the words of what is seen: turn left, turn right, go ahead. Toggle opens and closes."""
 MOVES = ACTIONS[:3]
 """All that a mission of the kind "go to" needs."""
 
