@@ -18,6 +18,8 @@ from gymnasium.wrappers import TransformReward
 from llamagym import Agent
 from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
 
+THING = re.compile(r"(?:red|green|blue|purple|yellow|grey) (?:ball|box|door|key)")
+
 
 class BabyAIAgent(Agent):
     """Reads the mission and what it sees; says what it looks for, and where to go."""
@@ -33,10 +35,13 @@ class BabyAIAgent(Agent):
         return observation
 
     def get_action_choices(self, observation: str) -> list[str]:
-        """The thing that the mission names, if it names one, and an action: after its name the model finds its way."""
-        _, _, mission = observation.partition("Mission: ")
-        things = re.findall(r"(?:red|green|blue|purple|yellow|grey) (?:ball|box|door|key)", mission)
-        return [" ".join([*things[-1:], action]) for action in self.actions]
+        """What the mission names, else anything in view or nothing, and an action.
+
+        After the name of a thing the model finds the way, and by naming one of several it says which it remembers.
+        """
+        view, _, mission = observation.partition("Mission: ")
+        things = THING.findall(mission)[-1:] or [*dict.fromkeys(THING.findall(view)), ""]
+        return [f"{thing} {action}".lstrip() for thing in things for action in self.actions]
 
     def extract_action(self, response: str) -> int:
         """The action's number."""
