@@ -4,8 +4,9 @@ The agent sees the 7 by 7 cells before it, turned so that it looks ahead; walls 
 given as steps ahead and to the side, so the same view reads the same wherever the agent stands.
 
 Words come in an order in which a language model looks things up. At a word it finds what followed an earlier mention of
-that word (induction heads, Olsson et al. 2022, https://arxiv.org/abs/2209.11895). So the mission, which names a thing,
-follows the things that are seen, and each thing's name is followed at once by the way on which most of the steps lie.
+that word (induction heads, Olsson et al. 2022, https://arxiv.org/abs/2209.11895). So each thing's name is followed at
+once by the way on which most of the steps lie, actions are called as these ways are, and the mission, which names a
+thing, comes last. A reply that begins with the thing's name is then next to its answer.
 """
 
 from __future__ import annotations
