@@ -18,7 +18,7 @@ from gymnasium.wrappers import TransformReward
 from llamagym import Agent
 from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
 
-THING = "(?:red|green|blue|purple|yellow|grey) (?:ball|box|door|key)"
+THING = re.compile(r"(?:red|green|blue|purple|yellow|grey) (?:ball|box|door|key)")
 
 
 class BabyAIAgent(Agent):
@@ -35,15 +35,9 @@ class BabyAIAgent(Agent):
         return observation
 
     def get_action_choices(self, observation: str) -> list[str]:
-        """The thing that the mission names and an action; if it names none, any thing's way as seen, or an action.
-
-        After the name of a thing the model finds the way, and by naming one of several it says which it remembers.
-        """
-        view, _, mission = observation.partition("Mission: ")
-        if named := re.findall(THING, mission):
-            return [f"{named[-1]} {action}" for action in self.actions]
-        ways = re.findall(f"{THING} (?:{'|'.join(MOVES)})", view)
-        return [*dict.fromkeys(ways), *self.actions]
+        """The thing that the mission names, if it names one, and an action: after its name the model finds the way."""
+        _, _, mission = observation.partition("Mission: ")
+        return [" ".join([*THING.findall(mission)[-1:], action]) for action in self.actions]
 
     def extract_action(self, response: str) -> int:
         """The action's number."""
