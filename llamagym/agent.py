@@ -259,7 +259,7 @@ class Agent(LearningActor):
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         agent = cls(model, tokenizer, **{**state["options"], **options})
-        restore_choices(agent.policy, state)
+        restore_choices(agent.policy, state, agent.policy.calibrates == state["options"]["calibrate_choices"])
         agent.policy.rng.set_state(state["rng"])
         ranks.diverge_(agent.policy.rng)
         return agent

@@ -106,6 +106,18 @@ def test_babyai_counts_successes(start):
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
 
 
+def test_babyai_replies_name_the_thing_that_the_mission_names():
+    agent = importlib.import_module("babyai").BabyAIAgent
+    view = "You see: red ball ahead 2; purple key left 3. Ahead: free."
+    named = f"{view} Mission: go to a purple key."
+    choices = agent.get_action_choices(agent, named)
+    assert choices == ["purple key left", "purple key right", "purple key ahead"]
+    assert [agent.extract_action(agent, choice) for choice in choices] == [0, 1, 2]
+    # MemoryS7's mission names nothing, and in a conversation it is said once.
+    for unnamed in (view, f"{view} Mission: go to the matching object at the end of the hallway."):
+        assert agent.get_action_choices(agent, unnamed) == ["left", "right", "ahead"]
+
+
 @pytest.mark.parametrize("name", ["guess_number", "mastermind"])
 def test_games_of_memory_see_the_whole_conversation(name: str, start):
     summary, metrics = start(name, "--episodes 10 --eval-episodes 2 --batch-size 24")

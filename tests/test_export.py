@@ -174,6 +174,21 @@ def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp
     assert list(again.action_probabilities([7])[0].values()) == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_agent_that_started_warm_is_loaded_as_it_acts(base, tmp_path):
+    model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
+    agent = Wordy(model, tokenizer, device, context="turn")
+    said = [{"role": "user", "content": "Observation 7"}, {"role": "assistant", "content": "go left now"}]
+    (tmp_path / "demo.jsonl").write_text(json.dumps({"messages": said}))
+    agent.sft_from_jsonl(tmp_path / "demo.jsonl", epochs=20, learning_rate=1e-2)
+    expected = agent.action_probabilities([7])[0]
+    assert max(expected, key=expected.__getitem__) == "go left now"
+    agent.save(tmp_path / "agent")
+    loaded = Wordy.load(tmp_path / "agent", "cpu", "float32")
+    assert loaded.action_probabilities([7])[0] == pytest.approx(expected, abs=1e-5)
+    (space,) = replies_by_card(tmp_path / "agent", [7])
+    assert space["probabilities"].tolist() == pytest.approx(list(expected.values()), abs=1e-5)
+
+
 def test_the_card_of_an_agent_that_has_yet_to_choose_says_so(base, tmp_path):
     model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
     said = "Its class can offer choices, but had offered none when it was saved"

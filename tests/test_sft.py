@@ -256,14 +256,34 @@ def test_demonstrations_that_lead_to_nonsense_leave_no_trace(demos):
     agent.act("a")
 
 
-def test_choices_that_were_demonstrated_become_likely(tmp_path):
-    agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_choices_that_were_demonstrated_become_likely_and_stay_so(tmp_path, calibrate):
+    agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=calibrate)
     before = agent.action_probabilities([1])[0]
     rarest = min(before, key=lambda choice: before[choice])
     path = write(tmp_path / "demo.jsonl", turns("Observation 1", rarest), turns("Observation 2", rarest))
     agent.sft_from_jsonl(path, epochs=10, learning_rate=1e-2)
     after = agent.action_probabilities([1])[0]
     assert after[rarest] > 0.7 > 0.5 > before[rarest]
+    agent.save_checkpoint(tmp_path / "checkpoint")
+    agent.save(tmp_path / "agent")
+    resumed = make_agent(ChoiceAgent, context="turn", calibrate_choices=calibrate)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert resumed.action_probabilities([1])[0] == pytest.approx(after, abs=1e-6)
+    assert "prior = {" not in (tmp_path / "agent" / "README.md").read_text()
+
+
+def test_demonstrations_after_rewards_leave_the_prior_that_was_learnt_with(tmp_path):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 4, "mini_batch_size": 4})
+    for reward in (1.0, 0.0, 1.0, 0.0):
+        agent.act(1)
+        agent.assign_reward(reward)
+        agent.terminate_episode()
+    prior = dict(agent.policy.calibration.prior)
+    assert agent.policy.num_updates == 1
+    agent.sft_from_jsonl(write(tmp_path / "demo.jsonl", turns("Observation 1", agent.choices[0])), epochs=1)
+    assert prior
+    assert agent.policy.calibration.prior == prior
 
 
 def test_a_prefix_is_read_and_not_learnt(tmp_path):

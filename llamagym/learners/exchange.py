@@ -11,8 +11,10 @@ def of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
     """The episodes of all processes, this one's own among them, once all measure choices against the same."""
     if ranks.count() == 1:
         return own
-    told = ranks.gather((policy.weights_version, policy.calibration.measured, own))
-    if changed := policy.calibration.agree([measured for _, measured, _ in told], learns=policy.num_updates > 0):
+    calibration = policy.calibration
+    told = ranks.gather((policy.weights_version, calibration.measured if calibration else {}, own))
+    samples = [measured for _, measured, _ in told]
+    if changed := calibration is not None and calibration.agree(samples, learns=policy.num_updates > 0):
         policy.calibration_changed()
     # Every process counts the states of its weights for itself.
     now = policy.weights_version

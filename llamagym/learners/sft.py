@@ -96,6 +96,10 @@ def fine_tune(
     if was_fresh:
         # Neither replies nor their probabilities change by that.
         freeze_and_extend_(policy.model.pretrained_model)
+    if not (policy.calibration is None or policy.calibration.is_frozen or policy.num_updates):
+        # What the model finds likely anyway is what was demonstrated now; without it the agent would act otherwise.
+        policy.calibration = None
+        policy.calibration_changed()
     policy.num_updates += 1
     return {
         "loss_before": before["loss"],

@@ -37,6 +37,7 @@ class Calibration:
         prior: The mean over contexts of how much likelier than what else may follow the last of some tokens is.
         deviation: Of single contexts from it, within a place where choices part: root mean square in nats, at least 1.
             A model that repeats what a conversation holds already is far from it, and would explore nothing.
+        is_frozen: Whether the policy has begun to learn, so that what is known stays.
         measured: What was measured since several processes last agreed, by the context's name.
     """
 
@@ -49,14 +50,14 @@ class Calibration:
         self.prior: dict[Ids, float] = {}
         self.deviation = 1.0
         self.measured: dict[str, Sequence[Row]] = {}
-        self._is_frozen = is_frozen
+        self.is_frozen = is_frozen
         self._sample: dict[str, Sequence[Row]] = {}
         # How many contexts have come into the sample, and at how many it is to be looked at again.
         self._taken, self._due = 0, 1
 
     def anew(self) -> Calibration:
         """One of another reference, of which nothing is known."""
-        return Calibration(self._is_frozen)
+        return Calibration(self.is_frozen)
 
     def unmeasured(self, trees: Iterable[TokenTree], learns: bool) -> list[TokenTree]:
         """Those of these contexts that are to be measured.
@@ -65,8 +66,8 @@ class Calibration:
             trees: Each with a pending prompt.
             learns: Whether the policy has begun to learn.
         """
-        self._is_frozen |= learns
-        if self._is_frozen:
+        self.is_frozen |= learns
+        if self.is_frozen:
             return [tree for tree in trees if not self._is_known(tree)]
         last = max(self._sample, default="") if len(self._sample) == _CONTEXTS else None
         names = {tree: _name(tree) for tree in trees}
@@ -79,7 +80,7 @@ class Calibration:
             Whether what had been measured before is another now.
         """
         rows = {_name(tree): places for tree, places in found.items()}
-        if not self._is_frozen:
+        if not self.is_frozen:
             self._taken += len(rows)
             self._take(rows)
             self.measured = {name: self._sample[name] for name in (*self.measured, *rows) if name in self._sample}
@@ -105,8 +106,8 @@ class Calibration:
             Whether anything was: then what each of them sampled counts as another policy's.
         """
         self.measured = {}
-        self._is_frozen |= learns
-        if self._is_frozen:
+        self.is_frozen |= learns
+        if self.is_frozen:
             self.prior |= _means(places for of_one in measured for places in of_one.values())
         else:
             for of_one in measured:
@@ -120,8 +121,8 @@ class Calibration:
         Args:
             learns: Whether the policy has begun to learn.
         """
-        self._is_frozen |= learns
-        sample = None if self._is_frozen else [self._taken, self._due, self._sample, list(self.measured)]
+        self.is_frozen |= learns
+        sample = None if self.is_frozen else [self._taken, self._due, self._sample, list(self.measured)]
         return {"choice_prior": list(self.prior.items()), "choice_deviation": self.deviation, "choice_contexts": sample}
 
     @classmethod

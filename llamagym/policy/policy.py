@@ -4,8 +4,8 @@ Both directions share one path (`score.read`), so the distribution that is sampl
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
 - choices: one of the given strings, token by token among those that the strings allow (see `choices`), measured against
-  how likely the reference model finds them on the first observations (see `calibration`), so that a model which always
-  says the same word still explores. That is part of the policy.
+  how likely the model finds them before it has learnt anything (see `calibration`), so that one which always says the
+  same word still explores. That is part of the policy.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
@@ -50,7 +50,8 @@ class Policy:
     Attributes:
         generation: How replies are sampled.
         offered: Every choice that was ever offered.
-        calibration: What choices are measured against.
+        calibrates: Whether choices are measured against what is usual, unless demonstrations said what is meant.
+        calibration: What they are measured against, if anything.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
         num_updates: How often a learner has changed the weights.
         rng: Draws replies.
@@ -82,10 +83,10 @@ class Policy:
         self.model = model.eval()
         self.generation = generation
         self.offered: dict[tuple[int, ...], None] = {}
-        self.calibration = Calibration()
+        self.calibrates = calibrate_choices
+        self.calibration = Calibration() if calibrate_choices else None
         self.num_updates = 0
         self._eos_ids, self._closing_id = frozenset(eos_ids), closing_id
-        self._calibrate = calibrate_choices
         self.aims_lora = aim_lora
         self._backbone = Backbone(model)
         self.reference: AutoModelForCausalLMWithValueHead | None = None
@@ -280,8 +281,7 @@ class Policy:
         """
         self._notice_changes()
         self.offered |= dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ())
-        if self._calibrate:
-            self._calibrate_choices(trees)
+        self._calibrate_choices(trees)
         scored = {tree: self._choice_cache[tree] for tree in trees if tree in self._choice_cache}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in scored]
         for rows in self._chunks(fresh):
@@ -310,7 +310,7 @@ class Policy:
             self._backbone.tokens_forwarded += forwarded
         if change is not Change.TRAINED:
             # The reference is another one.
-            self.calibration = self.calibration.anew()
+            self.calibration = self.calibration and self.calibration.anew()
         self._state.accept(change)
 
     @contextmanager
@@ -334,17 +334,17 @@ class Policy:
 
     def _read(self, trees: Sequence[TokenTree], reference: bool = False) -> Reading:
         """Read trees."""
-        how = self.calibration if self._calibrate else None, self.generation.temperature, self._closing_id
+        how = self.calibration, self.generation.temperature, self._closing_id
         with self._reader(reference) as backbone:
             return read(backbone, self.model.v_head, trees, *how, adapted=not reference)
 
     def _calibrate_choices(self, trees: Sequence[TokenTree]) -> None:
         """Measure what has not been measured, on the contexts that offer it now."""
-        fresh = self.calibration.unmeasured(dict.fromkeys(trees), learns=self.num_updates > 0)
-        if not fresh:
+        calibration = self.calibration
+        if not calibration or not (fresh := calibration.unmeasured(dict.fromkeys(trees), self.num_updates > 0)):
             return
         with self._reader(reference=True) as backbone:
             parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
             found = dict(each for part in parts for each in read_reference(backbone, part, self._closing_id).items())
-        if self.calibration.add(found):
+        if calibration.add(found):
             self.calibration_changed()

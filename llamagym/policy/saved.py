@@ -41,13 +41,22 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
 
 def choices_record(policy: Policy) -> dict[str, Any]:
     """The choices that were ever offered, and what they are measured against, by token ids."""
-    return {"offered": list(policy.offered), **policy.calibration.record(learns=policy.num_updates > 0)}
+    calibration = policy.calibration.record(learns=policy.num_updates > 0) if policy.calibration else {}
+    return {"offered": list(policy.offered), **calibration}
 
 
-def restore_choices(policy: Policy, record: Mapping[str, Any]) -> None:
-    """Take what `choices_record` gave."""
+def restore_choices(policy: Policy, record: Mapping[str, Any], with_calibration: bool = True) -> None:
+    """Take what `choices_record` gave.
+
+    Args:
+        policy: Whose choices these are from now on.
+        record: Of another policy.
+        with_calibration: Whether what its choices are measured against is taken, too, or left as it is.
+    """
     policy.offered = dict.fromkeys(map(tuple, record["offered"]))
-    policy.calibration = Calibration.from_record(record)
+    # Where none is wanted, earlier versions recorded an empty one.
+    if with_calibration and policy.calibrates:
+        policy.calibration = Calibration.from_record(record) if "choice_prior" in record else None
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
