@@ -21,8 +21,9 @@ ActType = TypeVar("ActType")
 class DiscoveryBonus(gymnasium.Wrapper[ObsType, ActType, ObsType, ActType]):
     """Adds a bonus to the reward of each step whose observation is new in its episode.
 
-    The episodic discovery bonus of Yuan et al. 2018 (https://arxiv.org/abs/1806.11525, section 3.2). It changes what
-    is best: train with it, and measure without. It should outweigh what a step costs.
+    The episodic discovery bonus of Yuan et al. 2018 (https://arxiv.org/abs/1806.11525). It changes what is best: train
+    with it, and measure without. All that there is to see must pay less than the task, or an agent looks about instead
+    of fulfilling it.
 
     >>> env = DiscoveryBonus(gymnasium.make("FrozenLake-v1", is_slippery=False), 0.25)
     >>> _ = env.reset(seed=0)
