@@ -2,7 +2,7 @@
 
 python examples/babyai.py                                    go to the red ball, the embedded 135M model
 python examples/babyai.py --level BabyAI-PickupLoc-v0 --all-actions
-python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-steps 40 --discovery 0.1
+python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-steps 40
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from gymnasium.wrappers import TransformReward
 
 from llamagym import Agent
 from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
-from llamagym.envs.discovery import DiscoveryBonus
 
 THING = re.compile(r"(?:red|green|blue|purple|yellow|grey) (?:ball|box|door|key)")
 
@@ -51,12 +50,6 @@ class AllActionsAgent(BabyAIAgent):
     actions = ACTIONS
 
 
-def make_training(bonus: float, *how: Any) -> gym.Env[Any, Any]:
-    """A level to learn in, with a bonus for views that are new in an episode."""
-    env = make_babyai(*how)
-    return DiscoveryBonus(env, bonus) if bonus else env
-
-
 def make_scored(*how: Any) -> gym.Env[Any, Any]:
     """A level with a reward of 1 for success, however late, so that the mean return is the success rate."""
     return TransformReward(make_babyai(*how), lambda reward: 1.0 if float(reward) > 0 else 0.0)
@@ -74,11 +67,10 @@ def main() -> None:
     options.add_argument("--all-actions", action="store_true", help="not only turning and going: for other missions")
     options.add_argument("--context", choices=("turn", "episode"), default="turn", help="what the agent sees")
     options.add_argument("--max-steps", type=int, help="of an episode; default: the level's own limit")
-    options.add_argument("--discovery", type=float, default=0.0, help="reward for views new in an episode, to learn by")
     args = options.parse_args()
     # In a conversation the mission is said once.
     how = args.level, args.all_actions, args.context == "turn", args.max_steps
-    train_in, score_in = functools.partial(make_training, args.discovery, *how), functools.partial(make_scored, *how)
+    train_in, score_in = functools.partial(make_babyai, *how), functools.partial(make_scored, *how)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
     agent = script.load(args, kind, args.context)
