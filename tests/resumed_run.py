@@ -112,7 +112,8 @@ def learn(agent: Agent, updates: int, **options: Any) -> dict[str, Any]:
     for weight in (*agent.policy.model.parameters(), *agent.policy.model.v_head.buffers()):
         digest.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     stats = [{key: value for key, value in of.items() if not key.endswith("_s")} for of in result.updates]
-    prior = sorted(agent.policy.calibration.prior.items())
+    calibration = agent.policy.calibration
+    prior = sorted(calibration.prior.items()) if calibration else None
     return {
         "weights": digest.hexdigest(),
         "stats": stats,
