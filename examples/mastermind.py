@@ -5,6 +5,8 @@ python examples/mastermind.py
 
 from __future__ import annotations
 
+import functools
+
 import script
 
 from llamagym import Agent
@@ -38,7 +40,9 @@ def main() -> None:
     args = script.parser(__doc__, episodes=40_000, eval_every=10, eval_episodes=256).parse_args()
     baselines = {"random": script.random_return(Mastermind), "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
-    script.learn(args, agent, Mastermind, script.play_held_out(agent, Mastermind, args), baselines)
+    # A game's one reward tells too little to learn from; scored is only whether the code is found.
+    train_in = functools.partial(Mastermind, reward_consistent=True)
+    script.learn(args, agent, train_in, script.play_held_out(agent, Mastermind, args), baselines)
 
 
 if __name__ == "__main__":

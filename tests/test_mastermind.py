@@ -22,10 +22,10 @@ def play(env: Mastermind, seed: int) -> float:
         said, reward, done, truncated, info = env.step(env.codes.index(guess))
         assert not truncated
         assert info["success"] == (reward == 1.0)
-        answer = re.fullmatch(r"(.+): (\d) in place, (\d) elsewhere\. \d guess(es)? left\.", said)
+        answer = re.fullmatch(r"(\d) in place, (\d) elsewhere: (.+)\. \d guess(es)? left\.", said)
         assert answer
-        assert answer[1] == guess
-        near = int(answer[2]), int(answer[3])
+        assert answer[3] == guess
+        near = int(answer[1]), int(answer[2])
         left = [code for code in left if compare(guess, code) == near and code != guess]
     return reward
 

@@ -20,7 +20,8 @@ COLOURS = ("red", "green", "blue", "yellow", "white", "black")
 class Mastermind(gymnasium.Env[str, Any]):
     """A code of `pegs` colours, which may repeat, is to be found in `tries` guesses.
 
-    The reward is 1 for finding it, else 0. The last guess ends the game, so nothing is ever truncated.
+    The reward is 1 for finding it, else 0, unless it is asked for guess by guess. The last guess ends the game, so
+    nothing is ever truncated.
     `info["success"]` says whether the code was found. An action is the number of a code in `codes`.
 
     Attributes:
@@ -31,11 +32,19 @@ class Mastermind(gymnasium.Env[str, Any]):
     >>> env.reset(seed=0)[0]
     'A code of 3 colours out of red, green, blue, yellow. You have 6 guesses.'
     >>> env.codes[20], env.step(20)[0]
-    ('green green red', 'green green red: 1 in place, 0 elsewhere. 5 guesses left.')
+    ('green green red', '1 in place, 0 elsewhere: green green red. 5 guesses left.')
     """
 
-    def __init__(self, pegs: int = 3, colours: int = 4, tries: int = 6) -> None:
+    def __init__(self, pegs: int = 3, colours: int = 4, tries: int = 6, reward_consistent: bool = False) -> None:
         """Make a game.
+
+        Args:
+            pegs: Colours in a code.
+            colours: How many there are.
+            tries: Guesses in a game.
+            reward_consistent: Whether to reward every guess, for learning, with 1 / `tries` times the share of the
+                answers so far that it would get if it were the code, and finding the code with what is then left of 1.
+                So 1 is still the most there is, and who makes no guess that an answer rules out gets it.
 
         Raises:
             ConfigError: There is no code, nothing to choose from, or no guess.
@@ -50,23 +59,33 @@ class Mastermind(gymnasium.Env[str, Any]):
         self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(len(self.codes))
         self.observation_space = gymnasium.spaces.Text(200, charset=string.printable)
         self._task = f"A code of {pegs} colours out of {', '.join(COLOURS[:colours])}. You have {tries} guesses."
+        self._reward_consistent = reward_consistent
         self._code, self._left = self.codes[0], 0
+        self._answers: list[tuple[str, tuple[int, int]]] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Think of another code."""
         super().reset(seed=seed, options=options)
         self._code, self._left = self.codes[int(self.np_random.integers(len(self.codes)))], self.tries
+        self._answers = []
         return self._task, {"success": False}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a guess."""
         self._left -= 1
         guess = self.codes[action]
-        in_place, elsewhere = compare(guess, self._code)
+        in_place, elsewhere = answer = compare(guess, self._code)
         found = guess == self._code
-        said = f"{guess}: {in_place} in place, {elsewhere} elsewhere. "
+        reward = self._graded(guess, found) if self._reward_consistent else float(found)
+        self._answers.append((guess, answer))
+        said = f"{in_place} in place, {elsewhere} elsewhere: {guess}. "
         said += f"{self._left} guess{'' if self._left == 1 else 'es'} left."
-        return said, float(found), found or not self._left, False, {"success": found}
+        return said, reward, found or not self._left, False, {"success": found}
+
+    def _graded(self, guess: str, found: bool) -> float:
+        fits = [compare(earlier, guess) == answer for earlier, answer in self._answers]
+        share = sum(fits) / len(fits) if fits else 1.0
+        return share * (1 + found * self._left) / self.tries
 
 
 def compare(guess: str, code: str) -> tuple[int, int]:
