@@ -13,21 +13,28 @@ from llamagym.envs.mastermind import Mastermind, compare
 
 
 def play(env: Mastermind, seed: int) -> float:
-    """Guesses, by the words alone, the first code that all answers allow."""
+    """Guesses, by the words alone, the first code that all answers allow, and finds it; returns the rewards' sum."""
     said, _ = env.reset(seed=seed)
-    left, done = list(env.codes), False
+    left, done, total = list(env.codes), False, 0.0
     while not done:
         assert env.observation_space.contains(said)
         guess = left[0]
         said, reward, done, truncated, info = env.step(env.codes.index(guess))
         assert not truncated
-        assert info["success"] == (reward == 1.0)
+        total += reward
         answer = re.fullmatch(r"(\d) in place, (\d) elsewhere: (.+)\. \d guess(es)? left\.", said)
         assert answer
         assert answer[3] == guess
         near = int(answer[1]), int(answer[2])
         left = [code for code in left if compare(guess, code) == near and code != guess]
-    return reward
+    assert info["success"]
+    return total
+
+
+def finds(guess: str, seed: int) -> bool:
+    env = Mastermind()
+    env.reset(seed=seed)
+    return env.step(env.codes.index(guess))[1] == 1.0
 
 
 def test_remembering_always_finds_the_code():
@@ -43,6 +50,19 @@ def test_guessing_at_random_hardly_ever_does():
             _, reward, done, _, _ = env.step(rng.integers(64))
         found += reward
     assert found / 300 == pytest.approx(1 - (63 / 64) ** 6, abs=0.05)
+
+
+def test_each_guess_can_be_rewarded_by_the_answers_that_it_fits():
+    env = Mastermind(reward_consistent=True)
+    assert [play(env, seed) for seed in range(50)] == pytest.approx([1.0] * 50)
+
+    env.reset(seed=0)
+    hidden = next(code for code in env.codes if finds(code, seed=0))
+    wrong = next(code for code in env.codes if compare(code, hidden) == (0, 0))
+    same = env.codes.index(wrong)
+    # The first guess is free; the same one again fits no answer; the code fits both of them and ends the game.
+    rewards = [env.step(action)[1] for action in (same, same, env.codes.index(hidden))]
+    assert rewards == pytest.approx([1 / 6, 0, 4 / 6])
 
 
 def test_all_codes_are_thought_of_and_seeds_repeat_them():
