@@ -14,7 +14,7 @@ import gymnasium
 
 from ..errors import ConfigError
 
-COLOURS = ("red", "green", "blue", "yellow", "white", "black")
+COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
 
 
 class Mastermind(gymnasium.Env[str, Any]):
@@ -22,6 +22,7 @@ class Mastermind(gymnasium.Env[str, Any]):
 
     The reward is 1 for finding it, else 0, unless it is asked for guess by guess. The last guess ends the game, so
     nothing is ever truncated.
+    Answers are pegs, as in the game: black for each colour in place, white for each more that stands elsewhere.
     `info["success"]` says whether the code was found. An action is the number of a code in `codes`.
 
     Attributes:
@@ -30,9 +31,9 @@ class Mastermind(gymnasium.Env[str, Any]):
 
     >>> env = Mastermind()
     >>> env.reset(seed=0)[0]
-    'A code of 3 colours out of red, green, blue, yellow. You have 6 guesses.'
+    'A code of 3 colours out of red, green, blue, yellow. Black is a colour in place, white one elsewhere. 6 guesses.'
     >>> env.codes[20], env.step(20)[0]
-    ('green green red', '1 in place, 0 elsewhere: green green red. 5 guesses left.')
+    ('green green red', 'black: green green red. 5 guesses left.')
     """
 
     def __init__(self, pegs: int = 3, colours: int = 4, tries: int = 6, reward_consistent: bool = False) -> None:
@@ -42,9 +43,8 @@ class Mastermind(gymnasium.Env[str, Any]):
             pegs: Colours in a code.
             colours: How many there are.
             tries: Guesses in a game.
-            reward_consistent: Whether to reward every guess, for learning, with 1 / `tries` times the share of the
-                answers so far that it would get if it were the code, and finding the code with what is then left of 1.
-                So 1 is still the most there is, and who makes no guess that an answer rules out gets it.
+            reward_consistent: Whether to reward, for learning, every guess that no answer so far rules out with
+                1 / `tries`, and finding the code with what is then left of 1.
 
         Raises:
             ConfigError: There is no code, nothing to choose from, or no guess.
@@ -58,7 +58,10 @@ class Mastermind(gymnasium.Env[str, Any]):
         self.tries = tries
         self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(len(self.codes))
         self.observation_space = gymnasium.spaces.Text(200, charset=string.printable)
-        self._task = f"A code of {pegs} colours out of {', '.join(COLOURS[:colours])}. You have {tries} guesses."
+        self._task = (
+            f"A code of {pegs} colours out of {', '.join(COLOURS[:colours])}. "
+            f"Black is a colour in place, white one elsewhere. {tries} guesses."
+        )
         self._reward_consistent = reward_consistent
         self._code, self._left = self.codes[0], 0
         self._answers: list[tuple[str, tuple[int, int]]] = []
@@ -78,14 +81,14 @@ class Mastermind(gymnasium.Env[str, Any]):
         found = guess == self._code
         reward = self._graded(guess, found) if self._reward_consistent else float(found)
         self._answers.append((guess, answer))
-        said = f"{in_place} in place, {elsewhere} elsewhere: {guess}. "
+        pegs = " ".join(["black"] * in_place + ["white"] * elsewhere) or "no pegs"
+        said = f"{pegs}: {guess}. "
         said += f"{self._left} guess{'' if self._left == 1 else 'es'} left."
         return said, reward, found or not self._left, False, {"success": found}
 
     def _graded(self, guess: str, found: bool) -> float:
-        fits = [compare(earlier, guess) == answer for earlier, answer in self._answers]
-        share = sum(fits) / len(fits) if fits else 1.0
-        return share * (1 + found * self._left) / self.tries
+        fits = all(compare(earlier, guess) == answer for earlier, answer in self._answers)
+        return fits * (1 + found * self._left) / self.tries
 
 
 def compare(guess: str, code: str) -> tuple[int, int]:
