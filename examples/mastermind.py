@@ -1,16 +1,21 @@
 """Train a language model to find a code of three colours in six guesses, which takes remembering all answers.
 
 python examples/mastermind.py
+python examples/mastermind.py --shown-games 4000    imitates games of a player who rules codes out, before it acts
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import random
+import tempfile
+from pathlib import Path
 
 import script
 
 from llamagym import Agent
-from llamagym.envs.mastermind import Mastermind
+from llamagym.envs.mastermind import Mastermind, compare
 
 CODES = Mastermind().codes
 
@@ -35,11 +40,34 @@ class CodeBreaker(Agent):
         return CODES.index(response)
 
 
+def shown_game(seed: int) -> list[dict[str, str]]:
+    """A game in chat format whose guesses are drawn among the codes that no answer so far rules out."""
+    env, draw = Mastermind(), random.Random(seed).choice
+    said, _ = env.reset(seed=seed)
+    possible, messages, over = list(CODES), [{"role": "user", "content": said}], False
+    while not over:
+        guess = draw(possible)
+        said, _, over, _, _ = env.step(CODES.index(guess))
+        pegs = said.partition(":")[0].split()
+        answer = pegs.count("black"), pegs.count("white")
+        possible = [code for code in possible if compare(guess, code) == answer]
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": said}]
+    return messages[:-1]
+
+
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(__doc__, episodes=40_000, eval_every=10, eval_episodes=256).parse_args()
+    options = script.parser(__doc__, episodes=40_000, eval_every=10, eval_episodes=256)
+    options.add_argument("--shown-games", type=int, default=0, help="number of games to imitate first")
+    args = options.parse_args()
     baselines = {"random": script.random_return(Mastermind), "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
+    if args.shown_games and not args.resume:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "games.jsonl"
+            games = [{"messages": shown_game(seed)} for seed in range(args.shown_games)]
+            path.write_text("\n".join(map(json.dumps, games)))
+            print(agent.sft_from_jsonl(path, epochs=1))
     # A game's one reward tells too little to learn from; scored is only whether the code is found.
     train_in = functools.partial(Mastermind, reward_consistent=True)
     script.learn(args, agent, train_in, script.play_held_out(agent, Mastermind, args), baselines)
