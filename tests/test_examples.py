@@ -126,6 +126,20 @@ def test_games_of_memory_see_the_whole_conversation(name: str, start):
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
 
 
+def test_mastermind_can_begin_with_games_that_are_shown(start):
+    mastermind = importlib.import_module("mastermind")
+    for seed in range(50):
+        env, game = mastermind.Mastermind(reward_consistent=True), mastermind.shown_game(seed)
+        env.reset(seed=seed)
+        guesses = [message["content"] for message in game if message["role"] == "assistant"]
+        rewards = [env.step(mastermind.CODES.index(guess))[1] for guess in guesses]
+        # Each guess fits all answers, and the last one is the code.
+        assert sum(rewards) == pytest.approx(1)
+    summary, metrics = start("mastermind", "--shown-games 8 --episodes 6 --eval-episodes 2 --batch-size 24")
+    check(summary, metrics)
+    assert summary["settings"]["shown_games"] == 8
+
+
 def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
     taxi = importlib.import_module("taxi")
     env, words = taxi.make(), taxi.Driver.get_action_choices(None, 0)
