@@ -76,6 +76,35 @@ def test_the_text_is_the_one_printed(coins):
     env.close()
 
 
+@pytest.mark.parametrize("written", ["\\s", "\\d go", "look\x00", "\x10", "take \x12 key", "\x1b[A", "look\n\x00"])
+def test_no_command_hangs_or_crashes_the_interpreter(coins, written):
+    env = TextWorldEnv(coins)
+    env.reset(seed=0)
+    for command in (written, "dance"):
+        observation = env.step(command)[0]
+    # Nothing of the first is left to be taken for the second.
+    assert observation["text"] == "That's not a verb I recognise."
+    env.close()
+
+
+def test_only_a_commands_first_line_counts(coins):
+    env = TextWorldEnv(coins)
+    env.reset(seed=0)
+    assert env.step("dance\ninventory")[0]["text"] == "That's not a verb I recognise."
+    assert "carrying" in env.step("inventory")[0]["text"]
+    env.close()
+
+
+@pytest.mark.parametrize("written", ["save", "look. SAVE", "script", "script on", "transcripts", "restore"])
+def test_no_command_reaches_files(coins, written, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = TextWorldEnv(coins)
+    env.reset(seed=0)
+    assert env.step(written)[0]["text"] == "I beg your pardon?"
+    assert not list(tmp_path.iterdir())
+    env.close()
+
+
 def test_a_seed_picks_the_game_and_later_episodes_vary(coins):
     env = TextWorldEnv(coins)
     assert [env.reset(seed=seed)[1]["game"] for seed in (0, 1, 2, 3)] == [str(coins[seed % 2]) for seed in range(4)]

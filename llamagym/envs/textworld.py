@@ -28,6 +28,9 @@ _STRING = Text(1000, min_length=0, charset=string.printable)
 # Of what a game prints: the banner's lines have neither letter nor digit, the status follows the prompt for a command.
 _BANNER, _STATUS = re.compile(r"^[^a-z0-9]+$", re.MULTILINE | re.IGNORECASE), re.compile(r"\n> +-= .*", re.DOTALL)
 
+# What the interpreter obeys whatever the game: it writes and reads files. It looks at nine letters.
+_WITH_FILES = {"save", "restore", "script", "transcrip"}
+
 
 def make_games(kind: str, seeds: Iterable[int], folder: str | Path, level: int = 5) -> list[Path]:
     """Generate games, as TextWorld's `tw-make` does; those that the folder holds already are left alone.
@@ -170,9 +173,14 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
         return self._observation(), self._info()
 
     def step(self, action: str) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Give a command; one that the game does not understand takes a step and does nothing."""
+        """Give a command; one that the game does not understand takes a step and does nothing.
+
+        Only its first line counts, of that only printable ASCII without backslashes, and no more than 198 characters.
+        What would save, restore or write a transcript counts as an empty command.
+        """
         if self._playing is None:
             raise gymnasium.error.ResetNeeded("Call reset() before step().")
+        action = _harmless(action)
         self._state, score, _ = self._playing.step(action)
         if LOOKING.isdisjoint(action.split()[:1]):
             self._last_command = action
@@ -196,3 +204,9 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
     def _info(self) -> dict[str, Any]:
         state = self._state
         return {"won": bool(state.won), "lost": bool(state.lost), "score": self._score, "game": str(self._game)}
+
+
+def _harmless(command: str) -> str:
+    """What the interpreter can be given of a command: a backslash makes it hang, a control character may crash it."""
+    line = re.sub(r"[^ -\[\]-~]", " ", command.strip().partition("\n")[0])[:198]
+    return "" if any(word[:9] in _WITH_FILES for word in re.findall("[a-z]+", line.lower())) else line
