@@ -60,7 +60,7 @@ class Mastermind(gymnasium.Env[str, Any]):
         self.observation_space = gymnasium.spaces.Text(200, charset=string.printable)
         self._task = (
             f"A code of {pegs} colours out of {', '.join(COLOURS[:colours])}. "
-            f"Black is a colour in place, white one elsewhere. {tries} guesses."
+            f"Black is a colour in place, white one elsewhere. {_guesses(tries)}."
         )
         self._reward_consistent = reward_consistent
         self._code, self._left = self.codes[0], 0
@@ -82,13 +82,16 @@ class Mastermind(gymnasium.Env[str, Any]):
         reward = self._graded(guess, found) if self._reward_consistent else float(found)
         self._answers.append((guess, answer))
         pegs = " ".join(["black"] * in_place + ["white"] * elsewhere) or "no pegs"
-        said = f"{pegs}: {guess}. "
-        said += f"{self._left} guess{'' if self._left == 1 else 'es'} left."
+        said = f"{pegs}: {guess}. {_guesses(self._left)} left."
         return said, reward, found or not self._left, False, {"success": found}
 
     def _graded(self, guess: str, found: bool) -> float:
         fits = all(compare(earlier, guess) == answer for earlier, answer in self._answers)
         return fits * (1 + found * self._left) / self.tries
+
+
+def _guesses(count: int) -> str:
+    return f"{count} guess{'' if count == 1 else 'es'}"
 
 
 def compare(guess: str, code: str) -> tuple[int, int]:

@@ -28,7 +28,7 @@ _STRING = Text(1000, min_length=0, charset=string.printable)
 # Of what a game prints: the banner's lines have neither letter nor digit, the status follows the prompt for a command.
 _BANNER, _STATUS = re.compile(r"^[^a-z0-9]+$", re.MULTILINE | re.IGNORECASE), re.compile(r"\n> +-= .*", re.DOTALL)
 
-# What the interpreter obeys whatever the game: it writes and reads files. It looks at nine letters.
+# Commands that every game obeys and that read or write files; of a word the parser looks at nine letters.
 _WITH_FILES = {"save", "restore", "script", "transcrip"}
 
 

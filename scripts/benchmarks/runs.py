@@ -36,7 +36,7 @@ TITLES = {
     "babyai-memory": "MiniGrid MemoryS7, at most 40 steps, whole conversation",
     "taxi": "Taxi",
     "mastermind": "Mastermind, whole conversation",
-    "mastermind-shown-games": "Mastermind after 4,000 games shown, whole conversation",
+    "mastermind-shown-games": "Mastermind after 30 more minutes of imitating 4,000 games, whole conversation",
     "guess_number": "Guess the number, whole conversation",
 }
 
