@@ -47,14 +47,13 @@ def main() -> None:
     """Load, show the format by random calls, learn, and report."""
     args = script.parser(__doc__, episodes=5_000, eval_every=5, eval_episodes=256).parse_args()
     agent = script.load(args, Clerk, "episode", max_new_tokens=8)
-    if not args.resume:
-        print(agent.sft_from_jsonl(FORMAT))
     script.learn(
         args,
         agent,
         AddressBook,
         script.play_held_out(agent, AddressBook, args),
         {"random": random_calls(), "optimum": 1.0},
+        warm_start=lambda: agent.sft_from_jsonl(FORMAT),
     )
 
 

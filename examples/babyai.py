@@ -2,7 +2,7 @@
 
 python examples/babyai.py                                    go to the red ball, the embedded 135M model
 python examples/babyai.py --level BabyAI-PickupLoc-v0 --all-actions
-python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-steps 40
+python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-steps 40 --shown-episodes 200
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import gymnasium as gym
 import script
 from gymnasium.wrappers import TransformReward
+from memory_player import make_player
 
 from llamagym import Agent
 from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
@@ -67,6 +68,7 @@ def main() -> None:
     options.add_argument("--all-actions", action="store_true", help="not only turning and going: for other missions")
     options.add_argument("--context", choices=("turn", "episode"), default="turn", help="what the agent sees")
     options.add_argument("--max-steps", type=int, help="of an episode; default: the level's own limit")
+    options.add_argument("--shown-episodes", type=int, default=0, help="imitate so many first; memory levels only")
     args = options.parse_args()
     # In a conversation the mission is said once.
     how = args.level, args.all_actions, args.context == "turn", args.max_steps
@@ -74,7 +76,9 @@ def main() -> None:
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
     agent = script.load(args, kind, args.context)
-    script.learn(args, agent, train_in, script.play_held_out(agent, score_in, args), baselines)
+    score = script.play_held_out(agent, score_in, args)
+    shown = functools.partial(script.imitate, agent, train_in(), make_player, args.shown_episodes)
+    script.learn(args, agent, train_in, score, baselines, shown if args.shown_episodes else None)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """Train a language model to find a code of three colours in six guesses, which takes remembering all answers.
 
 python examples/mastermind.py                       from rewards alone, which taught next to nothing in 85 minutes
+python examples/mastermind.py --easier-games        learns in games of two and three colours as well
 python examples/mastermind.py --shown-games 4000    imitates games of a player who rules codes out, before it acts
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import random
-import tempfile
-from pathlib import Path
 
+import gymnasium
 import script
 
 from llamagym import Agent
@@ -40,37 +39,37 @@ class CodeBreaker(Agent):
         return CODES.index(response)
 
 
-def shown_game(seed: int) -> list[dict[str, str]]:
-    """A game in chat format whose guesses are drawn among the codes that no answer so far rules out."""
-    env, draw = Mastermind(), random.Random(seed).choice
-    said, _ = env.reset(seed=seed)
-    possible, messages, over = list(CODES), [{"role": "user", "content": said}], False
-    while not over:
-        guess = draw(possible)
-        said, _, over, _, _ = env.step(CODES.index(guess))
-        pegs = said.partition(":")[0].split()
-        answer = pegs.count("black"), pegs.count("white")
-        possible = [code for code in possible if compare(guess, code) == answer]
-        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": said}]
-    return messages[:-1]
+class Player:
+    """Draws its guesses among the codes that no answer so far rules out."""
+
+    def __init__(self, env: gymnasium.Env, seed: int) -> None:
+        """Begin a game."""
+        self._possible, self._guess, self._draw = list(CODES), "", random.Random(seed).choice
+
+    def __call__(self, said: str) -> int:
+        """Rule out, and guess."""
+        if self._guess:
+            pegs = said.partition(":")[0].split()
+            answer = pegs.count("black"), pegs.count("white")
+            self._possible = [code for code in self._possible if compare(self._guess, code) == answer]
+        self._guess = self._draw(self._possible)
+        return CODES.index(self._guess)
 
 
 def main() -> None:
     """Load, learn, and report."""
     options = script.parser(__doc__, episodes=40_000, eval_every=10, eval_episodes=256)
     options.add_argument("--shown-games", type=int, default=0, help="number of games to imitate first")
+    options.add_argument("--easier-games", action="store_true", help="learn in games of fewer colours as well")
     args = options.parse_args()
     baselines = {"random": script.random_return(Mastermind), "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
-    if args.shown_games and not args.resume:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "games.jsonl"
-            games = [{"messages": shown_game(seed)} for seed in range(args.shown_games)]
-            path.write_text("\n".join(map(json.dumps, games)))
-            print(agent.sft_from_jsonl(path, epochs=1))
     # A game's one reward tells too little to learn from; scored is only whether the code is found.
-    train_in = functools.partial(Mastermind, reward_consistent=True)
-    script.learn(args, agent, train_in, script.play_held_out(agent, Mastermind, args), baselines)
+    fewest = 2 if args.easier_games else None
+    train_in = functools.partial(Mastermind, reward_consistent=True, fewest_colours=fewest)
+    score = script.play_held_out(agent, Mastermind, args)
+    shown = functools.partial(script.imitate, agent, Mastermind(), Player, args.shown_games)
+    script.learn(args, agent, train_in, score, baselines, shown if args.shown_games else None)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -19,11 +20,15 @@ import numpy as np
 
 from llamagym import Agent, Callback, LlamaGymError, Run, evaluate, load_model_and_tokenizer, train
 from llamagym.learners import ranks
+from llamagym.models import checkpoints
 from llamagym.training import EnvSource
 from llamagym.training.tracking import MultiTracker, default_tracker
 
 Score = tuple[float, float]
 """Expected return and its standard error; the latter is 0 where the return is computed, not sampled."""
+Stats = dict[str, float]
+Player = Callable[[Any], int]
+"""Says what to do after an observation."""
 
 HELD_OUT_SEED = 1_000_000
 """What held-out episodes are drawn from; training draws its own from --seed."""
@@ -155,6 +160,7 @@ def learn(
     env: EnvSource,
     score: Callable[[bool], Score],
     baselines: dict[str, float],
+    warm_start: Callable[[], Stats] | None = None,
 ) -> None:
     """Score, train, score again; writes `metrics.jsonl`, `summary.json` and the agent to the run's folder.
 
@@ -164,9 +170,10 @@ def learn(
         env: What to train in.
         score: Of the agent as it is now, greedy or sampling.
         baselines: Expected returns to compare with.
+        warm_start: Learns from demonstrations first, and returns the statistics; None is no warm start.
     """
     run_dir = args.run_dir or Path("runs") / time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
-    before, before_error = score_before(run_dir, score, args.resume)
+    warm_stats, (before, before_error) = begin(args, run_dir, score, warm_start)
     with closing(tracker_for(args, run_dir, agent)) as tracker:
         result = train(
             agent,
@@ -198,6 +205,7 @@ def learn(
         "processor_minutes": time.process_time() / 60,
         "turns_per_second": result.turns / result.minutes / 60,
         "peak_memory_gib": peak_memory_gib(),
+        "warm_start": warm_stats,
         "expected_return_before": before,
         "expected_return_after": after,
         "expected_return_greedy": greedy,
@@ -213,17 +221,51 @@ def learn(
     print(f"{len(result.returns)} episodes, {result.turns} turns, {result.minutes:.1f} min. Results: {run_dir}")
 
 
-def score_before(run_dir: Path, score: Callable[[bool], Score], resumed: bool) -> Score:
-    """The sampled score before learning; a run that goes on has it in its folder, and may have started warm."""
+def begin(
+    args: argparse.Namespace,
+    run_dir: Path,
+    score: Callable[[bool], Score],
+    warm_start: Callable[[], Stats] | None = None,
+) -> tuple[Stats | None, Score]:
+    """Start warm and score what samples then; a run that goes on has done both, and has them in its folder."""
     path = run_dir / "before.json"
-    if resumed and path.exists():
-        before, error = json.loads(path.read_text())
-        return before, error
+    if args.resume and path.exists():
+        warm_stats, (before, error) = json.loads(path.read_text())
+        return warm_stats, (before, error)
+    is_trained = args.resume and args.checkpoint_dir and checkpoints.newest(args.checkpoint_dir)
+    warm_stats = warm_start() if warm_start and not is_trained else None
+    if warm_stats:
+        print("Warm start: " + ", ".join(f"{name} {value:.4g}" for name, value in warm_stats.items()) + ".")
     measured = score(False)
     if ranks.is_first():
         run_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measured) + "\n")
-    return measured
+        path.write_text(json.dumps([warm_stats, measured]) + "\n")
+    return warm_stats, measured
+
+
+def imitate(agent: Agent, env: gymnasium.Env, player: Callable[[gymnasium.Env, int], Player], episodes: int) -> Stats:
+    """Learn, once, from episodes of a player who knows more than the agent; of seeds 0, 1, ...
+
+    Args:
+        agent: Who learns; its choices are in the order of the environment's actions.
+        env: What is played.
+        player: Makes the player of an episode, from the environment after `reset` and the episode's seed.
+        episodes: How many.
+    """
+    episodes_shown = []
+    for seed in range(episodes):
+        (observation, _), play, messages, over = env.reset(seed=seed), player(env, seed), [], False
+        while not over:
+            action = play(observation)
+            messages.append({"role": "user", "content": agent.format_observation(observation)})
+            messages.append({"role": "assistant", "content": agent.get_action_choices(observation)[action]})
+            observation, _, terminated, truncated, _ = env.step(action)
+            over = terminated or truncated
+        episodes_shown.append(json.dumps({"messages": messages}))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "shown.jsonl"
+        path.write_text("\n".join(episodes_shown), encoding="utf-8")
+        return agent.sft_from_jsonl(path, epochs=1)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

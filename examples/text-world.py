@@ -87,14 +87,14 @@ def main() -> None:
         agent = script.load(args, kind, "episode", max_new_tokens=12)
     else:
         agent = script.load(args, TextWorldAgent)
-    if args.free_text and not args.resume:
-        print(agent.sft_from_jsonl(included("format_text-world_commands")))
     test_in = functools.partial(TextWorldEnv, unseen, args.max_steps)
     score = script.play_held_out(agent, test_in, args)
     draw = random.Random(0).choice
     chance = evaluate(lambda observation: draw(observation["admissible_commands"]), test_in, 200, script.HELD_OUT_SEED)
     baselines = {"random": chance.mean, "optimum": 1.0}
-    script.learn(args, agent, functools.partial(TextWorldEnv, seen, args.max_steps), score, baselines)
+    train_in = functools.partial(TextWorldEnv, seen, args.max_steps)
+    commands = functools.partial(agent.sft_from_jsonl, included("format_text-world_commands"))
+    script.learn(args, agent, train_in, score, baselines, commands if args.free_text else None)
 
 
 if __name__ == "__main__":

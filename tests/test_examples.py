@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import math
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 import script
 
+from llamagym import ConfigError
 from llamagym.conversation.masking import Masking
+from llamagym.envs.babyai import make_babyai
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 SMALL = "--num-envs 4 --batch-size 32 --mini-batch-size 16 --eval-every 1"
@@ -106,6 +109,28 @@ def test_babyai_counts_successes(start):
     assert summary["expected_return_after"] in (0.0, 0.5, 1.0)
 
 
+def test_memory_can_begin_with_episodes_that_are_shown(start):
+    pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
+    make_player = importlib.import_module("memory_player").make_player
+    for seed in range(100):
+        env, turns, over = make_babyai("MiniGrid-MemoryS7-v0", max_steps=40), 0, False
+        said, _ = env.reset(seed=seed)
+        play, seen = make_player(env, seed), env.unwrapped.agent_sees(1, 2)
+        while not over:
+            said, _, over, _, info = env.step(play(said))
+            seen, turns = seen or env.unwrapped.agent_sees(1, 2), turns + 1
+        # It never ends at the wrong object, and has seen which one is right.
+        assert info["success"]
+        assert seen
+        assert turns < 10
+    level = "--level MiniGrid-MemoryS7-v0 --context episode --max-steps 12"
+    summary, metrics = start("babyai", f"{level} --shown-episodes 8 --episodes 6 --eval-episodes 2 --batch-size 24")
+    check(summary, metrics)
+    assert 8 * 5 <= summary["warm_start"]["samples"] <= 8 * 9
+    with pytest.raises(ConfigError, match="knows memory levels only"):
+        start("babyai", "--shown-episodes 8")
+
+
 def test_babyai_replies_name_the_thing_that_the_mission_names():
     agent = importlib.import_module("babyai").BabyAIAgent
     view = "You see: red ball ahead 2; purple key left 3. Ahead: free."
@@ -129,15 +154,17 @@ def test_games_of_memory_see_the_whole_conversation(name: str, start):
 def test_mastermind_can_begin_with_games_that_are_shown(start):
     mastermind = importlib.import_module("mastermind")
     for seed in range(50):
-        env, game = mastermind.Mastermind(reward_consistent=True), mastermind.shown_game(seed)
-        env.reset(seed=seed)
-        guesses = [message["content"] for message in game if message["role"] == "assistant"]
-        rewards = [env.step(mastermind.CODES.index(guess))[1] for guess in guesses]
+        env, rewards, over = mastermind.Mastermind(reward_consistent=True), 0.0, False
+        said, _ = env.reset(seed=seed)
+        play = mastermind.Player(env, seed)
+        while not over:
+            said, reward, over, _, _ = env.step(play(said))
+            rewards += reward
         # Each guess fits all answers, and the last one is the code.
-        assert sum(rewards) == pytest.approx(1)
+        assert rewards == pytest.approx(1)
     summary, metrics = start("mastermind", "--shown-games 8 --episodes 6 --eval-episodes 2 --batch-size 24")
     check(summary, metrics)
-    assert summary["settings"]["shown_games"] == 8
+    assert 8 <= summary["warm_start"]["samples"] <= 48
 
 
 def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
@@ -199,15 +226,24 @@ def test_blackjack_is_saved_when_it_is_stopped_and_goes_on_from_there(model, tmp
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == len(lines)
 
 
-def test_a_run_that_goes_on_keeps_its_score_before_learning(tmp_path):
-    scores = iter([(0.5, 0.1), (0.9, 0.2)])
+def test_a_run_that_goes_on_keeps_its_beginning(tmp_path):
+    scores, warm_starts = iter([(0.5, 0.1), (0.9, 0.2), (0.7, 0.3)]), iter([{"samples": 3.0}, {"samples": 4.0}])
 
-    def before(resumed):
-        return script.score_before(tmp_path / "run", lambda greedy: next(scores), resumed)
+    def begin(resume, checkpoint_dir=None):
+        args = argparse.Namespace(resume=resume, checkpoint_dir=checkpoint_dir)
+        return script.begin(args, tmp_path / "run", lambda greedy: next(scores), lambda: next(warm_starts))
 
-    assert before(resumed=True) == (0.5, 0.1)
-    assert before(resumed=True) == (0.5, 0.1)
-    assert before(resumed=False) == (0.9, 0.2)
+    # It was stopped before it had begun.
+    assert begin(resume=True, checkpoint_dir=tmp_path) == ({"samples": 3.0}, (0.5, 0.1))
+    assert begin(resume=True) == ({"samples": 3.0}, (0.5, 0.1))
+    assert begin(resume=False) == ({"samples": 4.0}, (0.9, 0.2))
+
+
+def test_a_warm_start_is_not_repeated_when_its_run_left_a_checkpoint_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(script.checkpoints, "newest", lambda folder: folder / "some")
+    args = argparse.Namespace(resume=True, checkpoint_dir=tmp_path)
+    begun = script.begin(args, tmp_path / "run", lambda greedy: (0.5, 0.1), lambda: pytest.fail("it started warm"))
+    assert begun == (None, (0.5, 0.1))
 
 
 def test_blackjack_is_saved_when_it_fails_and_goes_on_from_there(model, tmp_path, monkeypatch):

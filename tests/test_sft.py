@@ -161,6 +161,16 @@ def test_the_trainer_s_loss_is_the_policy_s(demos, monkeypatch, kind, context):
     assert stats["samples"] == 12
 
 
+def test_losses_are_measured_on_some_of_many_conversations(demos, monkeypatch):
+    monkeypatch.setattr(sft, "_MEASURED", 2)
+    agent = WordAgent(model_of("activated"), tiny_tokenizer("llama"), context="turn", seed=0)
+    measured, measure = [], sft._measure
+    monkeypatch.setattr(sft, "_measure", lambda policy, some: measured.append(some) or measure(policy, some))
+    stats = agent.sft_from_jsonl(demos, epochs=1)
+    assert [len(some) for some in measured] == [2, 2]
+    assert stats["samples"] == 12
+
+
 @pytest.mark.parametrize("context", ["episode", "turn"])
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, {"episode": 8, "turn": 12}), (3, {"episode": 4, "turn": 4})])
 def test_a_step_learns_from_as_many_replies_whatever_a_context_holds(demos, monkeypatch, context, batch_size, steps):
