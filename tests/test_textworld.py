@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import sys
 
@@ -76,15 +77,23 @@ def test_the_text_is_the_one_printed(coins):
     env.close()
 
 
-@pytest.mark.parametrize("written", ["\\s", "\\d go", "look\x00", "\x10", "take \x12 key", "\x1b[A", "look\n\x00"])
-def test_no_command_hangs_or_crashes_the_interpreter(coins, written):
-    env = TextWorldEnv(coins)
+def answers(games, commands):
+    """What a game says to each command."""
+    env = TextWorldEnv(games)
     env.reset(seed=0)
-    for command in (written, "dance"):
-        observation = env.step(command)[0]
-    # Nothing of the first is left to be taken for the second.
-    assert observation["text"] == "That's not a verb I recognise."
+    said = [env.step(command)[0]["text"] for command in commands]
     env.close()
+    return said
+
+
+def test_no_command_hangs_or_crashes_the_interpreter(coins):
+    written = ["\\s", "\\d go", "look\x00", "\x10", "take \x12 key", "\x1b[A", "look\n\x00"]
+    commands = [command for each in written for command in (each, "dance")]
+    # Nothing in this process could stop it.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        said = pool.apply_async(answers, (coins, commands)).get(timeout=120)
+    # Nothing of a command is left to be taken for the next one.
+    assert said[1::2] == ["That's not a verb I recognise."] * len(written)
 
 
 def test_only_a_commands_first_line_counts(coins):
