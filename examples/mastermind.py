@@ -1,7 +1,6 @@
 """Train a language model to find a code of three colours in six guesses, which takes remembering all answers.
 
 python examples/mastermind.py                       from rewards alone, which taught next to nothing in 85 minutes
-python examples/mastermind.py --easier-games        learns in games of two and three colours as well
 python examples/mastermind.py --shown-games 4000    imitates games of a player who rules codes out, before it acts
 """
 
@@ -60,13 +59,11 @@ def main() -> None:
     """Load, learn, and report."""
     options = script.parser(__doc__, episodes=40_000, eval_every=10, eval_episodes=256)
     options.add_argument("--shown-games", type=int, default=0, help="number of games to imitate first")
-    options.add_argument("--easier-games", action="store_true", help="learn in games of fewer colours as well")
     args = options.parse_args()
     baselines = {"random": script.random_return(Mastermind), "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
     # A game's one reward tells too little to learn from; scored is only whether the code is found.
-    fewest = 2 if args.easier_games else None
-    train_in = functools.partial(Mastermind, reward_consistent=True, fewest_colours=fewest)
+    train_in = functools.partial(Mastermind, reward_consistent=True)
     score = script.play_held_out(agent, Mastermind, args)
     shown = functools.partial(script.imitate, agent, Mastermind(), Player, args.shown_games)
     script.learn(args, agent, train_in, score, baselines, shown if args.shown_games else None)

@@ -65,30 +65,6 @@ def test_each_guess_that_fits_all_answers_can_be_rewarded():
     assert rewards == pytest.approx([1 / 6, 0, 4 / 6])
 
 
-def test_easier_games_have_fewer_colours_which_are_said_and_alone_allowed():
-    env, games = Mastermind(fewest_colours=2), set()
-    for seed in range(200):
-        said, info = env.reset(seed=seed)
-        assert env.observation_space.contains(said)
-        listed = re.search(r"out of (.+)\. Black", said)
-        assert listed
-        colours = listed[1].split(", ")
-        allowed = {code for code, flag in zip(env.codes, info["action_mask"], strict=True) if flag}
-        assert allowed == {code for code in env.codes if set(code.split()) <= set(colours)}
-        games.add(tuple(colours))
-        left, done = [code for code in env.codes if code in allowed], False
-        while not done:
-            guess = left[0]
-            said, _, done, _, info = env.step(env.codes.index(guess))
-            assert sum(info["action_mask"]) == len(allowed)
-            near = said.split(":")[0].split().count("black"), said.split(":")[0].split().count("white")
-            left = [code for code in left if compare(guess, code) == near and code != guess]
-        # The code is one of them.
-        assert info["success"]
-    # All pairs, all threes, and all four.
-    assert sorted(map(len, games)) == [2] * 6 + [3] * 4 + [4]
-
-
 def test_all_codes_are_thought_of_and_seeds_repeat_them():
     def code(seed: int) -> int:
         env = Mastermind(pegs=2, colours=2, tries=4)
@@ -115,12 +91,10 @@ def test_a_colour_counts_once(guess, code, near):
 
 
 def test_it_is_a_gymnasium_environment():
-    check_env(Mastermind(fewest_colours=3), skip_render_check=True)
+    check_env(Mastermind(), skip_render_check=True)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"pegs": 0}, {"colours": 1}, {"colours": 7}, {"tries": 0}, {"fewest_colours": 1}, {"fewest_colours": 5}]
-)
+@pytest.mark.parametrize("wrong", [{"pegs": 0}, {"colours": 1}, {"colours": 7}, {"tries": 0}])
 def test_a_game_without_a_question_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"expected (at least 1 peg|2 to the 4)"):
+    with pytest.raises(ConfigError, match="expected at least"):
         Mastermind(**wrong)

@@ -11,7 +11,6 @@ from itertools import product
 from typing import Any
 
 import gymnasium
-import numpy as np
 
 from ..errors import ConfigError
 
@@ -24,8 +23,7 @@ class Mastermind(gymnasium.Env[str, Any]):
     The reward is 1 for finding it, else 0, unless it is asked for guess by guess. The last guess ends the game, so
     nothing is ever truncated.
     Answers are pegs, as in the game: black for each colour in place, white for each more that stands elsewhere.
-    An action is the number of a code in `codes`; `info["action_mask"]` says which there are in this game,
-    `info["success"]` whether the code was found.
+    `info["success"]` says whether the code was found. An action is the number of a code in `codes`.
 
     Attributes:
         codes: All codes, as words.
@@ -38,14 +36,7 @@ class Mastermind(gymnasium.Env[str, Any]):
     ('green green red', 'black: green green red. 5 guesses left.')
     """
 
-    def __init__(
-        self,
-        pegs: int = 3,
-        colours: int = 4,
-        tries: int = 6,
-        reward_consistent: bool = False,
-        fewest_colours: int | None = None,
-    ) -> None:
+    def __init__(self, pegs: int = 3, colours: int = 4, tries: int = 6, reward_consistent: bool = False) -> None:
         """Make a game.
 
         Args:
@@ -54,8 +45,6 @@ class Mastermind(gymnasium.Env[str, Any]):
             tries: Guesses in a game.
             reward_consistent: Whether to reward, for learning, every guess that no answer so far rules out with
                 1 / `tries`, and finding the code with what is then left of 1.
-            fewest_colours: For learning in games of all levels at once: each game's codes are made of so many of the
-                colours or more, drawn by the game; None is all of them.
 
         Raises:
             ConfigError: There is no code, nothing to choose from, or no guess.
@@ -65,34 +54,24 @@ class Mastermind(gymnasium.Env[str, Any]):
                 f"pegs={pegs}, colours={colours} and tries={tries}; expected at least 1 peg, 2 to {len(COLOURS)} "
                 "colours and at least 1 guess."
             )
-        fewest = colours if fewest_colours is None else fewest_colours
-        if not 2 <= fewest <= colours:
-            raise ConfigError(f"fewest_colours={fewest}; expected 2 to the {colours} that there are.")
         self.codes = tuple(" ".join(code) for code in product(COLOURS[:colours], repeat=pegs))
         self.tries = tries
         self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(len(self.codes))
         self.observation_space = gymnasium.spaces.Text(200, charset=string.printable)
-        self._pegs, self._colours, self._fewest = pegs, COLOURS[:colours], fewest
+        self._task = (
+            f"A code of {pegs} colours out of {', '.join(COLOURS[:colours])}. "
+            f"Black is a colour in place, white one elsewhere. {_guesses(tries)}."
+        )
         self._reward_consistent = reward_consistent
         self._code, self._left = self.codes[0], 0
-        self._mask = np.ones(len(self.codes), np.int8)
         self._answers: list[tuple[str, tuple[int, int]]] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Think of another code."""
         super().reset(seed=seed, options=options)
-        rng, colours = self.np_random, self._colours
-        if self._fewest < len(colours):
-            count = int(rng.integers(self._fewest, len(colours) + 1))
-            colours = tuple(colours[number] for number in sorted(rng.choice(len(colours), count, replace=False)))
-            self._mask = np.array([set(code.split()) <= set(colours) for code in self.codes], np.int8)
-        self._code, self._left = self.codes[int(rng.choice(np.flatnonzero(self._mask)))], self.tries
+        self._code, self._left = self.codes[int(self.np_random.integers(len(self.codes)))], self.tries
         self._answers = []
-        task = (
-            f"A code of {self._pegs} colours out of {', '.join(colours)}. "
-            f"Black is a colour in place, white one elsewhere. {_guesses(self.tries)}."
-        )
-        return task, {"success": False, "action_mask": self._mask.copy()}
+        return self._task, {"success": False}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a guess."""
@@ -104,8 +83,7 @@ class Mastermind(gymnasium.Env[str, Any]):
         self._answers.append((guess, answer))
         pegs = " ".join(["black"] * in_place + ["white"] * elsewhere) or "no pegs"
         said = f"{pegs}: {guess}. {_guesses(self._left)} left."
-        info = {"success": found, "action_mask": self._mask.copy()}
-        return said, reward, found or not self._left, False, info
+        return said, reward, found or not self._left, False, {"success": found}
 
     def _graded(self, guess: str, found: bool) -> float:
         fits = all(compare(earlier, guess) == answer for earlier, answer in self._answers)
