@@ -49,7 +49,7 @@ class WarmStartConfig(Options):
 
     epochs: int = 4
     learning_rate: float = 1e-3
-    batch_size: int = 32
+    batch_size: int = 4
     max_grad_norm: float = 1.0
     seed: int = 0
 
