@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import gymnasium as gym
@@ -39,10 +40,12 @@ def make_player(env: gym.Env[Any, Any], seed: int) -> script.Player:
 
 
 def way(level: Any, rng: random.Random) -> Iterator[int]:
-    """Turns until the object has come into view, then goes to its like at the end of the hallway."""
+    """Turns round and goes back until the object is in view, then goes to its like at the end of the hallway."""
     turn = rng.choice((LEFT, RIGHT))
-    while not level.agent_sees(1, level.height // 2 - 1):
-        yield turn
+    for action in chain((turn, turn), repeat(AHEAD)):
+        if level.agent_sees(1, level.height // 2 - 1):
+            break
+        yield action
     yield from shortest_way(level, level.success_pos)
 
 
