@@ -233,7 +233,7 @@ def test_blackjack_is_saved_when_it_is_stopped_and_goes_on_from_there(model, tmp
 
 
 def test_a_run_that_goes_on_keeps_its_beginning(tmp_path):
-    scores, warm_starts = iter([(0.5, 0.1), (0.9, 0.2), (0.7, 0.3)]), iter([{"samples": 3.0}, {"samples": 4.0}])
+    scores, warm_starts = iter([(0.5, 0.1), (0.9, 0.2)]), iter([{"samples": 3.0}, {"samples": 4.0}])
 
     def begin(resume, checkpoint_dir=None):
         args = argparse.Namespace(resume=resume, checkpoint_dir=checkpoint_dir)

@@ -31,7 +31,7 @@ from .trl_internals import LossTrainer, nothing_but_weights_changed, trainer_con
 
 logger = logging.getLogger(__name__)
 
-# Conversations that losses are measured on. Measuring all of them takes almost as long as learning from them once.
+# Conversations that losses are measured on. To measure all, before and after, takes as long as to learn from them once.
 _MEASURED = 256
 
 
