@@ -2,7 +2,7 @@
 
 python examples/babyai.py                                    go to the red ball, the embedded 135M model
 python examples/babyai.py --level BabyAI-PickupLoc-v0 --all-actions
-python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-steps 40 --shown-episodes 200
+python examples/babyai.py --level MiniGrid-MemoryS7-v0 --context episode --max-steps 40 --shown-episodes 2000
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ TITLES = {
     "babyai-defaults": "BabyAI with the defaults, unseen missions",
     "babyai-go-to-local": "BabyAI GoToLocal, unseen missions",
     "babyai-memory": "MiniGrid MemoryS7, at most 40 steps, whole conversation",
-    "babyai-memory-shown-episodes": "MiniGrid MemoryS7 after imitating 200 episodes, whole conversation",
+    "babyai-memory-shown-episodes": "MiniGrid MemoryS7 after imitating 2,000 episodes, whole conversation",
     "taxi": "Taxi",
     "mastermind": "Mastermind, whole conversation",
     "mastermind-shown-games": "Mastermind after 30 more minutes of imitating 4,000 games, whole conversation",
