@@ -38,10 +38,10 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Four updates in one go; two; two more in another process."""
+    """Three updates in one go; one; two more in another process."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     done = []
-    for folder, updates, *resume in ((one, 4), (two, 2), (two, 2, "resume")):
+    for folder, updates, *resume in ((one, 3), (two, 1), (two, 2, "resume")):
         command = [sys.executable, "-m", "tests.resumed_run", str(folder), str(updates), *resume]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
@@ -52,10 +52,10 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_computes_what_it_would_have_computed(runs, name):
     whole, first, resumed = (run[name] for run in runs)
-    assert first["stats"] == whole["stats"][:2]
+    assert first["stats"] == whole["stats"][:1]
     assert first["weights"] != whole["weights"]
     assert json.dumps(resumed) == json.dumps(whole)
-    assert len(whole["stats"]) == 4
+    assert len(whole["stats"]) == 3
     assert len(whole["actions"]) > 0
 
 

@@ -20,7 +20,7 @@ CASES = [
 
 @pytest.mark.parametrize(("probe", "algorithm"), CASES)
 def test_the_probe_is_solved(probe, algorithm):
-    assert probe.error(algorithm, ALGORITHMS[algorithm]) < probe.tolerance
+    assert probe.error(probe.tolerance, algorithm, ALGORITHMS[algorithm]) < probe.tolerance
 
 
 @pytest.mark.parametrize("name", PROBES)
@@ -28,17 +28,21 @@ def test_the_probe_is_solved_with_the_other_critic(name):
     probe = PROBES[name]
     # Those of values have a rate for gradient steps.
     other = "lstd" if probe.of_value else "gradient"
-    assert replace(probe, config=probe.config | {"critic": other}).error("ppo", {}) < probe.tolerance
+    probe = replace(probe, config=probe.config | {"critic": other})
+    assert probe.error(probe.tolerance, "ppo", {}) < probe.tolerance
 
 
 @pytest.mark.parametrize(("probe", "algorithm"), CASES)
 def test_its_negative_control_is_not(probe, algorithm):
     control = replace(probe, **probe.control)
-    assert control.error(algorithm, ALGORITHMS[algorithm]) > 2 * probe.tolerance
+    bound = 2 * probe.tolerance
+    assert control.error(bound, algorithm, ALGORITHMS[algorithm]) > bound
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", [name for name, probe in PROBES.items() if not probe.of_value])
 def test_learning_rate_zero_solves_nothing(name, algorithm):
-    resting = replace(PROBES[name], config={"learning_rate": 0.0})
-    assert resting.error(algorithm, ALGORITHMS[algorithm]) > 2 * resting.tolerance
+    # What an update did in spite of the rate would show after a few.
+    resting = replace(PROBES[name], config={"learning_rate": 0.0}, updates=3)
+    bound = 2 * resting.tolerance
+    assert resting.error(bound, algorithm, ALGORITHMS[algorithm]) > bound

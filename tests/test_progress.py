@@ -7,18 +7,14 @@ import itertools
 import json
 import logging
 import re
-import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from llamagym import train
 from llamagym.training.tracking import JsonlTracker, Progress
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
-
-ROOT = Path(__file__).parent.parent
 
 
 class Terminal(io.StringIO):
@@ -87,11 +83,3 @@ def test_bitsandbytes_says_nothing_of_a_kernel_that_is_not_used(caplog):
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
     logger.warning("something else")
     assert caplog.messages == ["something else"]
-
-
-@pytest.mark.slow
-def test_the_readme_s_loop_says_nothing_but_its_own():
-    loop = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)[0]
-    result = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stderr == ""
-    assert re.search(r"hands, mean return [+-]\d", result.stdout)
