@@ -1,13 +1,13 @@
 """Train a language model to find a code of three colours in six guesses, which takes remembering all answers.
 
-python examples/mastermind.py                      from rewards alone, which taught next to nothing in 85 minutes
-python examples/mastermind.py --shown-games 600    imitates games of a player who rules codes out, before it acts
+python examples/mastermind.py                       from rewards alone, which taught next to nothing in 85 minutes
+python examples/mastermind.py --shown-games 6000    imitates games of a player who rules codes out, before it acts
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import random
 
 import gymnasium
 import script
@@ -39,29 +39,23 @@ class CodeBreaker(Agent):
 
 
 class Player:
-    """Guesses the code, of those that no answer so far rules out, after which the worst answer leaves the fewest.
+    """Draws its first guess, and then takes the first code that no answer so far rules out.
 
-    After the rule of Knuth, The Computer as Master Mind, Journal of Recreational Mathematics 9(1), 1976-77, kept to
-    codes that may be the answer.
+    With a first guess of its own choice, the last answer alone would tell which guess comes next.
     """
 
     def __init__(self, env: gymnasium.Env, seed: int) -> None:
         """Begin a game."""
-        self._possible, self._guess = CODES, ""
+        self._possible, self._guess = list(CODES), random.Random(seed).choice(CODES)
 
     def __call__(self, said: str) -> int:
         """Rule out, and guess."""
-        if self._guess:
-            pegs = said.partition(":")[0].split()
-            answer = pegs.count("black"), pegs.count("white")
-            self._possible = tuple(code for code in self._possible if compare(self._guess, code) == answer)
-        self._guess = _best_guess(self._possible)
+        pegs, answered, _ = said.partition(":")
+        if answered:
+            answer = pegs.split().count("black"), pegs.split().count("white")
+            self._possible = [code for code in self._possible if compare(self._guess, code) == answer]
+            self._guess = self._possible[0]
         return CODES.index(self._guess)
-
-
-@functools.cache
-def _best_guess(possible: tuple[str, ...]) -> str:
-    return min(possible, key=lambda guess: max(Counter(compare(guess, code) for code in possible).values()))
 
 
 def main() -> None:
