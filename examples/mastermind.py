@@ -1,4 +1,4 @@
-"""Train a language model to find a code of three colours in six guesses, which takes remembering all answers.
+"""Train a language model to find a code of three colours in six guesses, from all answers so far.
 
 python examples/mastermind.py                       from rewards alone, which taught next to nothing in 85 minutes
 python examples/mastermind.py --shown-games 3000    imitates games of a player who rules codes out, before it acts
@@ -41,7 +41,7 @@ class CodeBreaker(Agent):
 class Player:
     """Draws its first guess, and then takes the first code that no answer so far rules out.
 
-    With a first guess of its own choice, the last answer alone would tell which guess comes next.
+    Were the first guess always the same, the last answer alone would tell the next one, and nothing need be remembered.
     """
 
     def __init__(self, env: gymnasium.Env, seed: int) -> None:
