@@ -176,24 +176,24 @@ class Probe:
         """Whether the critic is measured."""
         return isinstance(self.optimum, dict)
 
-    def error(self, bound: float, algorithm: str, options: dict[str, Any], family: str = "llama") -> float:
+    def error(self, bound: float, algorithm: str, options: dict[str, Any]) -> float:
         """Train as anybody would; how far from the optimum it ends, the median of three seeds.
 
         A single one says as much about a tiny model's random weights: of 19 runs of "observation" that drew nothing but
         LoRA anew, five ended above the tolerance. Where two are on the same side of `bound`, the third could not bring
         the median to the other, and is left out.
         """
-        errors = [self._error_of(seed, algorithm, options, family) for seed in range(2)]
+        errors = [self._error_of(seed, algorithm, options) for seed in range(2)]
         if (errors[0] < bound) != (errors[1] < bound):
-            errors.append(self._error_of(2, algorithm, options, family))
+            errors.append(self._error_of(2, algorithm, options))
         return median(errors)
 
-    def _error_of(self, seed: int, algorithm: str, options: dict[str, Any], family: str) -> float:
+    def _error_of(self, seed: int, algorithm: str, options: dict[str, Any]) -> float:
         turns = COPIES * self.turns
         config = {"batch_size": turns, "mini_batch_size": turns, "learning_rate": 0.01, "target_kl": 0.05}
         config |= {"entropy_coef": 0.01, "gamma": 1.0}
         options = {f"{algorithm}_config_dict": config | self.config, **options}
-        model, tokenizer = tiny_model(family, seed), tiny_tokenizer(family)
+        model, tokenizer = tiny_model("llama", seed), tiny_tokenizer("llama")
         agent = self.agent(model, tokenizer, context=self.context, seed=seed, **options)
         agent.waits_at = self.waits_at
         train(agent, self.env, self.updates * COPIES, num_envs=COPIES, seed=seed)
