@@ -173,7 +173,7 @@ def learn(
         warm_start: Learns from demonstrations first, and returns the statistics; None is no warm start.
     """
     run_dir = args.run_dir or Path("runs") / time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
-    warm_stats, (before, before_error) = begin(args, run_dir, score, warm_start)
+    warm_stats, (before, before_error) = begin(args, run_dir, agent, score, warm_start)
     with closing(tracker_for(args, run_dir, agent)) as tracker:
         result = train(
             agent,
@@ -224,18 +224,22 @@ def learn(
 def begin(
     args: argparse.Namespace,
     run_dir: Path,
+    agent: Agent,
     score: Callable[[bool], Score],
     warm_start: Callable[[], Stats] | None = None,
 ) -> tuple[Stats | None, Score]:
     """Start warm and score what samples then; a run that goes on has done both, and has them in its folder."""
-    path = run_dir / "before.json"
+    path, warm = run_dir / "before.json", run_dir / "warm-start"
+    is_trained = args.resume and args.checkpoint_dir and checkpoints.newest(args.checkpoint_dir)
     if args.resume and path.exists():
+        if warm.exists() and not is_trained:
+            agent.load_checkpoint(warm)
         warm_stats, (before, error) = json.loads(path.read_text())
         return warm_stats, (before, error)
-    is_trained = args.resume and args.checkpoint_dir and checkpoints.newest(args.checkpoint_dir)
     warm_stats = warm_start() if warm_start and not is_trained else None
     if warm_stats:
         print("Warm start: " + ", ".join(f"{name} {value:.4g}" for name, value in warm_stats.items()) + ".")
+        agent.save_checkpoint(warm)
     measured = score(False)
     if ranks.is_first():
         run_dir.mkdir(parents=True, exist_ok=True)

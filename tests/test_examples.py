@@ -7,14 +7,16 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import script
 
-from llamagym import ConfigError
+from llamagym import Agent, ConfigError
 from llamagym.conversation.masking import Masking
 from llamagym.envs.babyai import make_babyai
 from tests.tiny import tiny_base_model, tiny_tokenizer
@@ -237,7 +239,8 @@ def test_a_run_that_goes_on_keeps_its_beginning(tmp_path):
 
     def begin(resume, checkpoint_dir=None):
         args = argparse.Namespace(resume=resume, checkpoint_dir=checkpoint_dir)
-        return script.begin(args, tmp_path / "run", lambda greedy: next(scores), lambda: next(warm_starts))
+        agent = Mock(spec=Agent)
+        return script.begin(args, tmp_path / "run", agent, lambda greedy: next(scores), lambda: next(warm_starts))
 
     # It was stopped before it had begun.
     assert begin(resume=True, checkpoint_dir=tmp_path) == ({"samples": 3.0}, (0.5, 0.1))
@@ -245,10 +248,22 @@ def test_a_run_that_goes_on_keeps_its_beginning(tmp_path):
     assert begin(resume=False) == ({"samples": 4.0}, (0.9, 0.2))
 
 
+def test_what_a_warm_start_taught_is_there_before_the_first_checkpoint(start, tmp_path, monkeypatch):
+    options = f"--shown-games 8 --episodes 6 --eval-episodes 2 --batch-size 24 --checkpoint-dir {tmp_path / 'saved'}"
+    whole, _ = start("mastermind", options)
+    shutil.rmtree(tmp_path / "saved")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    monkeypatch.setattr(Agent, "sft_from_jsonl", lambda *args, **kwargs: pytest.fail("it started warm again"))
+    resumed, _ = start("mastermind", f"{options} --resume")
+    times = {"minutes", "processor_minutes", "turns_per_second", "peak_memory_gib", "settings"}
+    assert {key: resumed[key] for key in resumed.keys() - times} == {key: whole[key] for key in whole.keys() - times}
+
+
 def test_a_warm_start_is_not_repeated_when_its_run_left_a_checkpoint_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(script.checkpoints, "newest", lambda folder: folder / "some")
     args = argparse.Namespace(resume=True, checkpoint_dir=tmp_path)
-    begun = script.begin(args, tmp_path / "run", lambda greedy: (0.5, 0.1), lambda: pytest.fail("it started warm"))
+    agent = Mock(spec=Agent)
+    begun = script.begin(args, tmp_path / "run", agent, lambda greedy: (0.5, 0.1), lambda: pytest.fail("it did"))
     assert begun == (None, (0.5, 0.1))
 
 

@@ -39,8 +39,7 @@ def record(run_dir: Path, command: list[str], where: dict[str, object]) -> dict[
 def checkpoints(run_dir: Path) -> list[str]:
     """Options with which a run writes checkpoints, and goes on from those it has."""
     folder = run_dir / "checkpoints"
-    # Not at first: a new agent has a warm start, a resumed one has had it.
-    again = ["--resume"] if any(folder.glob("*")) else []
+    again = ["--resume"] if (run_dir / "before.json").exists() else []
     return ["--checkpoint-dir", str(folder), "--checkpoint-every", "1", *again]
 
 
