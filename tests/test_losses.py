@@ -101,10 +101,30 @@ def test_kl_estimators_on_a_distribution():
     for estimator in ("k1", "k3"):
         mean = (policy * kl_estimate(policy.log(), reference.log(), estimator)).sum().item()
         assert mean == pytest.approx(exact, rel=1e-5)
+    # Whichever of the two is drawn.
+    assert kl_estimate(policy.log(), reference.log(), "binary").tolist() == pytest.approx([exact, exact], rel=1e-5)
     assert kl_estimate(policy.log(), reference.log(), "k3").min() >= 0
     assert kl_estimate(policy.log(), reference.log(), "abs").tolist() == pytest.approx(
         [math.log(7 / 4), math.log(2)], rel=1e-5
     )
+
+
+def test_binary_kl_bounds_that_of_many_outcomes_and_is_not_ruled_by_rare_ones():
+    policy, reference = torch.tensor([0.6, 0.3999, 0.0001]), torch.tensor([0.5, 0.45, 0.05])
+    exact = (policy * (policy / reference).log()).sum().item()
+    binary = kl_estimate(policy.log(), reference.log(), "binary")
+    assert 0 < (policy * binary).sum().item() <= exact
+    assert binary.max().item() < 2 * exact
+    assert kl_estimate(policy.log(), reference.log(), "k2").max().item() > 200 * exact
+
+
+def test_binary_kl_where_nothing_else_is_left():
+    certain, likely, never = torch.tensor([0.0]), torch.tensor([-0.1]), torch.tensor([-torch.inf])
+    assert kl_estimate(certain, certain, "binary").item() == 0.0
+    assert kl_estimate(certain, likely, "binary").item() == pytest.approx(0.1, rel=1e-4)
+    assert 1.0 < kl_estimate(likely, certain, "binary").item() < math.inf
+    assert kl_estimate(likely, never, "binary").item() == math.inf
+    assert math.isnan(kl_estimate(likely, torch.tensor([math.nan]), "binary").item())
 
 
 def test_entropy_of_uniform_and_certain():

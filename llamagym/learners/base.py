@@ -331,7 +331,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         stats = {
             "policy_loss": by_decision * policy.loss.item(),
             "entropy": by_decision * entropy.item(),
-            "approx_kl": by_decision * policy.approx_kl.item(),
+            "approx_kl": by_decision * masked_mean(kl_estimate(old, now.logprobs.detach(), "binary"), mask).item(),
             "clip_fraction": by_decision * policy.clip_fraction.item(),
         }
         return loss, stats

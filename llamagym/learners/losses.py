@@ -9,12 +9,12 @@ https://arxiv.org/abs/1506.02438), KL estimators k1, k2, k3 (Schulman 2020, http
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-KLEstimator = Literal["k1", "abs", "k2", "k3"]
+KLEstimator = Literal["k1", "abs", "k2", "k3", "binary"]
 GroupBaseline = Literal["leave_one_out", "std"]
 # In nats. A reply of 20 tokens that is e^10 times likelier under the reference has long left it.
 _LARGEST_LOG_RATIO = 10.0
@@ -232,6 +232,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
     With r = p_ref / p: k1 = -log r (unbiased), abs = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r (unbiased,
     never negative). Beyond log r = 10, k3's r goes on as its tangent, so that it is finite and still has a gradient.
+    binary is the KL of whether this sample is drawn or any other: exact where there are two outcomes, a lower bound
+    where there are more (Qi et al. 2026, https://arxiv.org/abs/2602.04879). A rare sample adds no more to it than the
+    probability that it moves, while its squared log-ratio can outweigh the k2 of hundreds of others.
 
     Args:
         logprobs: Under the policy, float of any shape.
@@ -252,7 +255,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     if estimator == "k3":
         below = log_r.clamp_max(_LARGEST_LOG_RATIO)
         return below.exp() * (1 + log_r - below) - 1 - log_r
-    raise ValueError(f"Unknown KL estimator {estimator!r}. Expected one of ['k1', 'abs', 'k2', 'k3'].")
+    if estimator == "binary":
+        # From the log-ratio alone, so that what cancels is as small as that; finite where rounding leaves no others.
+        eps = torch.finfo(log_r.dtype).eps
+        p, others = logprobs.exp(), (-torch.expm1(logprobs)).clamp_min(eps)
+        return -p * log_r - others * torch.log1p((-p * torch.expm1(log_r) / others).clamp_min(eps - 1))
+    raise ValueError(f"Unknown KL estimator {estimator!r}. Expected one of {list(get_args(KLEstimator))}.")
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> float:

@@ -166,12 +166,12 @@ def evaluate_chunks(
 
 
 def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes: int) -> float:
-    """How far the policy has moved there, in nats per decision (k2); infinite where what it says is not finite."""
+    """How far the policy has moved there, in nats per decision; infinite where what it says is not finite."""
     total = count = 0.0
     for rows, now in evaluate_chunks(policy, own_share(segments, sampled.ranks), sampled.row, nodes):
         total += 0.0 if is_finite(now) else math.inf
         old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
-        total += kl_estimate(now.logprobs, old, "k2")[now.mask].sum().item()
+        total += kl_estimate(old, now.logprobs, "binary")[now.mask].sum().item()
         count += now.mask.sum().item()
     totals, counts = zip(*ranks.gather((total, count)), strict=True)
     return sum(totals) / sum(counts)
