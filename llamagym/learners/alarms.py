@@ -30,7 +30,7 @@ _EQUAL = 1e-8
 _INVALID_HIGH = 0.1
 # A rise that stays below this is not worth a word.
 _INVALID_NOTICED = 0.02
-# In nats per decision. approx_kl is half the mean squared log-ratio: 0.02 where it has the size of the usual clipping
+# In nats per decision. approx_kl is 0.02 where the log-ratios of two even choices have the size of the usual clipping
 # range, 0.2. Updates that learn well stay near that (0.026 at most in the committed Blackjack runs).
 _KL_JUMP = 0.05
 # The critic starts at 0 and learns within a few updates if there is anything to learn.
