@@ -125,7 +125,8 @@ def train(
             it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
             model is such a function.
         checkpoint_dir: Where checkpoints are written; None writes none.
-        checkpoint_every: Updates between two checkpoints.
+        checkpoint_every: Updates between two checkpoints. Each drops all caches: where observations recur, they are
+            read anew after it.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
         resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`; without any, training begins.
         handle_signals: With `checkpoint_dir`: at Ctrl-C or SIGTERM finish the step, save, and exit with status 130; a

@@ -49,7 +49,12 @@ def main() -> None:
     parser.add_argument("example", help="name of a script in examples/")
     parser.add_argument("--name", help="of the result files, ablations/NAME for a variant; default: the example's")
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    parser.add_argument("--keep", type=Path, help="folder for runs' files and checkpoints; a run that is there goes on")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder for runs' files and checkpoints; a run that is there goes on. A checkpoint after each "
+        "update drops all caches, which takes time where observations recur",
+    )
     # argparse itself would refuse them: `--seeds` takes all values there are.
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
