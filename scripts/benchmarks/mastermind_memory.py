@@ -2,7 +2,7 @@
 
 Where the last observation leaves that open, only earlier ones tell it. The run must have been kept:
 
-python scripts/benchmarks/learning/run.py mastermind --seeds 0 --keep runs/mastermind -- --shown-games 3000
+python scripts/benchmarks/learning/run.py mastermind --seeds 0 --keep runs/mastermind -- --shown-games 10000
 python scripts/benchmarks/mastermind_memory.py runs/mastermind/seed0
 """
 
