@@ -233,8 +233,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     With r = p_ref / p: k1 = -log r (unbiased), abs = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r (unbiased,
     never negative). Beyond log r = 10, k3's r goes on as its tangent, so that it is finite and still has a gradient.
     binary is the KL of whether this sample is drawn or any other: exact where there are two outcomes, a lower bound
-    where there are more (Qi et al. 2026, https://arxiv.org/abs/2602.04879). A rare sample adds no more to it than the
-    probability that it moves, while its squared log-ratio can outweigh the k2 of hundreds of others.
+    where there are more (Qi et al. 2026, https://arxiv.org/abs/2602.04879). While a sample stays rare, it adds no
+    more to it than the probability it gains or loses; its squared log-ratio can outweigh the k2 of hundreds of others.
 
     Args:
         logprobs: Under the policy, float of any shape.

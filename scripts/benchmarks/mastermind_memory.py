@@ -52,11 +52,15 @@ def play(env: Mastermind, player_seed: int, code_seed: int) -> Game:
     return turns
 
 
+def seeds_of_codes(env: Mastermind) -> dict[int, int]:
+    """A seed of each code, by its number: the player finds every code, with its last guess."""
+    return {play(env, 0, seed)[-1].guess: seed for seed in SEEDS}
+
+
 def player_games() -> list[Game]:
-    """All games of the player: one for each first guess and each code, which it always finds, with its last guess."""
+    """All games of the player: one for each first guess and each code."""
     env = Mastermind()
-    first = {play(env, seed, 0)[0].guess: seed for seed in SEEDS}
-    codes = {play(env, 0, seed)[-1].guess: seed for seed in SEEDS}
+    first, codes = {play(env, seed, 0)[0].guess: seed for seed in SEEDS}, seeds_of_codes(env)
     assert len(first) == len(codes) == len(CODES)
     return [play(env, player_seed, code_seed) for player_seed in first.values() for code_seed in codes.values()]
 
@@ -76,7 +80,7 @@ def found_from_last(games: list[Game], follows: Follows) -> float:
     The player never comes to some observations that this leads to; such games count as lost.
     """
     env, found = Mastermind(), []
-    seeds = {play(env, 0, seed)[-1].guess: seed for seed in SEEDS}
+    seeds = seeds_of_codes(env)
     for game in games:
         env.reset(seed=seeds[game[-1].guess])
         said, _, over, _, info = env.step(game[0].guess)
@@ -125,7 +129,7 @@ def main() -> None:
     likely = {name: likelihoods(agent, games) for name, agent in agents.items()}
     of_kind: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number, game in enumerate(games):
-        for turn, (said, guess) in list(enumerate(game))[1:]:
+        for turn, (said, guess) in enumerate(game[1:], start=1):
             guesses = follows[said]
             shares = of_kind[kind(turn, guesses)]
             shares["imitation without memory"].append(guesses[guess] / guesses.total())
