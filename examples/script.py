@@ -231,15 +231,16 @@ def begin(
     """Start warm and score what samples then; a run that goes on has done both, and has them in its folder."""
     path, warm = run_dir / "before.json", run_dir / "warm-start"
     is_trained = args.resume and args.checkpoint_dir and checkpoints.newest(args.checkpoint_dir)
+    warm_stats: Stats | None = None
+    if args.resume and warm.exists() and not is_trained:
+        warm_stats = agent.load_checkpoint(warm)
     if args.resume and path.exists():
-        if warm.exists() and not is_trained:
-            agent.load_checkpoint(warm)
         warm_stats, (before, error) = json.loads(path.read_text())
         return warm_stats, (before, error)
-    warm_stats = warm_start() if warm_start and not is_trained else None
-    if warm_stats:
+    if warm_start and not (is_trained or warm_stats):
+        warm_stats = warm_start()
         print("Warm start: " + ", ".join(f"{name} {value:.4g}" for name, value in warm_stats.items()) + ".")
-        agent.save_checkpoint(warm)
+        agent.save_checkpoint(warm, warm_stats)
     measured = score(False)
     if ranks.is_first():
         run_dir.mkdir(parents=True, exist_ok=True)

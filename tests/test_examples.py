@@ -248,11 +248,14 @@ def test_a_run_that_goes_on_keeps_its_beginning(tmp_path):
     assert begin(resume=False) == ({"samples": 4.0}, (0.9, 0.2))
 
 
-def test_what_a_warm_start_taught_is_there_before_the_first_checkpoint(start, tmp_path, monkeypatch):
+@pytest.mark.parametrize("scored", [True, False])
+def test_what_a_warm_start_taught_is_there_before_the_first_checkpoint(start, tmp_path, monkeypatch, scored):
     options = f"--shown-games 8 --episodes 6 --eval-episodes 2 --batch-size 24 --checkpoint-dir {tmp_path / 'saved'}"
     whole, _ = start("mastermind", options)
     shutil.rmtree(tmp_path / "saved")
     (tmp_path / "run" / "metrics.jsonl").unlink()
+    if not scored:
+        (tmp_path / "run" / "before.json").unlink()
     monkeypatch.setattr(Agent, "sft_from_jsonl", lambda *args, **kwargs: pytest.fail("it started warm again"))
     resumed, _ = start("mastermind", f"{options} --resume")
     times = {"minutes", "processor_minutes", "turns_per_second", "peak_memory_gib", "settings"}

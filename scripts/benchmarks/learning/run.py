@@ -39,7 +39,7 @@ def record(run_dir: Path, command: list[str], where: dict[str, object]) -> dict[
 def checkpoints(run_dir: Path) -> list[str]:
     """Options with which a run writes checkpoints, and goes on from those it has."""
     folder = run_dir / "checkpoints"
-    again = ["--resume"] if (run_dir / "before.json").exists() else []
+    again = ["--resume"] if any((run_dir / begun).exists() for begun in ("warm-start", "before.json")) else []
     return ["--checkpoint-dir", str(folder), "--checkpoint-every", "1", *again]
 
 
