@@ -18,8 +18,8 @@ import numpy as np
 from llamagym import Agent, evaluate, train
 from tests.tiny import tiny_model, tiny_tokenizer
 
-# Of an environment, acted in at once.
-COPIES = 64
+# Of an environment, acted in at once: where rewards depend on what is drawn, and where they are certain.
+COPIES, FEW_COPIES = 64, 4
 # What the agent may say, and which action it is. A turn that is there to pass time offers the last one only.
 ACTIONS = {"left": 0, "right": 1, "wait": 0}
 
@@ -176,6 +176,11 @@ class Probe:
         """Whether the critic is measured."""
         return isinstance(self.optimum, dict)
 
+    @property
+    def copies(self) -> int:
+        """Of the environment."""
+        return FEW_COPIES if self.of_value else COPIES
+
     def error(self, bound: float, algorithm: str, options: dict[str, Any]) -> float:
         """Train as anybody would; how far from the optimum it ends, the median of three seeds.
 
@@ -189,14 +194,14 @@ class Probe:
         return median(errors)
 
     def _error_of(self, seed: int, algorithm: str, options: dict[str, Any]) -> float:
-        turns = COPIES * self.turns
+        turns = self.copies * self.turns
         config = {"batch_size": turns, "mini_batch_size": turns, "learning_rate": 0.01, "target_kl": 0.05}
         config |= {"entropy_coef": 0.01, "gamma": 1.0}
         options = {f"{algorithm}_config_dict": config | self.config, **options}
         model, tokenizer = tiny_model("llama", seed), tiny_tokenizer("llama")
         agent = self.agent(model, tokenizer, context=self.context, seed=seed, **options)
         agent.waits_at = self.waits_at
-        train(agent, self.env, self.updates * COPIES, num_envs=COPIES, seed=seed)
+        train(agent, self.env, self.updates * self.copies, num_envs=self.copies, seed=seed)
         if isinstance(self.optimum, dict):
             return max(abs(agent.value(observation) - value) for observation, value in self.optimum.items())
         return abs(evaluate(agent, self.env, 4 * COPIES, seed=1, num_envs=COPIES, greedy=False).mean - self.optimum)

@@ -29,7 +29,7 @@ def run(kind: str, global_seed: int, seed: int) -> None:
     agent = make(model, tokenizer, None, texts, SIZES, context=context, aim_lora=False, seed=seed)
     if kind == "WordAgent":
         agent.extract_action = lambda text: len(text) % 3
-    result = train(agent, agents.CountdownEnv, episodes=12, num_envs=2)
+    result = train(agent, agents.CountdownEnv, episodes=4, num_envs=2)
     updates = [{name: value for name, value in of.items() if not name.endswith("_s")} for of in result.updates]
     sys.stdout.write(json.dumps([result.returns, updates]) + "\n")
 

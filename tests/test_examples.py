@@ -186,7 +186,7 @@ def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
             after = env.unwrapped.step(number)[0]
             assert (action in possible(words, env.unwrapped.action_mask(state))) == (after != state)
     assert taxi.best_return() == pytest.approx(7.93)
-    summary, metrics = start("taxi", "--episodes 6 --eval-episodes 2")
+    summary, metrics = start("taxi", "--episodes 2 --eval-episodes 2")
     assert summary["updates"] == len(metrics) >= 1
     # Without walking into walls, at worst 200 steps.
     assert -200 <= summary["expected_return_after"] <= 20
