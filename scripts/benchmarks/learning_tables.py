@@ -26,7 +26,6 @@ _TARGETS = {
     "text-world-printed": "0.9",
     "text-world-locked-door-free-text": "0.8",
     "mastermind": "0.9",
-    "mastermind-shown-games": "0.9",
     "mastermind-10000-games": "0.9",
     "babyai-memory-shown-episodes": "0.9",
     "babyai-memory": "0.9",

@@ -37,7 +37,6 @@ TITLES = {
     "babyai-memory-shown-episodes": "MiniGrid MemoryS7 after imitating 2,000 episodes, whole conversation",
     "taxi": "Taxi",
     "mastermind": "Mastermind, whole conversation",
-    "mastermind-shown-games": "Mastermind after imitating 3,000 games, whole conversation",
     "mastermind-10000-games": "Mastermind after imitating 10,000 games, whole conversation",
     "guess_number": "Guess the number, whole conversation",
 }
