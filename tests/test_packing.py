@@ -69,7 +69,7 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
     expected = outputs_and_gradient()
     with Packed(layer, AMPLE):
         received = outputs_and_gradient()
-    assert len(products) == 3
+    assert len(products) == (3 if len(inputs) else 0)
     for one, other in zip(received, expected, strict=True):
         assert one.dtype == layer.weight.dtype
         assert torch.allclose(one, other, atol=0.02 if rounding == "bfloat16" else 1e-5)
@@ -166,6 +166,20 @@ def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products):
     assert torch.allclose(leaf.grad, layer.weight.sum(0).expand(3, -1), atol=1e-5)
 
 
+def test_temporary_copies_are_dropped_and_others_stay(products):
+    first, second = frozen_layer(), frozen_layer()
+    packed = Packed(nn.ModuleList((first, second)), int(1.5 * first.weight.nbytes // 2))
+    inputs = torch.randn(3, 24)
+    with packed:
+        with packed.temporary():
+            first(inputs)
+        second(inputs)
+        first(inputs)
+    # There is room for one copy, which the first layer gave back.
+    assert len(products) == 2
+    assert [layers for (layers, _), (_, copied) in packed._copies.items() if copied is not None] == [(second,)]
+
+
 @pytest.mark.parametrize(("rounding", "share"), [("half", 1 / 2), ("single", 1)])
 def test_a_copy_takes_half_of_what_float16_holds(rounding, share, products):
     layer = frozen_layer(rounding=rounding)
@@ -177,7 +191,9 @@ def test_a_copy_takes_half_of_what_float16_holds(rounding, share, products):
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind):
+def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind, monkeypatch):
+    made, pack = [], packing._pack
+    monkeypatch.setattr(packing, "_pack", lambda *given: made.append(pack(*given)) or made[-1])
     agent = make_agent(kind, context="turn")
     for name, weight in agent.policy.model.named_parameters():
         if "lora_B" in name or "v_head" in name:
@@ -186,6 +202,7 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind):
         agent.act(observation)
         agent.assign_reward(1.0)
         agent.terminate_episode()
+    agent.policy.drop_caches()
     agent.act("x")
     assert agent.policy.num_updates
     assert agent.policy.is_initialized_from_data
@@ -193,6 +210,11 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind):
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]
     assert {is_transposed for _, is_transposed in copied} == {True, False}
     assert len(set(copied)) == len(copied)
+    # Choices need no product with the whole vocabulary.
+    assert (kind is WordAgent) == (agent.policy._backbone._head in {layer for layer, _ in copied})
+    # None is made twice. Where the adapter is aimed, q, k, v, gate and up of its layers multiply one by one, once.
+    watched = 5 * len(agent.policy._backbone._top.layers)
+    assert len(made) == len(copies) + watched
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +60,10 @@ class Acceleration:
         """Drop all packed weights; later passes pack those that they use."""
         if self._packed is not None:
             self._packed.forget()
+
+    def temporary_copies(self) -> AbstractContextManager[None]:
+        """Drop the packed weights that are made while this is open, and no others, when it closes."""
+        return nullcontext() if self._packed is None else self._packed.temporary()
 
     def unfuse(self) -> None:
         """Run all layers unfused from now on."""

@@ -72,17 +72,14 @@ class PrefixCache(Transformer):
         self._tree = RadixTree(int(_KEPT_SHARE * memory_bytes(self.device)) or _KEPT_BYTES)
         if self.history_is_frozen:
             self._split()
-        # Passes to come multiply by other copies than these first ones, which were not fused.
-        self.forget_copies()
 
     def forget(self) -> None:
         """Drop what depends on weights that have changed."""
         self._tree.forget(lambda part: not self.history_is_frozen or isinstance(part, int))
 
     def forget_all(self) -> None:
-        """Drop everything, packed weights as well."""
+        """Drop everything that was computed."""
         self._tree.forget(lambda part: True)
-        self.forget_copies()
 
     def prefix(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Entries (2l, heads, P, head size) of a shared prefix: the trunk's, and those of the layers above."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -86,18 +86,21 @@ class Transformer:
         return pass_tokens(self.device, self._weights)
 
     @contextmanager
-    def ready(self) -> Iterator[None]:
+    def ready(self, is_accelerated: bool = True) -> Iterator[None]:
         """While open, the model runs as fast as it can, and its frozen weights must not change.
 
         Every pass opens it for itself. Where many passes follow each other, it is opened once for all of them, since
         looking whether weights have changed takes as long as a layer.
+
+        Args:
+            is_accelerated: Without, the model runs on its own operations: packing weights costs more than a few tokens.
         """
         if self._is_ready:
             yield
             return
         self._is_ready = True
         try:
-            with self._acceleration, for_any_shape(self.device):
+            with self._acceleration if is_accelerated else nullcontext(), for_any_shape(self.device):
                 yield
         finally:
             self._is_ready = False
@@ -105,6 +108,10 @@ class Transformer:
     def forget_copies(self) -> None:
         """Drop the packed copies of weights; passes to come make those that they multiply by."""
         self._acceleration.forget_copies()
+
+    def temporary_copies(self) -> AbstractContextManager[None]:
+        """Drop the packed copies that are made while this is open, and no others, when it closes."""
+        return self._acceleration.temporary_copies()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (M, V) of hidden states (M, H), in the model's dtype or in float32."""
@@ -168,7 +175,8 @@ class Transformer:
         """
         tokens, cache = probe(), DynamicCache()
         expected = self._lm(input_ids=tokens.inputs.to(self.device)).logits[0].float()
-        received = self.logits(self._run(self._body, tokens, cache)[0]).float()
+        with self.ready(is_accelerated=False):
+            received = self.logits(self._run(self._body, tokens, cache)[0]).float()
         if not _agree(received, expected):
             raise ModelLoadError(
                 f"{type(self._lm).__name__} computes logits in a way that llamagym does not reproduce: the largest "
@@ -182,7 +190,8 @@ class Transformer:
         tokens = probe()
         alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
         with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
-            self._run(self._body, tokens, alone)
+            with self.ready(is_accelerated=False):
+                self._run(self._body, tokens, alone)
             prefix = entries_of(alone, slice(0, 2))[0].detach()
             cache = KVBuffer(prefix, 2, 5, is_shared).cache(slice(None), 2)
             tokens = Tokens(*(part.expand(2, *part.shape[1:]) for part in tokens))
@@ -202,8 +211,8 @@ class Transformer:
             return
         trunk, top = split(self._body, first)
         tokens = probe()
-        expected = self._run(self._body, tokens, DynamicCache())
-        with suppress(TypeError, ValueError):
+        with self.ready(is_accelerated=False), suppress(TypeError, ValueError):
+            expected = self._run(self._body, tokens, DynamicCache())
             hidden = self._run(trunk, tokens, DynamicCache())
             received = self._run(top, tokens._replace(inputs=hidden), DynamicCache())
             if torch.equal(received, expected):

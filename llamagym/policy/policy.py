@@ -243,16 +243,15 @@ class Policy:
             critic: Whether the value head's features are standardised too.
         """
         self._notice_changes()
-        tree_of = {tree.undecided: tree for tree in map(TokenTree.from_segment, segments)}
-        trees = list(tree_of.values())[:_INIT_CONTEXTS]
+        trees = list({tree.undecided: tree for tree in map(TokenTree.from_segment, segments)}.values())[:_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # In a single context nothing differs; a later batch may hold more.
             return
         fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
-        chunks_of_trees = ([trees[row] for row in rows] for rows in self._chunks(trees))
-        features, inputs, groups = read_inputs(chunks_of_trees, list(fresh), lambda chunk: self._read(chunk).features)
+        chunked = ([trees[row] for row in rows] for rows in self._chunks(trees))
         # While they are watched, layers are not fused and multiply by other copies than otherwise.
-        self._backbone.forget_copies()
+        with self._backbone.temporary_copies():
+            features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
         self._notice_changes()
         for layer, rows in fresh.items():
             aim_(layer, rows, inputs[layer], groups)
@@ -305,6 +304,7 @@ class Policy:
             self._backbone.forget()
         elif change is Change.FROZEN:
             self._backbone.forget_all()
+            self._backbone.forget_copies()
         else:
             forwarded, self._backbone = self._backbone.tokens_forwarded, Backbone(self.model)
             self._backbone.tokens_forwarded += forwarded

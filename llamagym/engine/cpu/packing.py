@@ -11,6 +11,8 @@ Shapes: I inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,9 +64,18 @@ class Packed:
         """Drop all packed weights."""
         self._copies.clear()
 
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Drop the packed weights that are made while this is open, and no others, when it closes."""
+        kept = dict(self._copies)
+        try:
+            yield
+        finally:
+            self._copies = kept
+
     def multiply(self, layers: tuple[nn.Linear, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (..., O) of several layers for the same inputs (..., I), from one matrix product."""
-        copy = self._copy_of(layers)
+        copy = self._copy_of(layers) if len(inputs) else None
         if copy is None:
             return tuple(nn.functional.linear(inputs, layer.weight, layer.bias) for layer in layers)
         if torch.is_grad_enabled() and inputs.requires_grad:
