@@ -1,6 +1,6 @@
 """A run whose global random numbers and agent have seeds of their own; prints what it did.
 
-python -m tests.seeded_run GLOBAL_SEED SEED
+python -m tests.seeded_run GLOBAL_SEED SEED...
 """
 
 from __future__ import annotations
@@ -35,5 +35,6 @@ def run(kind: str, global_seed: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    for kind in ("ChoiceAgent", "WordAgent"):
-        run(kind, int(sys.argv[1]), int(sys.argv[2]))
+    for seed in map(int, sys.argv[2:]):
+        for kind in ("ChoiceAgent", "WordAgent"):
+            run(kind, int(sys.argv[1]), seed)

@@ -40,8 +40,8 @@ def start(model, tmp_path, monkeypatch):
     """Runs an example; returns its summary and its metrics, a dictionary an update."""
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
 
-    def run(name, options):
-        command = f"{name}.py {SMALL} {options} --model {model} --device cpu --run-dir {tmp_path / 'run'}"
+    def run(name, options, sizes=SMALL):
+        command = f"{name}.py {sizes} {options} --model {model} --device cpu --run-dir {tmp_path / 'run'}"
         monkeypatch.setattr(sys, "argv", command.split())
         importlib.import_module(name).main()
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -70,6 +70,12 @@ def test_frozenlake_is_scored_exactly(start, tmp_path, capsys):
     assert summary["expected_return_before"] != summary["expected_return_after"]
     assert (tmp_path / "run" / "agent").is_dir()
     assert "goal" in capsys.readouterr().out
+
+
+def test_five_hands_say_why_the_batch_did_not_fill(start, capsys):
+    summary, metrics = start("blackjack", "--episodes 5", sizes="")
+    assert "a batch needs 768 that differ or 8192 in all" in capsys.readouterr().out
+    assert summary["updates"] == len(metrics) == 0
 
 
 def test_frozenlake_tells_what_lies_around():

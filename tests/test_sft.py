@@ -370,18 +370,21 @@ def test_other_refusals(tmp_path):
 
 
 @pytest.mark.slow
-def test_format_demonstrations_teach_the_format_and_leave_the_choice_open():
+def test_a_quarter_of_the_format_s_demonstrations_teach_it_and_leave_the_choice_open(tmp_path):
     from blackjack import BlackjackAgent
     from blackjack_exact import STATES
 
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="float32")
     agent = BlackjackAgent(model, tokenizer, device, {"max_new_tokens": 4}, context="turn", seed=0)
     agent.free_text = True
-    stats = agent.sft_from_jsonl(included("format_blackjack"))
-    agent.act_batch(STATES)
-    replies = [agent.conversation(index).turns[0] for index in range(len(STATES))]
-    hits = [agent.conversation(index).messages[-1]["content"].lower() == "hit" for index in range(len(STATES))]
-    assert np.mean([turn.valid for turn in replies]) > 0.95
+    lines = included("format_blackjack").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "quarter.jsonl").write_text("".join(lines[: len(lines) // 4]), encoding="utf-8")
+    stats = agent.sft_from_jsonl(tmp_path / "quarter.jsonl")
+    states = STATES[::2]
+    agent.act_batch(states)
+    conversations = [agent.conversation(index) for index in range(len(states))]
+    hits = [conversation.messages[-1]["content"].lower() == "hit" for conversation in conversations]
+    assert np.mean([conversation.turns[0].valid for conversation in conversations]) > 0.95
     assert 0.35 < np.mean(hits) < 0.65
     # One choice of two words, then a certain end: ln 2 / 2 = 0.35 nats a token.
     assert 0.25 < stats["entropy_after"] < 0.45

@@ -77,9 +77,11 @@ class PrefixCache(Transformer):
         """Drop what depends on weights that have changed."""
         self._tree.forget(lambda part: not self.history_is_frozen or isinstance(part, int))
 
-    def forget_all(self) -> None:
-        """Drop everything that was computed."""
+    def forget_all(self, packed: bool = False) -> None:
+        """Drop everything that was computed; `packed` weights as well, if so said."""
         self._tree.forget(lambda part: True)
+        if packed:
+            self.forget_copies()
 
     def prefix(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Entries (2l, heads, P, head size) of a shared prefix: the trunk's, and those of the layers above."""

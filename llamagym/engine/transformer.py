@@ -66,13 +66,14 @@ class Transformer:
         self._top = self._body
         self._first_top_layer = 0
         self._nothing = self._check_parts()
-        if not self._sees_as_alone(is_shared=False):
+        alone = self._read_alone()
+        if not self._sees_as(alone, is_shared=False):
             logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
             self._acceleration.unfuse()
         is_sdpa = attention_of(self._body.config) == "sdpa"
         # On a processor, where it was measured; in learning and acting.
-        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as_alone(is_shared=True)
-        self._can_share = self._can_share and self._sees_as_alone(is_shared=True, is_learning=True)
+        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(alone, is_shared=True)
+        self._can_share = self._can_share and self._sees_as(alone, is_shared=True, is_learning=True)
 
     @property
     def device(self) -> torch.device:
@@ -185,14 +186,19 @@ class Transformer:
             )
         return entries_of(cache, slice(0, 0))[0]
 
-    def _sees_as_alone(self, is_shared: bool, is_learning: bool = False) -> bool:
-        """Whether tokens attend to a cache, shared or not, as they would in a plain sequence."""
-        tokens = probe()
-        alone, errors = DynamicCache(), (TypeError, ValueError, AttributeError, RuntimeError)
+    @torch.no_grad()
+    def _read_alone(self) -> DynamicCache:
+        """Keys and values of a few tokens in a plain sequence, from the model's own operations."""
+        alone = DynamicCache()
+        with acting_on_every_token(self._body), self.ready(is_accelerated=False):
+            self._run(self._body, probe(), alone)
+        return alone
+
+    def _sees_as(self, alone: DynamicCache, is_shared: bool, is_learning: bool = False) -> bool:
+        """Whether tokens attend to a cache, shared or not, as they did alone, in a plain sequence."""
+        tokens, errors = probe(), (TypeError, ValueError, AttributeError, RuntimeError)
         with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
-            with self.ready(is_accelerated=False):
-                self._run(self._body, tokens, alone)
-            prefix = entries_of(alone, slice(0, 2))[0].detach()
+            prefix = entries_of(alone, slice(0, 2))[0]
             cache = KVBuffer(prefix, 2, 5, is_shared).cache(slice(None), 2)
             tokens = Tokens(*(part.expand(2, *part.shape[1:]) for part in tokens))
             last = Tokens(*(part[:, 2:] for part in tokens))._replace(key_positions=tokens.key_positions)

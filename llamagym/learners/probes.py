@@ -150,7 +150,7 @@ class Probes:
         """What is kept equals what is computed anew."""
         policy = self._actor.policy
         kept = self._logprobs(self._replied())
-        policy.drop_caches()
+        policy.drop_caches(packed=True)
         return self._agree(
             kept,
             self._logprobs(self._said),

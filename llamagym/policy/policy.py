@@ -116,14 +116,15 @@ class Policy:
         """Drop all that was computed with the weights: they were edited where it cannot be noticed."""
         self._invalidate(Change.FROZEN)
 
-    def drop_caches(self, version: int | None = None) -> None:
+    def drop_caches(self, version: int | None = None, packed: bool = False) -> None:
         """Drop all that was computed, and take the weights for the state of this number, by default the one they have.
 
-        What is computed anew has another rounding, since batches fall otherwise.
+        What is computed anew is rounded otherwise, since batches fall otherwise. Weights that are packed anew are not,
+        so they stay unless `packed` says that they go, too.
         """
         self._notice_changes()
         self._choice_cache.clear()
-        self._backbone.forget_all()
+        self._backbone.forget_all(packed)
         self._state.number = self._state.number if version is None else version
 
     def calibration_changed(self) -> None:
@@ -303,8 +304,7 @@ class Policy:
         if change is Change.TRAINED:
             self._backbone.forget()
         elif change is Change.FROZEN:
-            self._backbone.forget_all()
-            self._backbone.forget_copies()
+            self._backbone.forget_all(packed=True)
         else:
             forwarded, self._backbone = self._backbone.tokens_forwarded, Backbone(self.model)
             self._backbone.tokens_forwarded += forwarded
