@@ -180,8 +180,8 @@ def test_evaluate_plays_fixed_quotas_and_leaves_training_alone():
 def test_the_agent_s_seed_alone_fixes_a_run():
     """In processes whose global random numbers differ, with a LoRA that each of them made."""
 
-    def run(*seeds: int) -> list[str]:
-        command = [sys.executable, "-m", "tests.seeded_run", *map(str, seeds)]
+    def run(global_seed: int, *seeds: int) -> list[str]:
+        command = [sys.executable, "-m", "tests.seeded_run", str(global_seed), *map(str, seeds)]
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
 
     first, again = run(1, 5), run(2, 6, 5)
