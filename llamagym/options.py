@@ -135,8 +135,8 @@ def as_number(value: object) -> float:
     >>> as_number(True), as_number("1"), as_number(10**400)
     (1.0, nan, nan)
     """
-    # Python's numbers and NumPy's floats first: asking for the protocol takes ten times as long.
-    if not isinstance(value, (float, int, SupportsFloat)) or isinstance(value, (str, complex)):
+    # Python's and NumPy's numbers first: asking for the protocol takes ten times as long.
+    if not isinstance(value, (float, int, np.number, np.bool_, SupportsFloat)) or isinstance(value, (str, complex)):
         return math.nan
     try:
         return float(value)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llamagym import ConfigError, EpisodeError, GRPOConfig, ReinforceConfig
+from llamagym.conversation.episode import segments_of
 from llamagym.learners.losses import discounted_returns, group_advantages
 from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent, settled
@@ -29,7 +30,9 @@ def play(agent, rewards, group=None, **end):
 def advantages_of(agent):
     """The advantages of the buffer's episodes, as lists."""
     episodes = list(agent._buffer)
-    targets, _ = agent.learner._credit(episodes, collect(agent.policy, episodes, nodes=1000, with_reference=False))
+    targets, _ = agent.learner._credit(
+        episodes, collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
+    )
     flat = iter(targets.advantages.tolist())
     return [[next(flat) for _ in episode.turns] for episode in episodes]
 
@@ -176,7 +179,7 @@ def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(ki
     returns = np.array([1.0, 0.0, 2.0, -1.75, -3.5, 1.0])
     normalised = (returns - returns.mean()) / returns.std(ddof=1)
     turns = [turn for episode in episodes for turn in episode.turns]
-    segments = [segment for episode in episodes for segment in episode.segments()]
+    segments = segments_of(episodes)
     logprobs = agent.policy.evaluate(segments)
     per_turn = logprobs.logprobs.masked_fill(~logprobs.mask, 0.0).sum(1)
     loss = -(torch.tensor(normalised, dtype=torch.float) * per_turn).sum() / sum(len(t.reply.logprobs) for t in turns)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llamagym import train
+from llamagym.conversation.episode import segments_of
 from llamagym.learners.controllers import AdaptiveKLController, RateController
 from llamagym.learners.minibatches import minibatches
 from llamagym.learners.rollout import collect
@@ -30,7 +31,9 @@ def fill(agent, episodes=4, turns=2, reward=lambda action, episode, turn: episod
 
 def targets_of(agent, episodes):
     learner = agent.learner
-    sampled = collect(agent.policy, episodes, nodes=1000, with_reference=bool(learner.config.init_kl_coef))
+    sampled = collect(
+        agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=bool(learner.config.init_kl_coef)
+    )
     return learner._credit(episodes, sampled)[0], sampled.ref_kl.mean().item()
 
 
@@ -71,7 +74,7 @@ def test_the_kl_penalty_is_k1_per_turn_and_leaves_rewards_alone():
 @pytest.mark.parametrize(("size", "sizes"), [(5, [5, 5, 2]), (10, [12])])
 def test_minibatches_cover_every_segment_once_and_small_remainders_join(size, sizes):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
-    segments = [segment for episode in fill(agent, episodes=6, turns=2) for segment in episode.segments()]
+    segments = segments_of(fill(agent, episodes=6, turns=2))
     groups = minibatches(segments, size, np.random.default_rng(0))
     assert sorted(id(s) for group in groups for s in group) == sorted(map(id, segments))
     assert [len(group) for group in groups] == sizes
@@ -140,9 +143,9 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
     agent.assign_reward(1.0)
     agent.terminate_episode()
     episodes = agent._buffer
-    segments = [segment for episode in episodes for segment in episode.segments()]
+    segments = segments_of(episodes)
     turns = [turn for episode in episodes for turn in episode.turns]
-    sampled = collect(agent.policy, episodes, nodes=1000, with_reference=False)
+    sampled = collect(agent.policy, episodes, segments, nodes=1000, with_reference=False)
     with torch.no_grad():
         now = agent.policy.evaluate(segments)
     before = torch.zeros_like(now.logprobs)
@@ -230,7 +233,7 @@ def test_kl_to_the_reference_pulls_back(placement):
         for _ in range(8):
             fill(agent, episodes=24, turns=2, reward=lambda action, *_: action == 0)
         probe = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
-        segments = [segment for episode in fill(probe, 4, 2) for segment in episode.segments()]
+        segments = segments_of(fill(probe, 4, 2))
         with torch.no_grad():
             now, ref = (agent.policy.evaluate(segments, reference=r).logprobs for r in (False, True))
         distance[coefficient] = (now - ref).abs().mean().item()

@@ -7,7 +7,7 @@ and sampled; nothing is decoded and encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -143,6 +143,11 @@ class Episode:
     def segments(self) -> list[Segment]:
         """The episode cut wherever a turn starts a new context."""
         return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
+
+
+def segments_of(episodes: Iterable[Episode]) -> list[Segment]:
+    """All segments of some episodes, in order."""
+    return [segment for episode in episodes for segment in episode.segments()]
 
 
 def played_by(rank: int, episode: Episode, versions: Mapping[int, int]) -> Episode:

@@ -73,6 +73,15 @@ class TokenTree:
     prefix: tuple[int, ...]
     history: tuple[int, ...]
     decisions: tuple[Decision, ...]
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Hash all ids, once: a tree is looked up several times."""
+        object.__setattr__(self, "_hash", hash((self.prefix, self.history, self.decisions)))
+
+    def __hash__(self) -> int:
+        """Of the ids, as equal trees have it."""
+        return self._hash
 
     @property
     def context_length(self) -> int:

@@ -56,8 +56,10 @@ class WeightsState:
 
     def change(self) -> Change:
         """What has changed since the last state that was accepted."""
-        held = list(chain.from_iterable(map(dict.values, self._holders)))
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+        if self._sizes != list(map(len, self._holders)):
+            return Change.PARTS
+        held = chain.from_iterable(map(dict.values, self._filled))
+        if not all(map(is_, held, self._held)):
             return Change.PARTS
         if self._need_gradients != list(map(_NEEDS_GRADIENT, self._tensors)):
             return Change.PARTS
@@ -86,7 +88,8 @@ class WeightsState:
         """Take the weights as they are now for the same state: what changed does not change the policy."""
         modules = list(self._model.modules())
         self._holders: list[dict[str, Any]] = [holder for module in modules for holder in held_by(module)]
-        self._held = list(chain.from_iterable(map(dict.values, self._holders)))
+        self._sizes, self._filled = list(map(len, self._holders)), list(filter(None, self._holders))
+        self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [part for part in self._held if isinstance(part, Tensor)]
         of_head = {id(part) for part in (*self._model.v_head.parameters(), *self._model.v_head.buffers())}
         self._learns = [tensor.requires_grad or id(tensor) in of_head for tensor in self._tensors]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..conversation.episode import Episode, Segment
+from ..conversation.episode import Episode, Segment, segments_of
 from ..models.hardware import is_out_of_memory
 from ..models.lora import mask_frozen_gradients_
 from ..policy.evaluation import Evaluation
@@ -175,7 +175,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         with self.policy.lock:
             while True:
                 try:
-                    with self.undone_on_error():
+                    with self.undone_on_error(), self.policy.trees.kept():
                         return self._update(episodes)
                 except (MemoryError, RuntimeError) as error:
                     # Other processes are in the middle of theirs and would not begin again.
@@ -186,7 +186,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     def _update(self, episodes: Sequence[Episode]) -> Stats:
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
-        segments = [segment for episode in episodes for segment in episode.segments()]
+        segments = segments_of(episodes)
         if not holds_exactly(self.optimizer, (weight for part in self._learning_weights() for weight in part)):
             logger.warning("the weights that learn are others than before: the optimiser starts anew")
             self.reset_optimizer()
@@ -200,11 +200,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 # Rounded otherwise than in the first process, on other hardware.
                 self.policy.drop_caches(version)
         sampled = collect(
-            self.policy,
-            episodes,
-            self.pass_tokens,
-            with_reference=bool(config.init_kl_coef),
-            with_features=self.reads_features,
+            self.policy, episodes, segments, self.pass_tokens, bool(config.init_kl_coef), self.reads_features
         )
         targets, stats = self._credit(episodes, sampled)
         self.advantages = dict(zip(sampled.row, targets.advantages.tolist(), strict=True))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..conversation.episode import Episode, Segment
+from ..conversation.episode import Episode, Segment, segments_of
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
@@ -137,14 +137,15 @@ class Replay:
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))
         kept = self.episodes
-        contexts = [segment for episode in kept for segment in episode.segments()]
+        contexts = segments_of(kept)
         segments = [segment for segment in contexts if any(turn.valid for turn in segment.turns)]
         if not segments:
             return {}
         region = TrustRegion(weights_of(self.optimizer), target_kl=None)
         played_by = players(kept)
         drawn = (self._draw(segments) for _ in range(self.config.steps))
-        made = [step for chosen in drawn if (step := self._step(chosen, played_by, region))]
+        with self.policy.trees.kept():
+            made = [step for chosen in drawn if (step := self._step(chosen, played_by, region))]
         if made:
             self._guard.settle(is_good := self._says_finite(segments))
             if not is_good:

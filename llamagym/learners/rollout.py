@@ -71,25 +71,29 @@ class Targets:
 
 
 def collect(
-    policy: Policy, episodes: Sequence[Episode], nodes: int, with_reference: bool, with_features: bool = False
+    policy: Policy,
+    episodes: Sequence[Episode],
+    segments: Sequence[Segment],
+    nodes: int,
+    with_reference: bool,
+    with_features: bool = False,
 ) -> Sampled:
     """What was sampled, and what the policy and the reference say of it now; each process reads its share.
 
     Args:
         policy: Which has yet to learn from the batch.
         episodes: The batch.
+        segments: These, cut where contexts begin.
         nodes: Tokens in one forward pass.
         with_reference: Whether to ask the reference at all.
         with_features: Whether the critic's features are wanted.
     """
-    segments = [segment for episode in episodes for segment in episode.segments()]
     turns = [turn for episode in episodes for turn in episode.turns]
     row, played_by = {id(turn): index for index, turn in enumerate(turns)}, players(episodes)
-    width = max(len(turn.reply.logprobs) for turn in turns)
-    sampled, mask = torch.zeros(len(turns), width), torch.zeros(len(turns), width, dtype=torch.bool)
-    for index, turn in enumerate(turns):
-        sampled[index, : len(turn.reply.logprobs)] = torch.tensor(turn.reply.logprobs)
-        mask[index, : len(turn.reply.logprobs)] = True
+    said = [turn.reply.logprobs for turn in turns]
+    width = max(map(len, said))
+    sampled = torch.tensor([[*logprobs, *[0.0] * (width - len(logprobs))] for logprobs in said])
+    mask = torch.arange(width) < torch.tensor(list(map(len, said)))[:, None]
     old, values = sampled.clone(), torch.tensor([turn.reply.value for turn in turns])
     version = policy.weights_version
     outdated = torch.tensor([turn.reply.weights_version != version for turn in turns])

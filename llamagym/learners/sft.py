@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.episode import Episode, Segment
+from ..conversation.episode import Episode, Segment, segments_of
 from ..errors import ConfigError
 from ..models.lora import freeze_and_extend_, is_fresh
 from ..options import Options
@@ -87,13 +87,14 @@ def fine_tune(
         DivergedError: What the model says afterwards is not finite; the caller puts the weights back.
     """
     started = time.perf_counter()
-    segments = [segment for episode in episodes for segment in episode.segments()]
+    segments = segments_of(episodes)
     logger.info("Learning from %d demonstrations, %d times.", len(episodes), config.epochs)
     policy.initialize_from_data(segments, critic=False)
     measured = segments[:: math.ceil(len(segments) / _MEASURED)]
     before = _measure(policy, measured)
     was_fresh = policy.aims_lora and is_fresh(policy.model.pretrained_model)
-    _train(policy, tokenizer, segments, config)
+    with policy.trees.kept():
+        _train(policy, tokenizer, segments, config)
     after = _measure(policy, measured)
     if not all(map(math.isfinite, after.values())):
         raise diverged(f"After {config.epochs} epochs on demonstrations the loss is {after['loss']}")

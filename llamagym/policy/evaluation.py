@@ -37,16 +37,18 @@ class Evaluation:
     features: Tensor
 
 
-def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTree]], Reading]) -> Evaluation:
+def evaluate_turns(
+    segments: Sequence[Segment], trees: Sequence[TokenTree], read: Callable[[Sequence[TokenTree]], Reading]
+) -> Evaluation:
     """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
 
     Segments whose trees are the same (one observation met twice) are read once; gradients add up.
 
     Args:
         segments: Without pending prompts.
+        trees: Theirs.
         read: Reads trees.
     """
-    trees = [TokenTree.from_segment(segment) for segment in segments]
     first_decision: dict[TokenTree, int] = {}
     count = 0
     for tree in trees:
@@ -68,10 +70,16 @@ def evaluate_turns(segments: Sequence[Segment], read: Callable[[Sequence[TokenTr
     decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
     of_turn = torch.tensor(decisions, device=device)
     logprobs, entropy = logprobs[of_turn], entropy[of_turn]
-    choosing = [row for row, turn in enumerate(turns) if turn.reply.choice_index is not None]
-    chosen = [(decisions[row], [index]) for row in choosing if (index := turns[row].reply.choice_index) is not None]
-    slot = torch.tensor(choosing, dtype=torch.long, device=device), first
-    logprobs = logprobs.index_put(slot, choice_logprobs(plan, reading.branch_logprobs, chosen))
+    chosen = [
+        (row, (decisions[row], index))
+        for row, turn in enumerate(turns)
+        if (index := turn.reply.choice_index) is not None
+    ]
+    # The same choice in the same context is the same decision.
+    place = {each: number for number, each in enumerate(dict.fromkeys(each for _, each in chosen))}
+    of_choice = choice_logprobs(plan, reading.branch_logprobs, [(turn, [index]) for turn, index in place])
+    found = torch.tensor([(row, place[each]) for row, each in chosen], dtype=torch.long, device=device).reshape(-1, 2)
+    logprobs = logprobs.index_put((found[:, 0], first), of_choice[found[:, 1]])
     lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)
     return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn])

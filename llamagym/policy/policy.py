@@ -35,8 +35,9 @@ from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import offer_logprobs
 from .chunks import check_room, chunks
 from .evaluation import Evaluation, evaluate_turns, read_inputs
-from .sampling import draw, require_finite, write_text
+from .sampling import draw_choices, require_finite, write_text
 from .score import Reading, read, read_reference
+from .trees import Trees
 
 # Contexts whose features are taken as a sample of all.
 _INIT_CONTEXTS = 512
@@ -56,6 +57,7 @@ class Policy:
         num_updates: How often a learner has changed the weights.
         rng: Draws replies.
         reference: The frozen copy that serves as reference; None if the base under the adapter does, or nothing.
+        trees: Lays out what is read.
     """
 
     def __init__(
@@ -85,14 +87,12 @@ class Policy:
         self.offered: dict[tuple[int, ...], None] = {}
         self.calibrates = calibrate_choices
         self.calibration = Calibration() if calibrate_choices else None
-        self.num_updates = 0
         self._eos_ids, self._closing_id = frozenset(eos_ids), closing_id
-        self.aims_lora = aim_lora
+        self.aims_lora, self.num_updates = aim_lora, 0
         self._backbone = Backbone(model)
         self.reference: AutoModelForCausalLMWithValueHead | None = None
         self._frozen: Backbone | None = None
-        self._choice_cache = ChoiceCache()
-        self._state = WeightsState(model)
+        self._choice_cache, self._state, self.trees = ChoiceCache(), WeightsState(model), Trees()
         self.rng = torch.Generator()
         self.seed(seed)
 
@@ -174,15 +174,15 @@ class Policy:
         if learning:
             # A cut distribution would bias the ratio.
             config = replace(config, top_p=1.0, top_k=0)
-        trees = [TokenTree.from_segment(context) for context in contexts]
+        trees = self.trees.of(contexts)
         replies = dict[int, Reply]()
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
         choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
         lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
         check_room([trees[row] for row in choosing], self.max_length)
         offers = self._score_choices([trees[row] for row in choosing])
-        # Once choices are calibrated, which may make the policy another.
-        version = self.weights_version
+        # What has changed was noticed; and choices are calibrated now, which may have made the policy another.
+        version = self._state.number
         room = _DECODE_BYTES // self._backbone.token_bytes
         for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
             chunk = [trees[texts[row]] for row in rows]
@@ -191,8 +191,8 @@ class Policy:
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts_written, strict=True):
                 replies[texts[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
-        for row, (offer, value) in zip(choosing, offers, strict=True):
-            index = int(offer.argmax() if greedy else draw(offer.exp(), self.rng))
+        drawn = draw_choices([offer for offer, _ in offers], greedy, self.rng)
+        for row, (offer, value), index in zip(choosing, offers, drawn, strict=True):
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             logprobs = tuple(offer.tolist())
             replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
@@ -209,13 +209,13 @@ class Policy:
             reference: Ask the reference policy instead; without gradients.
         """
         self._notice_changes()
-        return evaluate_turns(segments, lambda trees: self._read(trees, reference))
+        return evaluate_turns(segments, self.trees.of(segments), lambda trees: self._read(trees, reference))
 
     @alone
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
         """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
-        trees = [TokenTree.from_segment(context) for context in contexts]
+        trees = self.trees.of(contexts)
         check_room(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
 
@@ -224,7 +224,7 @@ class Policy:
     def values(self, contexts: Sequence[Segment]) -> list[float]:
         """The critic's estimate at each context's pending prompt, in reward units."""
         self._notice_changes()
-        trees = [TokenTree.from_segment(context) for context in contexts]
+        trees = self.trees.of(contexts)
         check_room(trees, self.max_length)
         results: dict[int, float] = {}
         for rows in self._chunks(trees):
@@ -244,7 +244,7 @@ class Policy:
             critic: Whether the value head's features are standardised too.
         """
         self._notice_changes()
-        trees = list({tree.undecided: tree for tree in map(TokenTree.from_segment, segments)}.values())[:_INIT_CONTEXTS]
+        trees = list({tree.undecided: tree for tree in self.trees.of(segments)}.values())[:_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # In a single context nothing differs; a later batch may hold more.
             return
@@ -267,7 +267,7 @@ class Policy:
 
     def chunks(self, segments: Sequence[Segment], nodes: int | None = None) -> Iterator[list[Segment]]:
         """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
-        for rows in self._chunks([TokenTree.from_segment(segment) for segment in segments], nodes):
+        for rows in self._chunks(self.trees.of(segments), nodes):
             yield [segments[row] for row in rows]
 
     def _chunks(self, trees: Sequence[TokenTree], most: int | None = None) -> Iterator[list[int]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from ..conversation.episode import FinishReason
@@ -64,6 +65,20 @@ def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
     # Below the total even when rounded: what has no weight is behind it.
     point = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+
+
+def draw_choices(offers: Sequence[Tensor], greedy: bool, rng: torch.Generator) -> list[int]:
+    """For each list of choices, by their log-probabilities (C,), the one that is taken.
+
+    Args:
+        offers: One per decision, of any lengths.
+        greedy: Take the most likely one.
+        rng: Random numbers.
+    """
+    if not offers:
+        return []
+    logprobs = pad_sequence(list(offers), batch_first=True, padding_value=-torch.inf)
+    return (logprobs.argmax(-1) if greedy else draw(logprobs.exp(), rng)).tolist()
 
 
 def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:

@@ -74,7 +74,7 @@ class Copies:
         """Reset some copies, by default all.
 
         Args:
-            seeds: One per copy.
+            seeds: One per copy; that of a copy that is not reset means nothing.
             which: The copies to reset, bool (count,).
             replay: Actions to play again after the reset, by the copy's number.
             rest: Numbers of copies that are not reset but rest until they are.

@@ -189,7 +189,7 @@ class Play:
         """End the step that began first."""
         agent, pending = self._agent, self._pending[0]
         copies, actions = pending.copies, pending.actions
-        seeds, numbers = self._seeds(copies), range(copies.rows.start, copies.rows.stop)
+        numbers = range(copies.rows.start, copies.rows.stop)
         # By the copy's number, of all that do not rest.
         outcomes = {
             i: _Outcome(seen, float(reward), terminated, truncated, info)
@@ -199,10 +199,7 @@ class Play:
         agent.assign_rewards([outcome.reward for outcome in outcomes.values()], [self._ids[i] for i in outcomes])
         done = [i for i, outcome in outcomes.items() if outcome.terminated or outcome.truncated]
         cut = [not outcomes[i].terminated for i in done]
-        ended = [
-            self._judged(self._played(i, actions[i], outcomes[i], seeds[i - copies.rows.start]), pending.undo)
-            for i in done
-        ]
+        ended = [self._judged(self._played(i, actions[i], outcomes[i]), pending.undo) for i in done]
         stats: Stats = {}
         if done or self._ranks > 1:
             groups = [episode.seed if self._group_size > 1 else None for episode in ended]
@@ -221,13 +218,13 @@ class Play:
             self._rewards[i].clear()
         return Taken(len(outcomes), ended, stats)
 
-    def _played(self, copy: int, action: Any, last: _Outcome, seed: int) -> PlayedEpisode:
+    def _played(self, copy: int, action: Any, last: _Outcome) -> PlayedEpisode:
         """The episode that ends with an action."""
         conversation = self._agent.conversation(self._ids[copy])
         was_cut = not last.terminated
         return PlayedEpisode(
             copy,
-            seed,
+            self._seed(copy),
             (*self._actions[copy], action),
             (*self._rewards[copy], last.reward),
             tuple(conversation.turns) if conversation else (),
@@ -318,7 +315,8 @@ class Play:
         for copies in self._parts:
             mine = which[copies.rows]
             if mine.any():
-                observations, infos = copies.reset(self._seeds(copies), None if mine.all() else mine, replay, at_rest)
+                seeds = [self._seed(copies.rows.start + i) if is_reset else 0 for i, is_reset in enumerate(mine)]
+                observations, infos = copies.reset(seeds, None if mine.all() else mine, replay, at_rest)
                 for i in np.flatnonzero(mine).tolist():
                     self._observations[copies.rows.start + i] = observations[i]
                     self._infos[copies.rows.start + i] = infos[i]
@@ -328,8 +326,7 @@ class Play:
         assert isinstance(self._agent, Agent)
         return [self._agent.text_of(*seen) for seen in zip(self._observations, self._infos, strict=True)]
 
-    def _seeds(self, copies: Copies) -> list[int]:
-        """The reset seed of each copy's episode; those of different runs have nothing to do with each other."""
-        groups = self._groups[copies.rows].tolist()
-        sequences = (np.random.SeedSequence(self._entropy, spawn_key=(number,)) for number in groups)
-        return [int(sequence.generate_state(1)[0]) for sequence in sequences]
+    def _seed(self, copy: int) -> int:
+        """The reset seed of a copy's episode; those of different runs have nothing to do with each other."""
+        sequence = np.random.SeedSequence(self._entropy, spawn_key=(int(self._groups[copy]),))
+        return int(sequence.generate_state(1)[0])
