@@ -6,7 +6,7 @@ lag behind returns that grow. Values for advantages come from the other half of 
 finds its own luck in its values. How firmly weights stay where they were (ridge regression towards them) is what lets
 each half predict the other's discounted returns best.
 
-Shapes: N turns, E episodes, F features, the last one constant.
+Shapes: N turns, E episodes, F features, the last one constant, P priors.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ def fit(
         chosen = [length for length, member in zip(lengths, members.tolist(), strict=True) if member]
         of_half = half == index
         systems.append(normal_equations(rows[of_half], chosen, rewards[of_half], final_values[members], gamma, lam))
-    by_other_half = {prior: torch.empty(len(rows), dtype=torch.double) for prior in _PRIOR_TURNS}
-    for prior, predicted in by_other_half.items():
-        for index in (0, 1):
-            predicted[half == index] = rows[half == index] @ _solve(systems[1 - index], weights, prior)
+    # By prior, (P, N).
+    predicted = torch.empty(len(_PRIOR_TURNS), len(rows), dtype=torch.double)
+    for index in (0, 1):
+        of_half = half == index
+        predicted[:, of_half] = _solve(systems[1 - index], weights, _PRIOR_TURNS) @ rows[of_half].T
     returns = _returns(lengths, rewards, final_values, gamma)
-    best = min(by_other_half, key=lambda prior: (by_other_half[prior] - returns).square().mean().item())
-    fitted = _solve(systems[0] + systems[1], weights, best).to(head.summary.weight)
+    best = int((predicted - returns).square().mean(1).argmin())
+    fitted = _solve(systems[0] + systems[1], weights, _PRIOR_TURNS[best : best + 1])[0].to(head.summary.weight)
     head.summary.weight.copy_(fitted[None, :-1])
     head.summary.bias.copy_(fitted[-1:])
-    return by_other_half[best].float()
+    return predicted[best].float()
 
 
 def normal_equations(
@@ -112,9 +113,10 @@ def _returns(lengths: Sequence[int], rewards: Tensor, final_values: Tensor, gamm
     return discounted_returns(padded, gamma)[torch.arange(padded.shape[1]) <= last[:, None]]
 
 
-def _solve(system: Tensor, weights: Tensor, prior: float) -> Tensor:
-    """The solution of a linear system, regularised towards the weights before (ridge regression)."""
+def _solve(system: Tensor, weights: Tensor, priors: Sequence[float]) -> Tensor:
+    """Solutions of a linear system, regularised towards the weights before (ridge regression), each prior's, (P, F)."""
     matrix, target = system[:, :-1], system[:, -1]
-    firmness = torch.full_like(weights, prior)
-    firmness[-1] = _PRIOR_TURNS_OF_CONSTANT
-    return weights + torch.linalg.solve(matrix + firmness.diag(), target - matrix @ weights)
+    firmness = torch.tensor(priors).to(weights)[:, None].repeat(1, len(weights))
+    firmness[:, -1] = _PRIOR_TURNS_OF_CONSTANT
+    residual = (target - matrix @ weights)[:, None]
+    return weights + torch.linalg.solve(matrix + firmness.diag_embed(), residual).squeeze(-1)
