@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -29,14 +30,13 @@ def test_dry_run_lists_the_steps_in_order():
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = [line.split(":")[0] for line in output.splitlines()[1:]]
     linux = ["linux"] if sys.platform == "linux" and shutil.which("nvidia-smi") else []
-    assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package", *["then"] * 5]
+    assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package", *["then"] * 4]
     checks = [line for line in output.splitlines() if line.startswith("then: ")]
     suite = "OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 pytest -q -n 2 --dist loadfile"
     assert checks == [
         "then: ruff format --check .",
         "then: ruff check .",
         "then: mypy llamagym",
-        f"then: LLAMAGYM_CPU_KERNELS=0 {suite} -m equivalence",
         f"then: {suite}",
     ]
 
@@ -80,13 +80,23 @@ def test_a_finished_step_is_not_repeated_until_its_input_changes(bootstrap, tmp_
         return 0
 
     python = tmp_path / "python"
-    bootstrap.install(steps, bootstrap.Stamps(tmp_path), run, python)
+    assert bootstrap.install(steps, bootstrap.Stamps(tmp_path), run, python)
     assert [command[-1] for command in calls] == ["base.txt", "b==1"]
-    bootstrap.install(steps, bootstrap.Stamps(tmp_path), run, python)
+    assert not bootstrap.install(steps, bootstrap.Stamps(tmp_path), run, python)
     assert len(calls) == 2
     requirements.write_text("a==2\n")
     bootstrap.install(steps, bootstrap.Stamps(tmp_path), run, python)
     assert [command[-1] for command in calls[2:]] == ["base.txt"]
+
+
+def test_what_was_installed_is_compiled(bootstrap, tmp_path):
+    packages = tmp_path / ("Lib" if os.name == "nt" else "lib") / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "right.py").write_text("x = 1\n")
+    (packages / "wrong.py").write_text("print 1\n")
+    bootstrap.compile_bytecode(tmp_path, Path(sys.executable))
+    (compiled,) = (packages / "__pycache__").iterdir()
+    assert compiled.name.startswith("right.")
 
 
 def test_a_failed_step_stops_and_is_tried_again(bootstrap, tmp_path):
@@ -216,8 +226,7 @@ def test_every_check_runs_even_if_one_fails_and_pytest_has_the_last_word(bootstr
     monkeypatch.setattr(bootstrap, "call", call)
     assert bootstrap.run_tests(Path("python")) == (0 if failing is None else 1)
     one_thread = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    without_kernels = {"LLAMAGYM_CPU_KERNELS": "0", **one_thread}
-    assert ran == [("ruff", {}), ("ruff", {}), ("mypy", {}), ("pytest", without_kernels), ("pytest", one_thread)]
+    assert ran == [("ruff", {}), ("ruff", {}), ("mypy", {}), ("pytest", one_thread)]
     output = capsys.readouterr().out
     assert output.splitlines()[-1] == "pytest"
     assert ("failed: ruff format --check ., ruff check .;" in output) == (failing == "ruff")

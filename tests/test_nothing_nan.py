@@ -36,7 +36,7 @@ def learn(agent: Any, updates: int, outlier_at: int | None = None) -> None:
 def test_one_reward_of_a_million_does_not_end_learning(options: dict[str, Any], outlier_at: int):
     sizes = {"batch_size": 32, "warmup_steps": 1, "learning_rate": 0.003, "target_kl": 0.03}
     agent = make_agent(ChoiceAgent, context="turn", ppo=sizes | options)
-    learn(agent, 40, outlier_at)
+    learn(agent, 28, outlier_at)
     assert agent.action_probabilities(["x"])[0]["go left"] > 0.9
 
 

@@ -16,8 +16,6 @@ from llamagym.learners.minibatches import minibatches
 from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
-pytestmark = pytest.mark.equivalence
-
 
 def fill(agent, episodes=4, turns=2, reward=lambda action, episode, turn: episode + turn):
     """Play episodes with known rewards into the buffer, without an update; returns them."""
@@ -259,13 +257,12 @@ class BanditAgent(ChoiceAgent):
     choices = ("yes", "no")
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("learning_rate", "learns"), [(0.01, True), (0.0, False)])
-def test_it_learns_a_bandit_for_good_and_not_at_learning_rate_zero(learning_rate, learns, seed):
+@pytest.mark.parametrize(("learning_rate", "seed"), [(0.01, 0), (0.01, 1), (0.01, 2), (0.0, 0)])
+def test_it_learns_a_bandit_for_good_and_not_at_learning_rate_zero(learning_rate, seed):
     ppo = {"batch_size": 64, "mini_batch_size": 32, "learning_rate": learning_rate, "target_kl": 0.05}
     agent = make_agent(BanditAgent, context="turn", ppo=ppo, seed=seed)
     result = train(agent, Bandit, episodes=2560, num_envs=64, seed=seed)
     last = float(np.mean(result.returns[-256:]))
-    assert (last > 0.9) == learns
+    assert (last > 0.9) == (learning_rate > 0)
     assert result.updates[-1]["ratio_error"] < 1e-4
     assert not math.isnan(result.updates[0]["ratio_error"])
