@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.policy.sampling import draw
+from llamagym.policy.sampling import draw, draw_choices
 from tests.agents import WordAgent, make_agent, touch_weights
 from tests.tiny import FAMILIES
 
@@ -120,3 +120,11 @@ def test_a_draw_is_in_proportion_to_weights():
     rng = torch.Generator().manual_seed(0)
     drawn = torch.stack([draw(torch.tensor([0.0, 6.0, 2.0, 0.0]), rng) for _ in range(10_000)])
     assert (drawn.bincount(minlength=4) / 10_000).tolist() == pytest.approx([0, 0.75, 0.25, 0], abs=0.022)
+
+
+def test_choices_are_drawn_at_once_as_they_would_be_one_by_one():
+    offers = [torch.randn(count).log_softmax(-1) for count in (2, 5, 1, 3) * 20]
+    together, alone = (torch.Generator().manual_seed(3) for _ in range(2))
+    assert draw_choices(offers, False, together) == [int(draw(offer.exp(), alone)) for offer in offers]
+    assert draw_choices(offers, True, together) == [int(offer.argmax()) for offer in offers]
+    assert draw_choices([], False, together) == []

@@ -12,7 +12,8 @@ from ..engine.token_tree import TokenTree
 class Trees:
     """Lays segments out.
 
-    An update reads each segment in every epoch, and where observations are few this takes longer than their products.
+    An update needs each segment's tree twice an epoch. Where observations are few, to lay them out every time would take
+    longer than the model's products.
     """
 
     def __init__(self) -> None:

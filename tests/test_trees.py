@@ -1,0 +1,67 @@
+"""Segments are laid out as token trees once an update, and look-ups compare what they hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamagym.conversation.episode import Segment, segments_of
+from llamagym.engine.token_tree import TokenTree
+from llamagym.policy.trees import Trees
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+
+
+@pytest.fixture
+def laid_out(monkeypatch):
+    """The segments that were laid out."""
+    usual, segments = TokenTree.from_segment, []
+
+    def counted(segment):
+        segments.append(segment)
+        return usual(segment)
+
+    monkeypatch.setattr(TokenTree, "from_segment", counted)
+    return segments
+
+
+def played(agent, episodes=6):
+    """Episodes of one turn, the first half like the second, that are not learnt from."""
+    for number in range(episodes):
+        agent.act(number % (episodes // 2))
+        agent.assign_reward(float(number))
+        agent.terminate_episode()
+    return agent._buffer
+
+
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_an_update_lays_each_segment_out_once(kind, laid_out):
+    agent = make_agent(kind, context="turn", ppo={"batch_size": 1000, "mini_batch_size": 2, "ppo_epochs": 3})
+    episodes = played(agent)
+    laid_out.clear()
+    agent.learner.update(episodes)
+    # And the opening that is read after the last step.
+    assert len(laid_out) == len(episodes) + 1
+    assert len({id(segment) for segment in laid_out}) == len(laid_out)
+    agent.policy.evaluate(segments_of(episodes))
+    assert len(laid_out) == 2 * len(episodes) + 1
+
+
+def test_what_is_kept_is_equal_to_what_is_laid_out_anew():
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
+    segments = segments_of(played(agent))
+    trees, anew = Trees(), [TokenTree.from_segment(segment) for segment in segments]
+    with trees.kept():
+        kept = trees.of(segments)
+        assert kept == anew == trees.of(segments)
+        assert [tree is again for tree, again in zip(kept, trees.of(segments), strict=True)] == [True] * len(kept)
+        # Copies are gone as soon as they are laid out; others come to lie where they lay.
+        for segment in segments * 20:
+            assert trees.of([Segment(segment.turns)]) == [TokenTree.from_segment(segment)]
+        assert len({id(tree) for tree in trees.of(segments)}) == len(set(anew))
+    assert trees.of(segments) == anew
+    assert trees.of(segments)[0] is not kept[0]
+
+
+def test_trees_that_differ_have_other_hashes():
+    trees = [TokenTree((), ids, ()) for ids in ((1, 2), (2, 1), (1, 2, 3))]
+    assert len({hash(tree) for tree in trees}) == 3
+    assert hash(trees[0]) == hash(TokenTree((), (1, 2), ()))
