@@ -185,7 +185,7 @@ def install(steps: list[Step], stamps: Stamps, run: Callable[[list[str]], int], 
 def compile_bytecode(folder: Path, python: Path) -> None:
     """Compile what was installed in `folder`, on all cores: pip would compile one file after another.
 
-    What fails is compiled when it is imported, or was never meant to be.
+    A file that does not compile is no error: packages hold some that are never imported.
     """
     call([str(python), "-m", "compileall", "-qq", "-j", "0", str(folder / ("Lib" if os.name == "nt" else "lib"))])
 

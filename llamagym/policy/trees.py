@@ -12,7 +12,7 @@ from ..engine.token_tree import TokenTree
 class Trees:
     """Lays segments out.
 
-    An update needs each segment's tree twice an epoch. Where observations are few, to lay them out every time would take
+    An update needs each segment's tree twice an epoch. Where observations are few, building it every time would take
     longer than the model's products.
     """
 
