@@ -118,5 +118,6 @@ def _solve(system: Tensor, weights: Tensor, priors: Sequence[float]) -> Tensor:
     matrix, target = system[:, :-1], system[:, -1]
     firmness = torch.tensor(priors).to(weights)[:, None].repeat(1, len(weights))
     firmness[:, -1] = _PRIOR_TURNS_OF_CONSTANT
-    residual = (target - matrix @ weights)[:, None]
-    return weights + torch.linalg.solve(matrix + firmness.diag_embed(), residual).squeeze(-1)
+    residual = target - matrix @ weights
+    # One after the other: after `torch.set_num_threads(2)`, MKL solves a batch of hundreds of equations wrongly.
+    return weights + torch.stack([torch.linalg.solve(matrix + one.diag(), residual) for one in firmness])
