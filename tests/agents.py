@@ -43,9 +43,25 @@ class ChoiceAgent(WordAgent):
 PLAIN = {"learning_rate": 3e-4, "target_kl": None, "gamma": 1.0}
 
 
-def make_agent(kind: type[Agent] = WordAgent, family: str = "llama", activated: bool = True, **options: Any) -> Any:
-    """An agent on a tiny model; its adapter and value head are moved off zero, so that nothing is trivially equal."""
+def make_agent(
+    kind: type[Agent] = WordAgent,
+    family: str = "llama",
+    activated: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
+    """An agent on a tiny model; its adapter and value head are moved off zero, so that nothing is trivially equal.
+
+    Args:
+        kind: Its class.
+        family: Of the model.
+        activated: Whether LoRA acts from the reply on, or on every token.
+        dtype: Of the frozen weights; those that learn are in float32, as ever.
+        options: Of the agent.
+    """
     model = tiny_model(family, activated=activated)
+    for weight in model.parameters():
+        weight.data = weight.data if weight.requires_grad else weight.data.to(dtype)
     # While it is fresh.
     settle_depth_(model, sees_one_turn=options.get("context") == "turn")
     rng = torch.Generator().manual_seed(0)

@@ -72,10 +72,12 @@ def test_values_do_not_depend_on_how_many_threads_compute_them():
     rng = torch.Generator().manual_seed(0)
     features, rewards = torch.randn(200, 300, generator=rng), torch.randn(200, generator=rng)
     values, threads = [], torch.get_num_threads()
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        values.append(fit(ValueHead(300), features, [20] * 10, rewards, torch.zeros(10), 0.9, 0.95))
-    torch.set_num_threads(threads)
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            values.append(fit(ValueHead(300), features, [20] * 10, rewards, torch.zeros(10), 0.9, 0.95))
+    finally:
+        torch.set_num_threads(threads)
     torch.testing.assert_close(*values)
 
 

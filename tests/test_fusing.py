@@ -152,9 +152,9 @@ def test_gradients_are_the_same(family, is_shared, dtype, runs):
     backbone._acceleration.unfuse()
     usual = gradients(backbone)
     assert not runs
-    # In bfloat16 both are rounded, by as much; in float32 an Intel's sums are 1.1e-5 apart.
+    # In bfloat16 both are rounded, by as much on average; in float32 an Intel's sums are 1.1e-5 apart.
     error, usual_error = (fused - expected).norm(), (usual - expected).norm()
-    assert error <= max(1.5 * usual_error, 2e-5 * expected.norm())
+    assert error <= max(2 * usual_error, 2e-5 * expected.norm())
     assert error <= 3 * TOLERANCE[dtype] * expected.norm()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.hardware import PACKED_SHARE, memory_bytes
-from .attention import may_hold_scores
+from .attention import attend_in_parts, may_hold_scores
 
 
 def is_enabled() -> bool:
@@ -44,7 +44,7 @@ class Acceleration:
             from .cpu.packing import Packed
 
             self._packed = Packed(lm, int(PACKED_SHARE * memory_bytes(torch.device("cpu"))))
-            self._fused = Fused(body, self._packed, may_hold_scores)
+            self._fused = Fused(body, self._packed, may_hold_scores, attend_in_parts)
 
     def __enter__(self) -> None:
         """Use the kernels; weights that changed outside of the context are packed anew."""

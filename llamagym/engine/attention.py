@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
+from ..models.hardware import sum_dtype
 from ..models.transformers_internals import attending_by, register_attention
 from .kv_cache import BufferCache
 
@@ -80,23 +81,34 @@ def _attend(
         shared_prefix: For each layer, shared keys and values (2, K, P, D).
     """
     shared_key, shared_value = shared_prefix[module.layer_idx]
-    (rows, heads, length, size), groups, width = query.shape, key.shape[1], len(shared_key[0])
+    rows, heads = query.shape[:2]
     if not torch.is_grad_enabled() or not may_hold_scores(attention_mask, heads):
         key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
         value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
         seen = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
         return seen.transpose(1, 2), None
-    # In bfloat16, scores would be rounded to 8 bits, and products this small take as long.
-    key, value, shared_key, shared_value = (part.float() for part in (key, value, shared_key, shared_value))
-    # Heads that share keys stand beside each other: (B, K, N/K T, D).
-    grouped = (scaling * query.float()).reshape(rows, groups, -1, size)
+    return attend_in_parts(query, key, value, attention_mask, scaling, shared_prefix[module.layer_idx]), None
+
+
+def attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, shared: Tensor | None
+) -> Tensor:
+    """What the heads see of shared keys and values (2, K, P, D), if there are any, and of each row's own, (B, T, N, D).
+
+    The other shapes are those of `_attend`. All scores are held.
+    """
+    (rows, heads, length, size), groups, dtype = query.shape, key.shape[1], sum_dtype(value)
+    shared_key, shared_value = value.new_empty(2, groups, 0, size, dtype=dtype) if shared is None else shared.to(dtype)
+    own_key, own_value, before = key.to(dtype), value.to(dtype), shared_key.shape[1]
+    # Heads that share keys stand beside each other: (B, K, N/K T, D). The kernels take the scaling in float32.
+    grouped = (torch.tensor(scaling) * query.to(dtype)).reshape(rows, groups, -1, size)
     of_shared = _rows_together(grouped) @ shared_key.mT
-    of_own = (key @ grouped.mT).mT
+    of_own = (own_key @ grouped.mT).mT
     scores = torch.cat([_rows_apart(of_shared, rows), of_own], dim=-1)
-    scores = scores.view(rows, heads, length, -1).add_(attention_mask).softmax(-1).view_as(scores)
-    seen = scores[..., width:] @ value
-    seen = seen + _rows_apart(_rows_together(scores[..., :width]) @ shared_value, rows)
-    return seen.view(rows, heads, length, size).transpose(1, 2).to(query.dtype), None
+    scores = scores.view(rows, heads, length, -1).add_(mask).softmax(-1).view_as(scores)
+    seen = scores[..., before:] @ own_value
+    seen = seen + _rows_apart(_rows_together(scores[..., :before]) @ shared_value, rows)
+    return seen.view(rows, heads, length, size).transpose(1, 2).to(value.dtype)
 
 
 def _rows_together(part: Tensor) -> Tensor:

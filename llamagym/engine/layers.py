@@ -24,11 +24,18 @@ def split(body: Any, first: int) -> tuple[Any, Any]:
     The top takes the trunk's output as `inputs_embeds`. Whether that gives the body's own output is for the caller to
     check: an architecture may scale what it takes for embeddings.
     """
-    trunk, top = _part(body, slice(0, first)), _part(body, slice(first, None))
+    return first_layers(body, first), _part(body, slice(first, None))
+
+
+def first_layers(body: Any, count: int) -> Any:
+    """The body's layers below `count`, without the final norm; the whole body where it keeps its layers elsewhere."""
+    if not hasattr(body, "layers"):
+        return body
+    part = _part(body, slice(0, count))
     for norm in ("norm", "final_layernorm"):
-        if hasattr(trunk, norm):
-            setattr(trunk, norm, nn.Identity())
-    return trunk, top
+        if hasattr(part, norm):
+            setattr(part, norm, nn.Identity())
+    return part
 
 
 def _part(body: Any, layers: slice) -> Any:

@@ -26,7 +26,7 @@ from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import for_any_shape, register, sharing
 from .kv_cache import KVBuffer, entries_of
-from .layers import first_trained_layer, split
+from .layers import first_layers, first_trained_layer, split
 from .masks import Tokens, attention_mask, causal
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,9 @@ class Transformer:
         self._top = self._body
         self._first_top_layer = 0
         self._nothing = self._check_parts()
+        # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16 drifts
+        # as far as an error would.
+        self._two_layers = first_layers(self._body, 2)
         alone = self._read_alone()
         if not self._sees_as(alone, is_shared=False):
             logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
@@ -188,10 +191,10 @@ class Transformer:
 
     @torch.no_grad()
     def _read_alone(self) -> DynamicCache:
-        """Keys and values of a few tokens in a plain sequence, from the model's own operations."""
+        """Keys and values of a few tokens in a plain sequence in two layers, from the model's own operations."""
         alone = DynamicCache()
         with acting_on_every_token(self._body), self.ready(is_accelerated=False):
-            self._run(self._body, probe(), alone)
+            self._run(self._two_layers, probe(), alone)
         return alone
 
     def _sees_as(self, alone: DynamicCache, is_shared: bool, is_learning: bool = False) -> bool:
@@ -202,9 +205,7 @@ class Transformer:
             cache = KVBuffer(prefix, 2, 5, is_shared).cache(slice(None), 2)
             tokens = Tokens(*(part.expand(2, *part.shape[1:]) for part in tokens))
             last = Tokens(*(part[:, 2:] for part in tokens))._replace(key_positions=tokens.key_positions)
-            self._run(self._body, last, cache)
-            # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16
-            # drifts as far as an error would.
+            self._run(self._two_layers, last, cache)
             expected, received = (entries_of(of, slice(-3, -1), 1)[:, :2] for of in (alone, cache))
             return _agree(received, expected)
         return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 
@@ -113,3 +113,12 @@ def container_limit(processes: Path = Path("/proc/self/cgroup"), mounted: Path =
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out; PyTorch has no class of its own for that on a CPU."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def sum_dtype(states: Tensor) -> torch.dtype:
+    """The dtype for sums of states whose order differs between acting and learning: attention's and LoRA's.
+
+    What they sum differs in the last bit. Rounded to bfloat16, one in ten thousand of float32's sums is another number
+    for that, and the layers make as much of one as of all of bfloat16's rounding. Of float64's sums hardly any is.
+    """
+    return torch.float64 if states.dtype == torch.bfloat16 else torch.float32

@@ -17,8 +17,9 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from ...models.hardware import sum_dtype
 from .attention_kernel import of_rows, rotate
-from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, new_sums, summand, sums_at
 from .numba_internals import carray, pointer
 
 
@@ -63,12 +64,12 @@ class _Attention(torch.autograd.Function):
         cosines, sines = (of_rows(rows, part, (tokens, size)) for part in angles)
         mask = of_rows(rows, mask, (1, tokens, before + own))
         sizes = rows, tokens, width // size, groups, size, before, own
-        asked = torch.empty(groups * rows, width // size // groups * tokens, size)
-        keys, values = (torch.empty(groups * rows, own, size) for _ in range(2))
+        asked = torch.empty(groups * rows, width // size // groups * tokens, size, dtype=sum_dtype(query))
+        keys, values = (asked.new_empty(groups * rows, own, size) for _ in range(2))
         at = [part.data_ptr() for part in (query, key, value, cosines, sines, *kept, asked, keys, values)]
         strides = query.stride(1), key.stride(1), value.stride(1), *kept[0].stride()[:2]
         _run(_rotate_and_lay_out, kind_of(query, key, value, cosines, sines, *kept), at, sizes, strides, scaling)
-        shared_keys, shared_values = torch.zeros(2, groups, 0, size) if shared is None else shared.float()
+        shared_keys, shared_values = asked.new_zeros(2, groups, 0, size) if shared is None else shared.to(asked)
         of_shared, of_own = _merge_rows(asked, groups) @ shared_keys.mT, asked @ keys.mT
         _run(_softmax, kind_of(mask), [part.data_ptr() for part in (of_shared, of_own, mask)], sizes)
         seen = torch.baddbmm((of_shared @ shared_values).view_as(asked), of_own, values)
@@ -84,7 +85,7 @@ class _Attention(torch.autograd.Function):
         apart = of_result.reshape(rows, tokens, groups, -1, size).permute(2, 0, 3, 1, 4)
         of_seen = asked.new_empty(apart.shape).copy_(apart).view_as(asked)
         gradients = _merge_rows(of_seen, groups) @ shared_values.mT, of_seen @ values.mT
-        _run(_softmax_backward, None, [part.data_ptr() for part in (of_shared, of_own, *gradients)], sizes)
+        _run(_softmax_backward, kind_of(cosines), [part.data_ptr() for part in (of_shared, of_own, *gradients)], sizes)
         of_asked = torch.baddbmm((gradients[0] @ shared_keys).view_as(asked), gradients[1], keys)
         of_keys, of_values = gradients[1][..., -tokens:].mT @ asked, of_own[..., -tokens:].mT @ of_seen
         of_heads = [of_result.new_empty(rows, tokens, count * size) for count in (heads, groups, groups)]
@@ -109,15 +110,15 @@ def _run(
 
 @compiled
 def _rotate_and_lay_out(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyped-def]
-    """Apply RoPE to scaled queries and to keys, cache keys and values, and lay all out in float32 for the products."""
+    """Apply RoPE to scaled queries and to keys, cache keys and values, and lay all out for the products."""
     for part in prange(parts):
         rows, tokens, heads, groups, size, _, own = sizes
         cosines = carray(pointer(at[3]), (rows, tokens, size), kind.dtype)
         sines = carray(pointer(at[4]), (rows, tokens, size), kind.dtype)
-        asked = carray(pointer(at[7]), (groups, rows, heads // groups, tokens, size), np.float32)
-        keys = carray(pointer(at[8]), (groups, rows, own, size), np.float32)
-        values = carray(pointer(at[9]), (groups, rows, own, size), np.float32)
-        turned = np.empty(size, np.float32)
+        asked = sums_at(kind, at[7], (groups, rows, heads // groups, tokens, size))
+        keys = sums_at(kind, at[8], (groups, rows, own, size))
+        values = sums_at(kind, at[9], (groups, rows, own, size))
+        turned = new_sums(kind, size)
         for row in range(part * rows // parts, (part + 1) * rows // parts):
             for token in range(tokens):
                 nth = kind.itemsize * (row * tokens + token)
@@ -141,8 +142,8 @@ def _rotate_and_lay_out(kind, at, sizes, strides, scaling, parts):  # type: igno
                         kept_values[column, i] = value[group, i]
                 for column in range(own):
                     for i in range(size):
-                        keys[group, row, column, i] = wide(kept_keys[column, i])
-                        values[group, row, column, i] = wide(kept_values[column, i])
+                        keys[group, row, column, i] = summand(kept_keys[column, i])
+                        values[group, row, column, i] = summand(kept_values[column, i])
 
 
 @compiled
@@ -150,16 +151,16 @@ def _softmax(kind, at, sizes, strides, scaling, parts):  # type: ignore[no-untyp
     """Replace scores, of shared and of own columns, by one softmax over both."""
     for part in prange(parts):
         rows, tokens, heads, _, _, before, own = sizes
-        of_shared = carray(pointer(at[0]), (rows * heads * tokens, before), np.float32)
-        of_own = carray(pointer(at[1]), (rows * heads * tokens, own), np.float32)
+        of_shared = sums_at(kind, at[0], (rows * heads * tokens, before))
+        of_own = sums_at(kind, at[1], (rows * heads * tokens, own))
         mask = carray(pointer(at[2]), (rows, tokens, before + own), kind.dtype)
         for line in range(part * len(of_own) // parts, (part + 1) * len(of_own) // parts):
             masked = mask[line // _scores_per_row(sizes) % rows, line % tokens]
             shared, others = of_shared[line], of_own[line]
             for i in range(before):
-                shared[i] += wide(masked[i])
+                shared[i] += summand(masked[i])
             for i in range(own):
-                others[i] += wide(masked[before + i])
+                others[i] += summand(masked[before + i])
             rank = np.int32(-(2**31))
             for i in range(before):
                 rank = max(rank, _float_to_ordered_int(shared[i]))
@@ -202,10 +203,10 @@ def _softmax_backward(kind, at, sizes, strides, scaling, parts):  # type: ignore
     """Replace gradients of probabilities, of shared and of own columns, by those of scores."""
     for part in prange(parts):
         rows, tokens, heads, _, _, before, own = sizes
-        shared = carray(pointer(at[0]), (rows * heads * tokens, before), np.float32)
-        others = carray(pointer(at[1]), (rows * heads * tokens, own), np.float32)
-        of_shared = carray(pointer(at[2]), (rows * heads * tokens, before), np.float32)
-        of_own = carray(pointer(at[3]), (rows * heads * tokens, own), np.float32)
+        shared = sums_at(kind, at[0], (rows * heads * tokens, before))
+        others = sums_at(kind, at[1], (rows * heads * tokens, own))
+        of_shared = sums_at(kind, at[2], (rows * heads * tokens, before))
+        of_own = sums_at(kind, at[3], (rows * heads * tokens, own))
         for line in range(part * len(of_own) // parts, (part + 1) * len(of_own) // parts):
             mean = np.float32(0)
             for i in range(before):
@@ -228,9 +229,9 @@ def _rotate_back_and_lay_out(kind, at, sizes, strides, scaling, parts):  # type:
         value = carray(pointer(at[2]), (rows, tokens, groups, size), kind.dtype)
         cosines = carray(pointer(at[3]), (rows, tokens, size), kind.dtype)
         sines = carray(pointer(at[4]), (rows, tokens, size), kind.dtype)
-        of_asked = carray(pointer(at[5]), (groups, rows, heads // groups, tokens, size), np.float32)
-        of_keys = carray(pointer(at[6]), (groups, rows, tokens, size), np.float32)
-        of_values = carray(pointer(at[7]), (groups, rows, tokens, size), np.float32)
+        of_asked = sums_at(kind, at[5], (groups, rows, heads // groups, tokens, size))
+        of_keys = sums_at(kind, at[6], (groups, rows, tokens, size))
+        of_values = sums_at(kind, at[7], (groups, rows, tokens, size))
         for row in range(part * rows // parts, (part + 1) * rows // parts):
             for token in range(tokens):
                 cosine, sine = cosines[row, token], sines[row, token]
@@ -257,5 +258,5 @@ def _rotate_back(kind, gradients, cosines, sines, factor, result):  # type: igno
     half = len(gradients) // 2
     for i in range(half):
         j = half + i
-        result[i] = as_element(kind, factor * (gradients[i] * wide(cosines[i]) + gradients[j] * wide(sines[j])))
-        result[j] = as_element(kind, factor * (gradients[j] * wide(cosines[j]) - gradients[i] * wide(sines[i])))
+        result[i] = as_element(kind, factor * (gradients[i] * summand(cosines[i]) + gradients[j] * summand(sines[j])))
+        result[j] = as_element(kind, factor * (gradients[j] * summand(cosines[j]) - gradients[i] * summand(sines[i])))

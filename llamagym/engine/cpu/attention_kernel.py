@@ -1,8 +1,8 @@
 """Attention for few query tokens as one compiled kernel, without gradients.
 
 With few rows, as in decode, a PyTorch operation takes about 10 us whatever it computes, and attention is a dozen of
-them per layer. Here it is one call. It computes in float32; cached keys and values and the result are rounded to the
-model's dtype.
+them per layer. Here it is one call. Cached keys and values and the result are rounded to the model's dtype; it sums in
+the dtype that `models.hardware.sum_dtype` says.
 
 Shapes: B rows, T tokens, N query heads, K heads of keys and values, D head size, P shared columns of keys and values, S
 columns of a row's own.
@@ -15,7 +15,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .compiling import as_element, compiled, exponential, inlined, kind_of, new_sums, summand
 from .numba_internals import carray, pointer
 
 
@@ -75,13 +75,13 @@ def of_rows(rows: int, part: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 @inlined
 def rotate(head, cosines, sines, result):  # type: ignore[no-untyped-def]
-    """Rotate a head (D,) by the angles of its position, in float32."""
+    """Rotate a head (D,) by the angles of its position."""
     half = len(head) // 2
     for i in range(half):
         j = half + i
-        low, high = wide(head[i]), wide(head[j])
-        result[i] = low * wide(cosines[i]) - high * wide(sines[i])
-        result[j] = high * wide(cosines[j]) + low * wide(sines[j])
+        low, high = summand(head[i]), summand(head[j])
+        result[i] = low * summand(cosines[i]) - high * summand(sines[i])
+        result[j] = high * summand(cosines[j]) + low * summand(sines[j])
 
 
 @compiled
@@ -95,20 +95,19 @@ def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides,
         mask = carray(pointer(given_at[2]), (rows, tokens, before + own), kind.dtype)
         shared = carray(pointer(kept_at[2]), (2, groups, before, size), kind.dtype)
         result = carray(pointer(result_at), (rows, tokens, heads, size), kind.dtype)
-        # What one group sees of one row, in float32. Values are summed up four columns at a time.
-        keys = np.empty((before + own, size), np.float32)
-        values = np.zeros((before + own + 3, size), np.float32)
-        asked = np.empty(size, np.float32)
-        weights = np.zeros(before + own + 3, np.float32)
-        seen = np.empty(size, np.float32)
+        # What one group sees of one row. Values are summed up four columns at a time.
+        keys = new_sums(kind, (before + own, size))
+        values = new_sums(kind, (before + own + 3, size))
+        asked, seen = new_sums(kind, size), new_sums(kind, size)
+        weights = new_sums(kind, before + own + 3)
         first, last = part * rows * groups // parts, (part + 1) * rows * groups // parts
         for pair in range(first, last):
             group, row = pair // rows, pair % rows
             if pair == first or row == 0:
                 for column in range(before):
                     for i in range(size):
-                        keys[column, i] = wide(shared[0, group, column, i])
-                        values[column, i] = wide(shared[1, group, column, i])
+                        keys[column, i] = summand(shared[0, group, column, i])
+                        values[column, i] = summand(shared[1, group, column, i])
             offset = kind.itemsize * (row * strides[3] + group * strides[4])
             own_keys = carray(pointer(kept_at[0] + offset), (own, size), kind.dtype)
             own_values = carray(pointer(kept_at[1] + offset), (own, size), kind.dtype)
@@ -122,8 +121,8 @@ def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides,
                     own_values[own - tokens + token, i] = value[group, i]
             for column in range(own):
                 for i in range(size):
-                    keys[before + column, i] = wide(own_keys[column, i])
-                    values[before + column, i] = wide(own_values[column, i])
+                    keys[before + column, i] = summand(own_keys[column, i])
+                    values[before + column, i] = summand(own_values[column, i])
             for token in range(tokens):
                 nth = kind.itemsize * (row * tokens + token)
                 query = carray(pointer(new_at[0] + nth * strides[0]), (heads, size), kind.dtype)
@@ -134,7 +133,7 @@ def _attend(kind, new_at, given_at, kept_at, result_at, sizes, columns, strides,
                         score = np.float32(0)
                         for i in range(size):
                             score += asked[i] * keys[column, i]
-                        weights[column] = np.float32(scaling) * score + wide(mask[row, token, column])
+                        weights[column] = np.float32(scaling) * score + summand(mask[row, token, column])
                         largest = max(largest, weights[column])
                     total = np.float32(0)
                     for column in range(before + own):

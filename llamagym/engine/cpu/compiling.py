@@ -1,8 +1,9 @@
 """Compiles kernels for the CPU with numba: on first use, which takes some seconds, and cached on disk.
 
 Kernels take addresses, since wrapping tensors as arrays would take as long as some of the work; callers check shapes
-and dtypes. They compute in float32. numba has no bfloat16: bfloat16 numbers are passed as unsigned integers, the upper
-halves of float32.
+and dtypes. numba has no bfloat16: bfloat16 numbers are passed as unsigned integers, the upper halves of float32.
+
+They compute in float32, and in attention in the dtype that `models.hardware.sum_dtype` says.
 
 numba invalidates its cache only when a function's own file changes, not when a function does that it calls. So the
 cache's entries are named after the content of all files here.
@@ -32,7 +33,7 @@ from numba import njit, typeof, types
 from numba.extending import overload
 from torch import Tensor
 
-from .numba_internals import cache_folder, cache_on_disk, has_thread_pool
+from .numba_internals import cache_folder, cache_on_disk, carray, has_thread_pool, pointer
 
 # Empty arrays: they tell kernels which dtype lies at an address.
 _KINDS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
@@ -44,7 +45,10 @@ _WORTH_A_THREAD = 2**18
 _COMPILES_S = 120.0
 _COMPILING = threading.Lock()
 _HAS_THREADS = has_thread_pool()
-_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_LN_2_FLOAT64 = 0.6931471805599453
+_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(_LN_2_FLOAT64)
+# Of the exponential's series up to the 13th power, which is below 1e-15 where it is used.
+_INVERSES = tuple(1 / factor for factor in range(13, 0, -1))
 
 
 def stamp_of(folder: Path) -> str:
@@ -154,6 +158,37 @@ def _compile_wide(number: Any) -> Callable[..., Any]:
     return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
 
 
+def summand(number: Any) -> Any:
+    """An element in the dtype that attention's sums run in; for use in kernels."""
+
+
+@overload(summand, strict=False)
+def _compile_summand(number: Any) -> Callable[..., Any]:
+    return (lambda number: number) if number == types.float32 else (lambda number: np.float64(wide(number)))
+
+
+def new_sums(kind: Any, shape: Any) -> Any:
+    """Zeros in the dtype that attention's sums run in; for use in kernels."""
+
+
+@overload(new_sums, strict=False)
+def _compile_new_sums(kind: Any, shape: Any) -> Callable[..., Any]:
+    if kind.dtype == types.float32:
+        return lambda kind, shape: np.zeros(shape, np.float32)
+    return lambda kind, shape: np.zeros(shape, np.float64)
+
+
+def sums_at(kind: Any, address: Any, shape: Any) -> Any:
+    """An array at an address, in the dtype that attention's sums run in; for use in kernels."""
+
+
+@overload(sums_at, strict=False)
+def _compile_sums_at(kind: Any, address: Any, shape: Any) -> Callable[..., Any]:
+    if kind.dtype == types.float32:
+        return lambda kind, address, shape: carray(pointer(address), shape, np.float32)
+    return lambda kind, address, shape: carray(pointer(address), shape, np.float64)
+
+
 def as_element(kind: Any, number: Any) -> Any:
     """A float32 as an element, rounded to nearest, ties to even; for use in kernels."""
 
@@ -167,12 +202,23 @@ def _compile_as(kind: Any, number: Any) -> Callable[..., Any]:
     return (lambda kind, number: number) if kind.dtype == types.float32 else rounded
 
 
-@inlined
-def exponential(number):  # type: ignore[no-untyped-def]
-    """The exponential of a float32 that is not positive, within two units in the last place (Cephes' `expf`).
+def exponential(number: Any) -> Any:
+    """The exponential of a float32 or float64 that is not positive; for use in kernels.
 
     Results below e^-87 are 0: subnormal numbers are slow on most processors.
     """
+
+
+@overload(exponential, strict=False)
+def _compile_exponential(number: Any) -> Callable[..., Any]:
+    if number == types.float32:
+        return lambda number: _exponential_float32(number)
+    return lambda number: _exponential_float64(number)
+
+
+@inlined
+def _exponential_float32(number):  # type: ignore[no-untyped-def]
+    """Within two units in the last place (Cephes' `expf`)."""
     # A comparison with NaN is false, so NaN stays NaN.
     is_nothing = number < np.float32(-87)
     number = np.float32(-87) if is_nothing else number
@@ -186,3 +232,17 @@ def exponential(number):  # type: ignore[no-untyped-def]
     series = series * rest + np.float32(5.0000001e-1)
     power = np.uint32((np.int32(doublings) + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(0) if is_nothing else (series * rest * rest + rest + np.float32(1)) * power
+
+
+@inlined
+def _exponential_float64(number):  # type: ignore[no-untyped-def]
+    """Within 1e-14, by Taylor's series."""
+    is_nothing = number < -87
+    number = -87.0 if is_nothing else number
+    doublings = np.floor(number / _LN_2_FLOAT64 + 0.5)
+    rest = number - doublings * _LN_2_FLOAT64
+    series = 1.0
+    for factor in _INVERSES:
+        series = 1 + series * rest * factor
+    power = np.uint64((np.int64(doublings) + np.int64(1023)) << np.int64(52)).view(np.float64)
+    return 0.0 if is_nothing else series * power

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ...models.hardware import sum_dtype
 from ...models.peft_internals import base_of, is_low_rank, low_rank_of
 from ...models.torch_internals import hooks_of
 from ...models.transformers_internals import attention_function, attention_of, has_attention, rotate
@@ -35,16 +36,25 @@ _KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Q
 class Fused:
     """A context in which decoder layers of Llama's kind run fused; outside of it the model is unchanged."""
 
-    def __init__(self, body: nn.Module, packed: Packed, may_hold_scores: Callable[[Tensor, int], bool]) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        packed: Packed,
+        may_hold_scores: Callable[[Tensor, int], bool],
+        attend_in_parts: Callable[..., Tensor],
+    ) -> None:
         """Find the layers of `body` that can be fused.
 
         Args:
             body: A transformer.
             packed: The packed copies of frozen weights.
             may_hold_scores: Whether all attention scores for a mask and a number of heads may be held in memory.
+            attend_in_parts: Attention with gradients for cached keys and values, too (see `engine.attention`).
         """
         self._layers = {
-            layer: _Layer(layer, packed, may_hold_scores) for layer in body.modules() if _is_llama_layer(layer)
+            layer: _Layer(layer, packed, may_hold_scores, attend_in_parts)
+            for layer in body.modules()
+            if _is_llama_layer(layer)
         }
 
     def __enter__(self) -> None:
@@ -63,8 +73,15 @@ class Fused:
 class _Layer:
     """A decoder layer as one function."""
 
-    def __init__(self, layer: Any, packed: Packed, may_hold_scores: Callable[[Tensor, int], bool]) -> None:
-        self._layer, self._packed, self._may_hold_scores = layer, packed, may_hold_scores
+    def __init__(
+        self,
+        layer: Any,
+        packed: Packed,
+        may_hold_scores: Callable[[Tensor, int], bool],
+        attend_in_parts: Callable[..., Tensor],
+    ) -> None:
+        self._layer, self._packed = layer, packed
+        self._may_hold_scores, self._attend_in_parts = may_hold_scores, attend_in_parts
         attention = layer.self_attn
         self._in, self._out, self._gate_up, self._down = _projections(layer)
         self._norms = [layer.input_layernorm, layer.post_attention_layernorm]
@@ -109,17 +126,25 @@ class _Layer:
     ) -> Tensor:
         """The heads' outputs (B, T, N D): from a compiled kernel, or from PyTorch where that is faster or needed."""
         attention, (_, tokens, width) = self._layer.self_attn, projected[0].shape
+        fits, shared = self._may_hold_scores(mask, width // attention.head_dim), others.get("shared_prefix")
+        of_layer = None if shared is None else shared[attention.layer_idx]
+        # PyTorch's own attention would round in between to another bfloat16 than learning does.
+        is_exact = sum_dtype(mask) == torch.float64
+        kernel: Callable[..., Tensor] | None = None
         if torch.is_grad_enabled():
-            kernel, is_simple = attend_with_gradients, hasattr(cache, "grow") and not cache.keeps_gradients
-            fits = is_simple and self._may_hold_scores(mask, width // attention.head_dim)
-        else:
-            kernel, fits = attend, tokens < _MANY_TOKENS or mask.shape[-1] < _MANY_COLUMNS
-        if fits:
-            shared = others.get("shared_prefix")
-            of_layer = None if shared is None else shared[attention.layer_idx]
+            kernel = attend_with_gradients if fits and hasattr(cache, "grow") and not cache.keeps_gradients else None
+        elif tokens < _MANY_TOKENS or mask.shape[-1] < _MANY_COLUMNS:
+            kernel = attend
+        elif is_exact:
+            kernel = attend_with_gradients if fits else attend
+        if kernel is not None:
             kept = cache.grow(attention.layer_idx, tokens)
             return kernel(*projected, angles, kept, of_layer, mask, attention.scaling)
         query, key, value = (part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in projected)
+        if is_exact and fits:
+            query, key = rotate(query.double(), key.double(), tuple(part.double() for part in angles))
+            key, value = cache.update(key.to(value.dtype), value, attention.layer_idx)
+            return self._attend_in_parts(query, key, value, mask, attention.scaling, of_layer).flatten(2)
         query, key = rotate(query, key, angles)
         key, value = cache.update(key, value, attention.layer_idx)
         by_pytorch = attention_function(attention_of(attention.config))

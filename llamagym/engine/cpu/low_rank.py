@@ -1,7 +1,8 @@
 """LoRA's update of a layer's output, as PEFT computes it, in fewer operations.
 
 PEFT scales, adds and rounds in separate operations, for each of which autograd saves tensors; together they take longer
-than the two small products. Here all of it is one autograd function, in the adapter's dtype as with PEFT.
+than the two small products. Here all of it is one autograd function, in the adapter's dtype as with PEFT, and
+in float64 where the model is in bfloat16 (see `models.hardware.sum_dtype`).
 
 Shapes: I inputs, O outputs, r rank.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.hardware import sum_dtype
 from ...models.peft_internals import LowRank
 
 
@@ -28,10 +30,10 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, inputs: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        rows = inputs.flatten(0, -2)
-        low = rows.to(down.dtype) @ down.T
-        total = torch.addmm(product.flatten(0, -2).to(up.dtype), low, up.T, alpha=scale)
-        ctx.save_for_backward(rows, low, down, up)
+        rows, dtype = inputs.flatten(0, -2), torch.promote_types(up.dtype, sum_dtype(product))
+        low = rows.to(dtype) @ down.T.to(dtype)
+        total = torch.addmm(product.flatten(0, -2).to(dtype), low, up.T.to(dtype), alpha=scale)
+        ctx.save_for_backward(rows, low.to(down.dtype), down, up)
         ctx.scale = scale
         return total.to(product.dtype).view_as(product)
 
