@@ -43,18 +43,18 @@ def step(agent, text="x"):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("activated", [True, False])
-def test_a_step_forwards_the_new_tokens_at_turn_50_as_at_turn_2(family, activated):
+def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activated):
     agent = settled(make_agent(SingleTokens, family, activated))
     # Byte-level tokens are many; the dropping of turns has a test of its own.
     agent.policy._backbone.max_length = 10_000
     step(agent)
-    for _ in range(2, 51):
+    for _ in range(2, 26):
         forwarded = step(agent)
         turn = agent.conversation(0).turns[-1]
         # The observation's tokens and the earlier reply's, which is one; the token that opens the reply is read again
         # once the reply is history.
         assert forwarded <= len(turn.prompt.ids) + len(turn.reply.ids) + 1
-    assert len(agent.conversation(0).turns) == 50
+    assert len(agent.conversation(0).turns) == 25
 
 
 @pytest.mark.parametrize("family", FAMILIES)
