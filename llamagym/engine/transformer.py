@@ -66,8 +66,8 @@ class Transformer:
         self._top = self._body
         self._first_top_layer = 0
         self._nothing = self._check_parts()
-        # What the first layer saw is what the second one's keys and values are made of. Over many layers bfloat16 drifts
-        # as far as an error would.
+        # The second layer's keys and values are made of what the first one saw. Over many layers bfloat16 drifts as far
+        # as an error would.
         self._two_layers = first_layers(self._body, 2)
         alone = self._read_alone()
         if not self._sees_as(alone, is_shared=False):
