@@ -50,14 +50,14 @@ def episodes_of(agent, path):
     return read_demonstrations(path, agent.new_conversation, agent.response_prefix, end)
 
 
-def segments_of(agent, path):
+def segments_shown(agent, path):
     return [segment for episode in episodes_of(agent, path) for segment in episode.segments()]
 
 
 def trained_turns(agent, path):
     """Of each turn: the ids before the reply, the reply's, and where an activated LoRA begins to act."""
     found = []
-    for segment in segments_of(agent, path):
+    for segment in segments_shown(agent, path):
         context: list[int] = []
         for turn in segment.turns:
             context = [*context, *turn.prompt.ids]
@@ -80,7 +80,7 @@ def plain_loss(agent, path) -> float:
 
 def loss_of(agent, path) -> float:
     with torch.no_grad():
-        now = agent.policy.evaluate(segments_of(agent, path))
+        now = agent.policy.evaluate(segments_shown(agent, path))
     return -now.logprobs[now.mask].mean().item()
 
 

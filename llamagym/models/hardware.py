@@ -118,7 +118,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def sum_dtype(states: Tensor) -> torch.dtype:
     """The dtype for sums of states whose order differs between acting and learning: attention's and LoRA's.
 
-    What they sum differs in the last bit. Rounded to bfloat16, one in ten thousand of float32's sums is another number
-    for that, and the layers make as much of one as of all of bfloat16's rounding. Of float64's sums hardly any is.
+    In another order a sum differs in its last bit. Of float32 sums, one in some ten thousand then rounds to another
+    bfloat16, and the layers amplify a single such difference to the size of all of bfloat16's rounding. Of float64 sums
+    next to none does.
     """
     return torch.float64 if states.dtype == torch.bfloat16 else torch.float32

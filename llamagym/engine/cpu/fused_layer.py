@@ -128,7 +128,7 @@ class _Layer:
         attention, (_, tokens, width) = self._layer.self_attn, projected[0].shape
         fits, shared = self._may_hold_scores(mask, width // attention.head_dim), others.get("shared_prefix")
         of_layer = None if shared is None else shared[attention.layer_idx]
-        # PyTorch's own attention would round in between to another bfloat16 than learning does.
+        # PyTorch's own attention rounds to bfloat16 in between, which the kernels that learn do not.
         is_exact = sum_dtype(mask) == torch.float64
         kernel: Callable[..., Tensor] | None = None
         if torch.is_grad_enabled():
