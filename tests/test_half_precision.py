@@ -31,9 +31,9 @@ def updates(agent: Agent, games: int, length: int) -> Iterator[dict[str, float]]
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 def test_every_ratio_of_the_first_minibatch_is_1(kind, activated, family):
     agent = make_agent(kind, family, activated, torch.bfloat16, context="episode", ppo={"batch_size": 7})
-    errors = [update["ratio_error"] for update in updates(settled(agent), 2, 10)]
-    assert len(errors) == 2
-    assert max(errors) < 1e-3
+    first, second = updates(settled(agent), 2, 10)
+    assert first["ratio_error"] < 1e-3
+    assert second["ratio_error"] < 1e-3
 
 
 @pytest.mark.slow
@@ -41,6 +41,7 @@ def test_the_embedded_model_too():
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="bfloat16")
     options = {"batch_size": 7, "mini_batch_size": 7, "ppo_epochs": 1}
     agent = WordAgent(model, tokenizer, device, {"max_new_tokens": 2}, options, context="episode", seed=0)
-    (first, second) = updates(agent, 2, 2)
     # Before and after a step: the adapter is zero at first.
-    assert max(first["ratio_error"], second["ratio_error"]) < 0.02
+    first, second = updates(agent, 2, 2)
+    assert first["ratio_error"] < 0.02
+    assert second["ratio_error"] < 0.02

@@ -10,6 +10,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -260,6 +262,22 @@ def test_they_run_where_nothing_can_be_kept(monkeypatch):
     numbers = torch.ones(3)
     compiling.compiled(double)(len(numbers), numbers.numpy())
     assert numbers.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-14)])
+def test_the_exponential_is_as_exact_as_its_dtype(dtype, tolerance):
+    @numba.njit
+    def exponentials(numbers):
+        result = np.empty_like(numbers)
+        for i in range(len(numbers)):
+            result[i] = compiling.exponential(numbers[i])
+        return result
+
+    numbers = -np.concatenate([np.linspace(0, 86, 2001), [88, 1e4, 3e38]]).astype(dtype)
+    received, expected = exponentials(numbers), np.exp(numbers.astype(np.longdouble))
+    assert np.abs(received[:-3] / expected[:-3] - 1).max() < tolerance
+    assert received[-3:].tolist() == [0.0, 0.0, 0.0]
+    assert np.isnan(exponentials(np.full(1, np.nan, dtype))).all()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled by the process that runs them")

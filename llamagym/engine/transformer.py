@@ -68,15 +68,15 @@ class Transformer:
         self._nothing = self._check_parts()
         # The second layer's keys and values are made of what the first one saw. Over many layers bfloat16 drifts as far
         # as an error would.
-        self._two_layers = first_layers(self._body, 2)
-        alone = self._read_alone()
-        if not self._sees_as(alone, is_shared=False):
+        part = first_layers(self._body, 2)
+        alone = self._read_alone(part)
+        if not self._sees_as(part, alone, is_shared=False):
             logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
             self._acceleration.unfuse()
         is_sdpa = attention_of(self._body.config) == "sdpa"
         # On a processor, where it was measured; in learning and acting.
-        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(alone, is_shared=True)
-        self._can_share = self._can_share and self._sees_as(alone, is_shared=True, is_learning=True)
+        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(part, alone, is_shared=True)
+        self._can_share = self._can_share and self._sees_as(part, alone, is_shared=True, is_learning=True)
 
     @property
     def device(self) -> torch.device:
@@ -190,22 +190,22 @@ class Transformer:
         return entries_of(cache, slice(0, 0))[0]
 
     @torch.no_grad()
-    def _read_alone(self) -> DynamicCache:
-        """Keys and values of a few tokens in a plain sequence in two layers, from the model's own operations."""
+    def _read_alone(self, part: nn.Module) -> DynamicCache:
+        """Keys and values of a few tokens in a plain sequence, from the model's own operations."""
         alone = DynamicCache()
         with acting_on_every_token(self._body), self.ready(is_accelerated=False):
-            self._run(self._two_layers, probe(), alone)
+            self._run(part, probe(), alone)
         return alone
 
-    def _sees_as(self, alone: DynamicCache, is_shared: bool, is_learning: bool = False) -> bool:
+    def _sees_as(self, part: nn.Module, alone: DynamicCache, is_shared: bool, is_learning: bool = False) -> bool:
         """Whether tokens attend to a cache, shared or not, as they did alone, in a plain sequence."""
         tokens, errors = probe(), (TypeError, ValueError, AttributeError, RuntimeError)
         with torch.set_grad_enabled(is_learning), acting_on_every_token(self._body), suppress(*errors):
             prefix = entries_of(alone, slice(0, 2))[0]
             cache = KVBuffer(prefix, 2, 5, is_shared).cache(slice(None), 2)
-            tokens = Tokens(*(part.expand(2, *part.shape[1:]) for part in tokens))
-            last = Tokens(*(part[:, 2:] for part in tokens))._replace(key_positions=tokens.key_positions)
-            self._run(self._two_layers, last, cache)
+            tokens = Tokens(*(of_rows.expand(2, *of_rows.shape[1:]) for of_rows in tokens))
+            last = Tokens(*(of_rows[:, 2:] for of_rows in tokens))._replace(key_positions=tokens.key_positions)
+            self._run(part, last, cache)
             expected, received = (entries_of(of, slice(-3, -1), 1)[:, :2] for of in (alone, cache))
             return _agree(received, expected)
         return False

@@ -128,20 +128,11 @@ class _Layer:
         attention, (_, tokens, width) = self._layer.self_attn, projected[0].shape
         fits, shared = self._may_hold_scores(mask, width // attention.head_dim), others.get("shared_prefix")
         of_layer = None if shared is None else shared[attention.layer_idx]
-        # PyTorch's own attention rounds to bfloat16 in between, which the kernels that learn do not.
-        is_exact = sum_dtype(mask) == torch.float64
-        kernel: Callable[..., Tensor] | None = None
-        if torch.is_grad_enabled():
-            kernel = attend_with_gradients if fits and hasattr(cache, "grow") and not cache.keeps_gradients else None
-        elif tokens < _MANY_TOKENS or mask.shape[-1] < _MANY_COLUMNS:
-            kernel = attend
-        elif is_exact:
-            kernel = attend_with_gradients if fits else attend
-        if kernel is not None:
+        if (kernel := self._kernel_for(mask, cache, fits)) is not None:
             kept = cache.grow(attention.layer_idx, tokens)
             return kernel(*projected, angles, kept, of_layer, mask, attention.scaling)
         query, key, value = (part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in projected)
-        if is_exact and fits:
+        if fits and _sums_in_float64(mask):
             query, key = rotate(query.double(), key.double(), tuple(part.double() for part in angles))
             key, value = cache.update(key.to(value.dtype), value, attention.layer_idx)
             return self._attend_in_parts(query, key, value, mask, attention.scaling, of_layer).flatten(2)
@@ -150,6 +141,18 @@ class _Layer:
         by_pytorch = attention_function(attention_of(attention.config))
         attended: Tensor = by_pytorch(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
         return attended.flatten(2)
+
+    @staticmethod
+    def _kernel_for(mask: Tensor, cache: Any, fits: bool) -> Callable[..., Tensor] | None:
+        """The compiled attention for a pass, or None; `fits` is whether scores may be held in memory."""
+        if torch.is_grad_enabled():
+            return attend_with_gradients if fits and hasattr(cache, "grow") and not cache.keeps_gradients else None
+        if mask.shape[-2] < _MANY_TOKENS or mask.shape[-1] < _MANY_COLUMNS:
+            return attend
+        if _sums_in_float64(mask):
+            # PyTorch's own attention rounds to bfloat16 in between, which the kernels that learn do not.
+            return attend_with_gradients if fits else attend
+        return None
 
     def _project(self, modules: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (B, T, O) of projections of the same inputs."""
@@ -169,6 +172,10 @@ def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
         (feed_forward.gate_proj, feed_forward.up_proj),
         (feed_forward.down_proj,),
     )
+
+
+def _sums_in_float64(states: Tensor) -> bool:
+    return sum_dtype(states) == torch.float64
 
 
 def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
