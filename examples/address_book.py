@@ -8,12 +8,12 @@ from __future__ import annotations
 import random
 
 import script
+from imitation import WarmStart
 
-from llamagym import Agent
-from llamagym.conversation.demonstrations import included
+from llamagym import Agent, demonstrations_path
 from llamagym.envs.address_book import AddressBook, random_call
 
-FORMAT = included("format_address_book")
+FORMAT = demonstrations_path("format_address_book")
 
 
 class Clerk(Agent):
@@ -45,16 +45,11 @@ def random_calls(episodes: int = 256) -> float:
 
 def main() -> None:
     """Load, show the format by random calls, learn, and report."""
-    args = script.parser(__doc__, episodes=5_000, eval_every=5, eval_episodes=256).parse_args()
-    agent = script.load(args, Clerk, "episode", max_new_tokens=8)
-    script.learn(
-        args,
-        agent,
-        AddressBook,
-        script.play_held_out(agent, AddressBook, args),
-        {"random": random_calls(), "optimum": 1.0},
-        warm_start=lambda: agent.sft_from_jsonl(FORMAT),
-    )
+    args = script.parse(script.parser(__doc__, eval_every=5, eval_episodes=256), episodes=5_000)
+    agent = script.load(args, Clerk, "episode", generate_config_dict={"max_new_tokens": 8})
+    baselines = {"random": random_calls(), "optimum": 1.0}
+    warm_start = WarmStart(lambda: agent.sft_from_jsonl(FORMAT))
+    script.learn(args, agent, AddressBook, script.played(AddressBook, args), baselines, warm_start)
 
 
 if __name__ == "__main__":

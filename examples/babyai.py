@@ -14,6 +14,7 @@ from typing import Any
 import gymnasium as gym
 import script
 from gymnasium.wrappers import TransformReward
+from imitation import WarmStart, imitate
 from memory_player import make_player
 
 from llamagym import Agent
@@ -58,27 +59,22 @@ def make_scored(*how: Any) -> gym.Env[Any, Any]:
 
 def main() -> None:
     """Load, learn, and report."""
-    options = script.parser(
-        __doc__,
-        episodes=12_000,
-        eval_every=10,
-        eval_episodes=256,
-    )
+    options = script.parser(__doc__, eval_every=10, eval_episodes=256)
     options.add_argument("--level", default="BabyAI-GoToRedBallNoDists-v0", help="id of a BabyAI level")
     options.add_argument("--all-actions", action="store_true", help="not only turning and going: for other missions")
     options.add_argument("--context", choices=("turn", "episode"), default="turn", help="what the agent sees")
     options.add_argument("--max-steps", type=int, help="of an episode; default: the level's own limit")
     options.add_argument("--shown-episodes", type=int, default=0, help="imitate so many first; memory levels only")
-    args = options.parse_args()
+    args = script.parse(options, episodes=12_000)
     # In a conversation the mission is said once.
     how = args.level, args.all_actions, args.context == "turn", args.max_steps
     train_in, score_in = functools.partial(make_babyai, *how), functools.partial(make_scored, *how)
     baselines = {"random": script.random_return(score_in), "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
     agent = script.load(args, kind, args.context)
-    score = script.play_held_out(agent, score_in, args)
-    shown = functools.partial(script.imitate, agent, train_in(), make_player, args.shown_episodes)
-    script.learn(args, agent, train_in, score, baselines, shown if args.shown_episodes else None)
+    imitation = WarmStart(lambda: imitate(agent, train_in(), make_player, args.shown_episodes))
+    warm_start = [imitation] if args.shown_episodes else []
+    script.learn(args, agent, train_in, script.played(score_in, args), baselines, *warm_start)
 
 
 if __name__ == "__main__":

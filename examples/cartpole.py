@@ -89,12 +89,12 @@ def make() -> gym.Env:
 
 def main() -> None:
     """Load, learn, and report."""
-    options = script.parser(__doc__, episodes=4000, eval_every=10, eval_episodes=64)
+    options = script.parser(__doc__, eval_every=10, eval_episodes=64)
     options.add_argument("--two-decimals", action="store_true", help="show the environment's own numbers, not cells")
-    args = options.parse_args()
+    args = script.parse(options, episodes=4000)
     agent = script.load(args, TwoDecimalsAgent if args.two_decimals else CartPoleAgent)
-    score = script.play_held_out(agent, make, args)
-    script.learn(args, agent, make, score, {"random": script.random_return(make), "optimum": 500.0})
+    baselines = {"random": script.random_return(make), "optimum": 500.0}
+    script.learn(args, agent, make, script.played(make, args), baselines)
 
 
 if __name__ == "__main__":

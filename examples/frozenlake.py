@@ -5,12 +5,11 @@ python examples/frozenlake.py                    the embedded 135M model, minute
 
 from __future__ import annotations
 
-import gymnasium as gym
 import numpy as np
 import script
 from frozenlake_exact import ACTIONS, CELLS, STATES, baseline_returns, policy_map, success_probability
 
-from llamagym import Agent
+from llamagym import Agent, is_main_process
 
 # What lies one step to the left, below, to the right and above: row and column change by so much.
 _STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -54,16 +53,18 @@ def policy_of(agent: Agent, greedy: bool) -> dict[int, list[float]]:
     }
 
 
+def exact_return(agent: Agent, greedy: bool) -> float:
+    """Probability of reaching the goal."""
+    return success_probability(policy_of(agent, greedy))
+
+
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(__doc__, episodes=30_000, eval_every=1).parse_args()
+    args = script.parse(script.parser(__doc__, eval_every=1), episodes=30_000)
     agent = script.load(args, FrozenLakeAgent)
-
-    def score(greedy: bool) -> script.Score:
-        return success_probability(policy_of(agent, greedy)), 0.0
-
-    script.learn(args, agent, lambda: gym.make("FrozenLake-v1"), score, baseline_returns())
-    print(policy_map(policy_of(agent, greedy=False)))
+    script.learn(args, agent, "FrozenLake-v1", exact_return, baseline_returns())
+    if is_main_process():
+        print(policy_map(policy_of(agent, greedy=False)))
 
 
 if __name__ == "__main__":

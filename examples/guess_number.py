@@ -35,10 +35,10 @@ class Guesser(Agent):
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(__doc__, episodes=20_000, eval_every=10, eval_episodes=256).parse_args()
+    args = script.parse(script.parser(__doc__, eval_every=10, eval_episodes=256), episodes=20_000)
     baselines = {"random": script.random_return(GuessTheNumber), "optimum": 1.0}
     agent = script.load(args, Guesser, "episode")
-    script.learn(args, agent, GuessTheNumber, script.play_held_out(agent, GuessTheNumber, args), baselines)
+    script.learn(args, agent, GuessTheNumber, script.played(GuessTheNumber, args), baselines)
 
 
 if __name__ == "__main__":

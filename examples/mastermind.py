@@ -11,6 +11,7 @@ import random
 
 import gymnasium
 import script
+from imitation import WarmStart, imitate
 
 from llamagym import Agent
 from llamagym.envs.mastermind import Mastermind, compare
@@ -60,16 +61,16 @@ class Player:
 
 def main() -> None:
     """Load, learn, and report."""
-    options = script.parser(__doc__, episodes=40_000, eval_every=10, eval_episodes=256)
+    options = script.parser(__doc__, eval_every=10, eval_episodes=256)
     options.add_argument("--shown-games", type=int, default=0, help="number of games to imitate first")
-    args = options.parse_args()
+    args = script.parse(options, episodes=40_000)
     baselines = {"random": script.random_return(Mastermind), "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
     # A game's one reward tells too little to learn from; scored is only whether the code is found.
     train_in = functools.partial(Mastermind, reward_consistent=True)
-    score = script.play_held_out(agent, Mastermind, args)
-    shown = functools.partial(script.imitate, agent, Mastermind(), Player, args.shown_games)
-    script.learn(args, agent, train_in, score, baselines, shown if args.shown_games else None)
+    imitation = WarmStart(lambda: imitate(agent, Mastermind(), Player, args.shown_games))
+    warm_start = [imitation] if args.shown_games else []
+    script.learn(args, agent, train_in, script.played(Mastermind, args), baselines, *warm_start)
 
 
 if __name__ == "__main__":

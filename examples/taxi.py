@@ -68,10 +68,11 @@ def best_return() -> float:
 
 def main() -> None:
     """Load, learn, and report."""
-    args = script.parser(__doc__, episodes=100_000, minutes=15, eval_every=10, eval_episodes=256).parse_args()
+    options = script.parser(__doc__, eval_every=10, eval_episodes=256)
+    args = script.parse(options, episodes=100_000, minutes=15)
     baselines = {"random": script.random_return(make), "optimum": best_return()}
     agent = script.load(args, Driver)
-    script.learn(args, agent, make, script.play_held_out(agent, make, args), baselines)
+    script.learn(args, agent, make, script.played(make, args), baselines)
 
 
 if __name__ == "__main__":

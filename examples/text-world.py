@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import script
+from imitation import WarmStart
 
-from llamagym import Agent, evaluate
-from llamagym.conversation.demonstrations import included
+from llamagym import Agent, demonstrations_path, evaluate
 from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
 
 # Seeds of the games to learn from, and of those to be tested on.
@@ -64,12 +64,7 @@ class Writer(Reader):
 
 def main() -> None:
     """Make the games, load, learn, and report."""
-    options = script.parser(
-        __doc__,
-        episodes=3_000,
-        eval_every=10,
-        eval_episodes=100,
-    )
+    options = script.parser(__doc__, eval_every=10, eval_episodes=100)
     options.add_argument("--printed", action="store_true", help="read what the game prints, the whole conversation")
     options.add_argument("--free-text", action="store_true", help="write commands, not choose; implies --printed")
     options.add_argument("--game", choices=KINDS, default="coin_collector")
@@ -77,24 +72,24 @@ def main() -> None:
     options.add_argument("--max-steps", type=int, default=25, help="of an episode")
     options.add_argument("--games", type=int, default=50, help="number to learn from, and number to be tested on")
     options.add_argument("--games-dir", type=Path, default=Path("runs/textworld-games"), help="where games are kept")
-    args = options.parse_args()
+    args = script.parse(options, episodes=3_000)
     seen, unseen = (
         make_games(args.game, range(seed, seed + args.games), args.games_dir, args.level)
         for seed in (_TRAINING_SEED, _TEST_SEED)
     )
     if args.free_text or args.printed:
         kind = Writer if args.free_text else Reader
-        agent = script.load(args, kind, "episode", max_new_tokens=12)
+        agent = script.load(args, kind, "episode", generate_config_dict={"max_new_tokens": 12})
     else:
         agent = script.load(args, TextWorldAgent)
     test_in = functools.partial(TextWorldEnv, unseen, args.max_steps)
-    score = script.play_held_out(agent, test_in, args)
     draw = random.Random(0).choice
     chance = evaluate(lambda observation: draw(observation["admissible_commands"]), test_in, 200, script.HELD_OUT_SEED)
     baselines = {"random": chance.mean, "optimum": 1.0}
     train_in = functools.partial(TextWorldEnv, seen, args.max_steps)
-    commands = functools.partial(agent.sft_from_jsonl, included("format_text-world_commands"))
-    script.learn(args, agent, train_in, score, baselines, commands if args.free_text else None)
+    commands = WarmStart(lambda: agent.sft_from_jsonl(demonstrations_path("format_text-world_commands")))
+    warm_start = [commands] if args.free_text else []
+    script.learn(args, agent, train_in, script.played(test_in, args), baselines, *warm_start)
 
 
 if __name__ == "__main__":

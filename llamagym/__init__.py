@@ -25,6 +25,7 @@ from .errors import (
 from .learners.grpo import GRPO, GRPOConfig, ReinforceConfig
 from .learners.ppo import PPO, PPOConfig
 from .learners.ppo_trainer import PPOTrainer
+from .learners.ranks import is_main_process, main_process_first
 from .models.generation import GenerationConfig
 from .models.loading import load_model_and_tokenizer
 from .models.value_head import AutoModelForCausalLMWithValueHead
@@ -33,12 +34,18 @@ from .training import (
     EvalCallback,
     EvaluationResult,
     PlayedEpisode,
+    Progress,
     Run,
+    Score,
+    ScoreCallback,
     StopOnReturn,
+    Tracker,
     TrainingResult,
+    default_tracker,
     evaluate,
     side_by_side,
     train,
+    write_report,
 )
 
 _register()
@@ -66,16 +73,24 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "PlayedEpisode",
+    "Progress",
     "ReinforceConfig",
     "Run",
+    "Score",
+    "ScoreCallback",
     "StopOnReturn",
+    "Tracker",
     "TrainingResult",
+    "default_tracker",
     "evaluate",
     "find_json",
+    "is_main_process",
     "load_model_and_tokenizer",
+    "main_process_first",
     "name_actions",
     "parse_action",
     "parse_choice",
     "side_by_side",
     "train",
+    "write_report",
 ]

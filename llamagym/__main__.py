@@ -32,7 +32,7 @@ for command in (train, evaluate, play, doctor):
 @click.option("--out", type=click.Path(dir_okay=False), help="What to write.  [default: report.html in the first run]")
 def report(runs: tuple[str, ...], out: str | None) -> None:
     """Write one HTML page about one or several runs: curves, alarms and episodes to read."""
-    from .cli.report import write_report
+    from .training.report import write_report
 
     click.echo(write_report(runs, out or Path(runs[0]) / "report.html"))
 

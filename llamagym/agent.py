@@ -221,7 +221,7 @@ class Agent(LearningActor):
         Raises:
             ConfigError: `merged` is asked for where there is nothing that can be merged.
         """
-        if not ranks.is_first():
+        if not ranks.is_main_process():
             return
         with written_whole(Path(folder), KIND) as whole:
             write_export(self, whole, self._options, environment, results, merged)

@@ -22,10 +22,10 @@ WINGS = {
     "engine.cpu": {"models"},
     "policy": {"conversation", "models", "engine"},
     "learners": {"conversation", "models", "policy"},
-    "training": {"conversation", "models", "policy", "learners", "agent"},
+    "training": {"conversation", "models", "policy", "learners", "agent", "training.report"},
     "envs": set(),
     "cli": {"conversation", "models", "policy", "learners", "training", "agent"},
-    "cli.report": {"learners"},
+    "training.report": {"learners"},
 }
 # Importable from anywhere.
 BASICS = {"errors", "options"}

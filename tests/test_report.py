@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamagym import ConfigError, train
-from llamagym.cli.report import write_report
+from llamagym.training.report import write_report
 from llamagym.training.tracking import default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 

@@ -113,7 +113,7 @@ class LearningActor(Actor):
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": dict(loop or {})}
         of_others = ranks.gather(own)[1:]
-        if ranks.is_first():
+        if ranks.is_main_process():
             with written_whole(Path(folder), checkpoints.KIND, {"options": self._identity, **(facts or {})}) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather(None)
@@ -345,6 +345,6 @@ class LearningActor(Actor):
         stats |= {"act_s": max(seconds), "act_tokens": float(sum(tokens))}
         self._acting_s, self._acted_tokens = 0.0, 0
         for alarm in self._alarms.check(stats):
-            if ranks.is_first():
+            if ranks.is_main_process():
                 logger.warning(alarm)
         return stats

@@ -86,7 +86,7 @@ def rank() -> int:
     return distributed.get_rank() if count() > 1 else 0
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one that writes files and speaks."""
     return rank() == 0
 
@@ -123,18 +123,18 @@ def take_first_(tensors: Iterable[Tensor]) -> None:
 
 def diverge_(generator: torch.Generator) -> None:
     """Let a generator that is alike in all processes go on with other numbers in each; the first keeps its own."""
-    if not is_first():
+    if not is_main_process():
         drawn = int(torch.randint(2**62, (), generator=generator))
         generator.manual_seed(int(np.random.SeedSequence((drawn, rank())).generate_state(1, np.uint64)[0] >> 1))
 
 
 @contextmanager
-def first_goes_first() -> Iterator[None]:
+def main_process_first() -> Iterator[None]:
     """While open, the other processes wait until the first has gone through: it tidies up what all read."""
-    if not is_first():
+    if not is_main_process():
         gather(None)
     yield
-    if is_first():
+    if is_main_process():
         gather(None)
 
 

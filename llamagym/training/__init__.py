@@ -6,7 +6,11 @@ from .eval_callback import EvalCallback
 from .evaluation import EvaluationResult, evaluate, side_by_side
 from .loop import TrainingResult, train
 from .played import PlayedEpisode
+from .progress import Progress
+from .report import write_report
 from .run import Run
+from .score_callback import Score, ScoreCallback
+from .tracking import Tracker, default_tracker
 
 __all__ = [
     "Callback",
@@ -14,10 +18,16 @@ __all__ = [
     "EvalCallback",
     "EvaluationResult",
     "PlayedEpisode",
+    "Progress",
     "Run",
+    "Score",
+    "ScoreCallback",
     "StopOnReturn",
+    "Tracker",
     "TrainingResult",
+    "default_tracker",
     "evaluate",
     "side_by_side",
     "train",
+    "write_report",
 ]

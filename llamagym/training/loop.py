@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,11 @@ from .evaluation import own_conversations, require_positive
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play, Taken
 from .played import Judge, PlayedEpisode, success_rate
+from .progress import Progress
+from .report import write_report
 from .run import Run
 from .saved_run import SavedRun, saved_on_error
-from .tracking import MultiTracker, Progress, Tracker
+from .tracking import MultiTracker, Tracker, default_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class TrainingResult:
         message: Why no update ran; empty if one did.
         successes: Whether each episode succeeded; None where the environment does not say.
         minutes: How long it took, without the time in which it was stopped.
+        report: The HTML report in `run_dir`; None without a folder or an update.
         success_rate: Share of those that did, of all of which it is known; None if it is of none.
     """
 
@@ -55,6 +60,7 @@ class TrainingResult:
     message: str
     successes: list[bool | None] = field(default_factory=list)
     minutes: float = field(default=math.nan, compare=False)
+    report: Path | None = field(default=None, compare=False)
 
     @property
     def success_rate(self) -> float | None:
@@ -76,6 +82,8 @@ def train(
     minutes: float | None = None,
     callbacks: Sequence[Callback] | Callback | None = None,
     judge: Judge | None = None,
+    run_dir: str | Path | None = None,
+    log_with: Sequence[str] = (),
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 10,
     keep_checkpoints: int = 3,
@@ -89,10 +97,10 @@ def train(
     With a critic, and where a turn's context holds nothing from before, a batch takes episodes under way too, once one
     has ended: the critic's estimate stands for their rest.
 
-    With `checkpoint_dir` a run can be stopped at any moment and resumed: a resumed run computes, bit for bit on a CPU,
-    what it would have computed without the stop at its last checkpoint. Episodes under way go on where an environment
-    depends on its seed and on actions alone; elsewhere they begin anew, which is said. An error of the environment or
-    of learning saves the state of before the step that failed.
+    With `run_dir` or `checkpoint_dir` a run can be stopped at any moment and resumed. A resumed run computes, bit for
+    bit on a CPU, what it would have computed without the stop at its last checkpoint. Episodes under way continue where
+    an environment depends on its seed and on actions alone; elsewhere they start again, which is logged. An error of
+    the environment or of learning saves the state before the step that failed.
 
     Of several processes that learn together (`accelerate launch`), each calls this with the same arguments and acts in
     `num_envs` copies of its own; episodes, updates, turns and returns are counted over all of them. Callbacks and
@@ -124,13 +132,17 @@ def train(
         judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
             it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
             model is such a function.
-        checkpoint_dir: Where checkpoints are written; None writes none.
-        checkpoint_every: Updates between two checkpoints. Each drops all caches: where observations recur, they are
-            read anew after it.
+        run_dir: Folder of the run: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, `checkpoints/` and, at the end,
+            `report.html`. None writes none of these.
+        log_with: With `run_dir`: other trackers for the statistics, as for `default_tracker`.
+        checkpoint_dir: Where checkpoints are written; None is `checkpoints` in `run_dir`, or nowhere without it.
+        checkpoint_every: Updates between two checkpoints; with callbacks, one is also written before the first step,
+            since a callback may have trained or scored the agent. Each drops all caches, so observations that recur
+            are processed again after it.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
-        resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`; without any, training begins.
-        handle_signals: With `checkpoint_dir`: at Ctrl-C or SIGTERM finish the step, save, and exit with status 130; a
-            second one stops at once.
+        resume: Whether to continue from the newest intact checkpoint; without any, training begins.
+        handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
+            resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
         env_timeout: Seconds that a step or reset may take, when episodes are played again too; copies then run in
             processes of their own. None sets no limit, and steps them in this one unless `overlap` says otherwise.
         overlap: For slow environments: copies run in processes of their own, in two halves, and the agent acts in one
@@ -145,7 +157,7 @@ def train(
         CheckpointError: There are checkpoints, and `resume` is False, none of them can be read, or the newest is of
             another model, agent or environment, or of a run with other options.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
-        SystemExit: A signal ended the training, with status 130.
+        SystemExit: A signal ended the training, with status 130; in an interactive session a KeyboardInterrupt.
     """
     check_arguments(train, locals())
     require_positive(
@@ -172,13 +184,26 @@ def train(
         raise ConfigError(
             f"overlap=True needs two halves, and num_envs={num_envs} is one group of {size}. Pass {2 * size} or more."
         )
+    if log_with and run_dir is None:
+        raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
+    if run_dir is not None and checkpoint_dir is None:
+        checkpoint_dir = Path(run_dir) / "checkpoints"
     if resume and checkpoint_dir is None:
-        raise ConfigError("resume=True needs the checkpoint_dir of the run to go on with.")
+        raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
     if checkpoint_dir is not None and not resume:
-        with ranks.first_goes_first():
+        with ranks.main_process_first():
             require_none(Path(checkpoint_dir))
+    if run_dir is not None and not resume:
+        _require_no_metrics(Path(run_dir))
     agent.train()
-    trackers = MultiTracker(*([] if tracker is None or not ranks.is_first() else [tracker]))
+    # The run's own trackers are closed here, those that were passed are not.
+    own_trackers = []
+    if run_dir is not None:
+        budget = {"episodes": episodes, "turns": turns, "minutes": minutes}
+        settings = {"agent": type(agent).__name__, **budget, "seed": seed, **agent.learner.config.given()}
+        own_trackers.append(default_tracker(run_dir, settings, agent=agent, log_with=log_with))
+    passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
+    trackers = MultiTracker(*own_trackers, *passed_trackers)
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
         opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
@@ -186,18 +211,21 @@ def train(
         run.paces_learner(),
         # A judge rewards turns at the end of their episode.
         agent.cutting_episodes(ids) if judge is None else nullcontext(),
+        closing(MultiTracker(*own_trackers)),
         Progress(episodes) as progress,
-        Interrupts(listens=handle_signals and checkpoint_dir is not None) as interrupts,
+        Interrupts(listens=handle_signals) as interrupts,
     ):
         entropy = agent.draw_seed() if seed is None else seed
         play = Play(agent, parts, ids, entropy, size, judge, (ranks.rank(), ranks.count()))
-        saved = None
-        if checkpoint_dir is not None:
+
+        def run_saved_in(folder: Path) -> SavedRun:
             # Without an id nothing tells one environment from another.
             where = {"env": parts[0].spec_id} if parts[0].spec_id else {}
             what = {"system_prompt": agent.get_system_prompt(), **where}
             options = {"num_envs": num_envs, "group_size": size, "seed": seed, "overlap": overlap, **what}
-            saved = SavedRun(Path(checkpoint_dir), keep_checkpoints, agent, play, options)
+            return SavedRun(folder, keep_checkpoints, agent, play, options)
+
+        saved = None if checkpoint_dir is None else run_saved_in(Path(checkpoint_dir))
         before = saved.read() if saved and resume else None
         if before is None:
             if finds_copies:
@@ -215,8 +243,8 @@ def train(
         def take(taken: Taken) -> None:
             taken = taken.with_others()
             counted = run.take(taken.ended, taken.stats, taken.turns)
-            progress.advance([episode.total_reward for episode in counted], taken.stats)
             _tell(told, run, counted, taken.stats)
+            progress.advance([episode.total_reward for episode in counted], taken.stats, run.progress)
             if taken.stats:
                 if finds_copies:
                     play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, taken.stats))
@@ -231,22 +259,59 @@ def train(
 
         with _told(told, run, before), saved_on_error(save if saved else None):
             is_over = any(ranks.gather(run.is_over))
+            if callbacks and before is None:
+                save()
             while not is_over:
                 taken = play.step()
                 take(taken)
                 is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
                 is_over, stops = map(any, zip(*ranks.gather((run.is_over, interrupts.stops)), strict=True))
+                if stops and saved is None:
+                    saved = run_saved_in(_folder_of_interrupted(agent))
                 if saved is not None and (is_due or is_over or stops):
-                    for rest in play.end_steps():
-                        take(rest)
+                    for pending in play.end_steps():
+                        take(pending)
                     save()
                 if stops:
-                    logger.warning("Stopped after %d turns; resume=True goes on from %s.", run.turns, checkpoint_dir)
-                    raise SystemExit(EXIT_CODE)
+                    folder = (
+                        f"run_dir={str(run_dir)!r}" if run_dir is not None else f"checkpoint_dir={str(saved.root)!r}"
+                    )
+                    logger.warning(
+                        "Stopped and saved after %d turns. To continue: the same train(...) with %s, resume=True.",
+                        run.turns,
+                        folder,
+                    )
+                    raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
     message = "" if run.updates else agent.why_no_update()
     if message:
         logger.warning(message)
-    return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes)
+    report = None
+    if run_dir is not None and run.updates and ranks.is_main_process():
+        report = write_report([run_dir], Path(run_dir) / "report.html")
+    return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report)
+
+
+def _require_no_metrics(run_dir: Path) -> None:
+    """Reject the folder of another run, whose metrics would be mixed with those of this one.
+
+    Raises:
+        ConfigError: The folder holds metrics.
+    """
+    if (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"run_dir={str(run_dir)!r} holds the metrics of a run. Pass resume=True to continue it, or another run_dir."
+        )
+
+
+def _folder_of_interrupted(agent: Agent) -> Path:
+    """Where an interrupted run without a folder is saved: the same one in all processes."""
+    name = f"{type(agent).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / ranks.gather(name)[0] / "checkpoints"
+
+
+def _is_interactive() -> bool:
+    """Whether this is a Python prompt or a notebook, which SystemExit would end."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def _copies_for_batches(learner: Learner, stats: Stats) -> int:

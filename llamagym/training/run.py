@@ -24,6 +24,7 @@ class Run:
         successes: Whether each succeeded; None where the environment does not say.
         updates: Statistics of each update.
         turns: Environment steps taken, over all copies.
+        is_resumed: Whether the run continues from a checkpoint.
     """
 
     def __init__(self, agent: Agent, episodes: int | None, turns: int | None, minutes: float | None) -> None:
@@ -33,7 +34,10 @@ class Run:
             ConfigError: There is no limit at all, or `minutes` is none.
         """
         if episodes is None and turns is None and minutes is None:
-            raise ConfigError("Nothing says how long to train. Pass episodes, turns or minutes, or several of them.")
+            raise ConfigError(
+                "train() needs a budget. Pass minutes=10, episodes=20_000 or turns=100_000, or several of them; the "
+                "first that is used up ends the training."
+            )
         if minutes is not None and not 0 < minutes < math.inf:
             raise ConfigError(f"minutes={minutes}. Pass a positive number, or None for no limit.")
         self.agent = agent
@@ -41,6 +45,7 @@ class Run:
         self.successes: list[bool | None] = []
         self.updates: list[Stats] = []
         self.turns = 0
+        self.is_resumed = False
         self._episodes, self._turns, self._minutes = episodes, turns, minutes
         self._began = time.perf_counter()
         # Of the first episode that no update's success rate counts yet.
@@ -116,6 +121,7 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what was saved."""
+        self.is_resumed = True
         self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
         # Runs that were saved before successes were counted say nothing of theirs.
         self.successes = state.get("successes", [None] * len(self.returns))

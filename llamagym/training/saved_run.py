@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class SavedRun:
-    """Writes and reads the checkpoints of a run."""
+    """Writes and reads the checkpoints of a run.
+
+    Attributes:
+        root: The folder of the checkpoints.
+    """
 
     def __init__(self, root: Path, keep: int, agent: Agent, play: Play, options: Mapping[str, Any]) -> None:
         """Keep the newest `keep` checkpoints, and the best, in a folder.
@@ -33,7 +37,8 @@ class SavedRun:
             play: Where.
             options: What the run must be resumed with.
         """
-        self._root, self._keep, self._agent, self._play, self._options = root, keep, agent, play, as_json(options)
+        self.root = root
+        self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
         self._latest = -1
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
@@ -48,7 +53,7 @@ class SavedRun:
             "train": self._options,
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
-        path = path_of(self._root, turns)
+        path = path_of(self.root, turns)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
         except OSError as error:
@@ -57,8 +62,8 @@ class SavedRun:
                 "or pass another checkpoint_dir."
             ) from error
         self._latest = turns
-        if ranks.is_first():
-            prune(self._root, self._keep, path)
+        if ranks.is_main_process():
+            prune(self.root, self._keep, path)
 
     def read(self) -> dict[str, Any] | None:
         """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
@@ -66,10 +71,10 @@ class SavedRun:
         Raises:
             CheckpointError: None of those that there are can be read, or they do not fit.
         """
-        with ranks.first_goes_first():
-            path = newest(self._root)
+        with ranks.main_process_first():
+            path = newest(self.root)
         if path is None:
-            logger.info("no checkpoint in %s: training begins", self._root)
+            logger.info("no checkpoint in %s: training begins", self.root)
             return None
         check_options(path, "train", self._options)
         loop = self._agent.load_checkpoint(path, keep_episodes=True)

@@ -1,4 +1,4 @@
-"""Where statistics go: the terminal, files, the trackers that accelerate knows, or several of these."""
+"""Where statistics go: files, the trackers that accelerate knows, or several of these."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ import json
 import logging
 import math
 import os
-import sys
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
-from tqdm import tqdm
 
 from ..agent import Agent
 from ..learners import ranks
@@ -27,7 +20,6 @@ from .services import ServiceTracker
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | str]
-_SKIPPED = ("skipped_steps", "replay_skipped_steps")
 
 
 @runtime_checkable
@@ -201,7 +193,7 @@ def default_tracker(
     Raises:
         ConfigError: A tracker is unknown, or its package is missing.
     """
-    if not ranks.is_first():
+    if not ranks.is_main_process():
         return MultiTracker()
     folder = Path(run_dir)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
@@ -222,61 +214,3 @@ def default_tracker(
                 trackers.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
         on_error.pop_all()
     return MultiTracker(*trackers)
-
-
-class Progress:
-    """How far a run is, on stderr: a bar in a terminal, elsewhere (a file, a pipe, CI) one line per update."""
-
-    def __init__(self, episodes: int | None, unit: str = "episode", window: int = 100) -> None:
-        """Begin; of several processes only the first shows anything.
-
-        Args:
-            episodes: How many there will be; None is unknown.
-            unit: What an episode is called.
-            window: Over how many of the last episodes the mean return is taken.
-        """
-        self._is_shown = ranks.is_first()
-        self._has_bar = self._is_shown and sys.stderr.isatty()
-        self._bar = tqdm(total=episodes, unit=unit, disable=not self._has_bar)
-        self._recent: deque[float] = deque(maxlen=window)
-        self._unit, self._total, self._done, self._updates = unit, episodes, 0, 0
-        self._started = time.perf_counter()
-
-    def __enter__(self) -> Progress:
-        """It has begun."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the bar as it stands."""
-        self._bar.close()
-
-    def resume(self, returns: Sequence[float], updates: int) -> None:
-        """Count what a run that goes on had done before."""
-        self._updates = updates
-        self.advance(returns, {})
-
-    def advance(self, returns: Sequence[float], stats: Mapping[str, float]) -> None:
-        """Count episodes that ended, by their returns, and an update if there are statistics of one."""
-        new = len(returns) if self._total is None else min(len(returns), self._total - self._done)
-        self._done += new
-        self._recent.extend(returns)
-        self._updates += bool(stats)
-        self._bar.update(new)
-        mean = float(np.mean(self._recent)) if self._recent else math.nan
-        self._bar.set_postfix_str(f"mean return {mean:+.3f}, updates {self._updates}", refresh=False)
-        if stats and not self._has_bar:
-            named = [f"{name} {stats[name]:.3g}" for name in ("entropy", "approx_kl") if name in stats]
-            # Steps that were not finite, which should not happen.
-            named += [f"{name} {stats[name]:.0f}" for name in _SKIPPED if stats.get(name)]
-            parts = [f"{self._done} {self._unit}s", f"mean return of the last {len(self._recent)} {mean:+.3f}", *named]
-            self.note(f"update {self._updates}: {', '.join(parts)}, {time.perf_counter() - self._started:.0f} s")
-
-    def note(self, line: str) -> None:
-        """Show a line, above the bar if there is one."""
-        if self._has_bar:
-            self._bar.write(line, file=sys.stderr)
-        elif self._is_shown:
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()

@@ -1,0 +1,102 @@
+"""Scores an agent before, during and after a training by a function of your own, such as an exact computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..agent import Agent
+from ..errors import ConfigError
+from ..learners.base import Stats
+from ..options import check_arguments
+from .callbacks import Callback
+from .evaluation import EvaluationResult, require_positive
+from .run import Run
+
+
+class Score(NamedTuple):
+    """A measurement of an agent.
+
+    Attributes:
+        mean: The score, in the unit of the function that computed it.
+        standard_error: Its standard error; 0 if the score is computed exactly.
+    """
+
+    mean: float
+    standard_error: float = 0.0
+
+
+class ScoreCallback(Callback):
+    """Scores the agent before the first step, after every few updates, and after the last one.
+
+    Where the expected return of a policy can be computed, this replaces `EvalCallback`, which plays episodes. A resumed
+    run keeps the score from before its first step.
+
+    Attributes:
+        before: Score before the first step; None until then.
+        after: Latest score; that of the trained agent once the training is over.
+    """
+
+    def __init__(
+        self, score: Callable[[Agent], float | EvaluationResult], every: int = 10, name: str = "expected_return"
+    ) -> None:
+        """Prepare to score.
+
+        Args:
+            score: Function of the agent; returns a number, or what `evaluate` returned.
+            every: Updates from one score to the next.
+            name: Key of the score in the statistics of an update; a score by `evaluate` adds `standard_error`.
+
+        Raises:
+            ConfigError: An argument has the wrong type, or `every` is below 1.
+        """
+        check_arguments(ScoreCallback.__init__, locals())
+        require_positive(every=every)
+        self._function = score
+        self._every = every
+        self._name = name
+        self._last_update = 0
+        self.before: Score | None = None
+        self.after: Score | None = None
+
+    def on_training_start(self, run: Run) -> None:
+        """Score an agent that has not been trained yet; `load_state_dict` restores the score of a resumed run."""
+        self._last_update = len(run.updates)
+        if not run.is_resumed:
+            self.before = self.after = self._score(run)
+
+    def on_update(self, run: Run, stats: Stats) -> None:
+        """Add the score to the statistics if it is due."""
+        if len(run.updates) - self._last_update >= self._every:
+            self.after = self._score(run)
+            stats[self._name] = self.after.mean
+            if self.after.standard_error:
+                stats["standard_error"] = self.after.standard_error
+
+    def on_training_end(self, run: Run) -> None:
+        """Score the trained agent, unless its last update has been scored."""
+        if run.is_over and self._last_update < len(run.updates):
+            self.after = self._score(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scores and the number of the last scored update."""
+        return {"before": self.before, "after": self.after, "last_update": self._last_update}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.before = Score(*state["before"])
+        self.after = Score(*state["after"])
+        self._last_update = state["last_update"]
+
+    def _score(self, run: Run) -> Score:
+        self._last_update = len(run.updates)
+        result = self._function(run.agent)
+        if isinstance(result, EvaluationResult):
+            return Score(result.mean, result.standard_error)
+        try:
+            return Score(float(result))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The score function returned {result!r} ({type(result).__name__}). Return a number, or the result of "
+                "llamagym.evaluate()."
+            ) from error
