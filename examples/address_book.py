@@ -9,11 +9,10 @@ import random
 
 import script
 
-from llamagym import Agent
-from llamagym.conversation.demonstrations import included
+from llamagym import Agent, demonstrations_path
 from llamagym.envs.address_book import AddressBook, random_call
 
-FORMAT = included("format_address_book")
+FORMAT = demonstrations_path("format_address_book")
 
 
 class Clerk(Agent):

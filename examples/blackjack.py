@@ -24,8 +24,7 @@ import script
 from blackjack_exact import STATES, State, baseline_returns, expected_return, strategy_table
 from gymnasium.vector import AutoresetMode
 
-from llamagym import Agent, parse_choice
-from llamagym.conversation.demonstrations import included
+from llamagym import Agent, demonstrations_path, parse_choice
 from llamagym.learners import ranks
 from llamagym.models import checkpoints
 from llamagym.training.interrupts import EXIT_CODE, Interrupts
@@ -101,7 +100,7 @@ def main() -> None:
     with ranks.first_goes_first():
         newest = checkpoints.newest(args.checkpoint_dir) if args.resume else None
     if args.sft_warm_start and newest is None:
-        print(agent.sft_from_jsonl(included(f"{'format' if args.free_text else 'demo'}_blackjack")))
+        print(agent.sft_from_jsonl(demonstrations_path(f"{'format' if args.free_text else 'demo'}_blackjack")))
     before = expected_return(hit_probabilities(agent))
 
     # Both options must be passed: the registered default is sab=True, another game.

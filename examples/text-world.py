@@ -15,8 +15,7 @@ from typing import Any
 
 import script
 
-from llamagym import Agent, evaluate
-from llamagym.conversation.demonstrations import included
+from llamagym import Agent, demonstrations_path, evaluate
 from llamagym.envs.textworld import KINDS, TextWorldEnv, make_games
 
 # Seeds of the games to learn from, and of those to be tested on.
@@ -93,7 +92,7 @@ def main() -> None:
     chance = evaluate(lambda observation: draw(observation["admissible_commands"]), test_in, 200, script.HELD_OUT_SEED)
     baselines = {"random": chance.mean, "optimum": 1.0}
     train_in = functools.partial(TextWorldEnv, seen, args.max_steps)
-    commands = functools.partial(agent.sft_from_jsonl, included("format_text-world_commands"))
+    commands = functools.partial(agent.sft_from_jsonl, demonstrations_path("format_text-world_commands"))
     script.learn(args, agent, train_in, score, baselines, commands if args.free_text else None)
 
 
