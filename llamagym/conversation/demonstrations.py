@@ -8,6 +8,7 @@ them reads the very token ids that it will read when it acts.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def read_demonstrations(
             "path to sft_from_jsonl()."
         )
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(os.path.expanduser(path)).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read the demonstrations {str(path)!r}: {error}. Pass the path of a JSONL file of {_WANTED}."
