@@ -6,7 +6,11 @@ import os as _os
 # 4 kB, handing it out takes a tenth of a learning step on a CPU.
 _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+# The only place that names the version; pyproject.toml reads it from here.
+__version__ = "0.2.0"
+
 from .agent import Agent
+from .conversation.demonstrations import demonstrations_path
 from .conversation.parsing import find_json, parse_choice
 from .conversation.spaces import name_actions, parse_action
 from .envs import register as _register
@@ -82,6 +86,7 @@ __all__ = [
     "Tracker",
     "TrainingResult",
     "default_tracker",
+    "demonstrations_path",
     "evaluate",
     "find_json",
     "is_main_process",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from . import __version__
 from .cli.doctor import doctor
 from .cli.evaluate import evaluate
 from .cli.play import play
@@ -19,6 +20,7 @@ from .models.registry import entries
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="llamagym %(version)s")
 def cli() -> None:
     """Language models that learn by acting."""
 

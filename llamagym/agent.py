@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -223,7 +224,7 @@ class Agent(LearningActor):
         """
         if not ranks.is_main_process():
             return
-        with written_whole(Path(folder), KIND) as whole:
+        with written_whole(Path(os.path.expanduser(folder)), KIND) as whole:
             write_export(self, whole, self._options, environment, results, merged)
 
     @classmethod
@@ -249,8 +250,9 @@ class Agent(LearningActor):
             CheckpointError: The folder is damaged, something else, or of a later version.
             ModelLoadError: The base cannot be had.
         """
-        verify(Path(folder), KIND)
-        state = read_state(Path(folder), KIND)
+        folder = Path(os.path.expanduser(folder))
+        verify(folder, KIND)
+        state = read_state(folder, KIND)
         tokenizer: Any
         if dtype == "auto" and resolve_device(device).type == state.get("device"):
             dtype = str(state["dtype"])

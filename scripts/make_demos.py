@@ -1,6 +1,6 @@
 """Write demonstrations: conversations in chat format, one a line.
 
-python scripts/make_demos.py        writes every file of FILES into llamagym/conversation/sft_data/
+python scripts/make_demos.py        writes every file of FILES into sft_data/
 
 Plays the examples' worlds: pip install 'llamagym[textworld,minigrid]'.
 
@@ -34,7 +34,6 @@ from cartpole import make as make_cartpole
 from frozenlake import FrozenLakeAgent
 
 from llamagym import Agent
-from llamagym.conversation.demonstrations import INCLUDED
 from llamagym.envs.address_book import AddressBook, random_call
 from llamagym.envs.babyai import make_babyai
 from llamagym.envs.textworld import KINDS, LOOKING, TextWorldEnv, make_games
@@ -160,7 +159,7 @@ FILES: dict[str, Callable[[], Demonstrations]] = {
 
 def main() -> None:
     """Write the files."""
-    folder = INCLUDED
+    folder = ROOT / "sft_data"
     folder.mkdir(exist_ok=True)
     for name, make in FILES.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in make()), encoding="utf-8")

@@ -29,7 +29,8 @@ import gymnasium as gym
 import llamagym
 from llamagym import Agent, load_model_and_tokenizer
 
-print("llamagym from", llamagym.__file__, flush=True)
+print("llamagym", llamagym.__version__, "from", llamagym.__file__, flush=True)
+print("demonstrations in", llamagym.demonstrations_path("format_blackjack").parent, flush=True)
 print(*(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "gymnasium")), flush=True)
 
 

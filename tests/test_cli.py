@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import llamagym
 from llamagym import Agent, ConfigError
 from llamagym.__main__ import main
 from llamagym.cli.generic import Wording, generic_agent
@@ -90,6 +91,10 @@ def trained(model, tmp_path_factory) -> Path:
     assert not ended.value.code
     words.unlink()
     return folder
+
+
+def test_the_version_is_printed(run):
+    assert run("--version") == (0, f"llamagym {llamagym.__version__}\n", "")
 
 
 def test_a_run_is_logged_and_its_agent_measured_watched_and_reported(trained, run):

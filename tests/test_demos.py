@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamagym.conversation.demonstrations import INCLUDED, included
+from llamagym import demonstrations_path
 from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 from llamagym.errors import ConfigError
 from tests.agents import make_agent
@@ -29,8 +29,11 @@ EXTRAS = {
 }
 
 
+FOLDER = ROOT / "sft_data"
+
+
 def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (INCLUDED / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 
 def state_and_word(row: dict) -> tuple[tuple[int, int, int], str]:
@@ -41,7 +44,7 @@ def state_and_word(row: dict) -> tuple[tuple[int, int, int], str]:
 
 
 def test_every_committed_file_is_the_script_s():
-    assert sorted(script.FILES) == sorted(path.name for path in INCLUDED.iterdir())
+    assert sorted(script.FILES) == sorted(path.name for path in FOLDER.iterdir())
 
 
 @pytest.mark.parametrize("name", script.FILES)
@@ -116,9 +119,7 @@ def test_commands_of_the_text_adventure_are_all_there_and_seldom_win():
 
 
 def test_demonstrations_are_found_by_name():
-    assert included("demo_blackjack").read_text(encoding="utf-8").startswith('{"messages"')
-    with pytest.raises(ConfigError, match="Did you mean 'format_blackjack'"):
-        included("format_blackjak")
+    assert demonstrations_path("demo_blackjack").read_text(encoding="utf-8").startswith('{"messages"')
 
 
 def test_a_missing_extra_is_named(monkeypatch):
@@ -126,4 +127,4 @@ def test_a_missing_extra_is_named(monkeypatch):
     # As if TRL were not installed, which the module imports.
     monkeypatch.setitem(sys.modules, "llamagym.learners.sft", None)
     with pytest.raises(ConfigError, match=r"A warm start needs .* Run pip install 'llamagym\[sft\]'"):
-        agent.sft_from_jsonl(included("demo_blackjack"))
+        agent.sft_from_jsonl(demonstrations_path("demo_blackjack"))

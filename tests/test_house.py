@@ -51,7 +51,7 @@ HEAVY = {
     "trl",
 }
 FILES = sorted(LIBRARY.rglob("*.py"))
-LINES = 350
+LINES = 600
 # What a newcomer opens first is smaller.
 SMALL = {"agent.py": 299}
 ENTRIES = 14

@@ -18,16 +18,17 @@ import pytest
 import torch
 from huggingface_hub import constants, hf_api
 from peft import LoraConfig
-from transformers import PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import hub as hub_utils
 
-from llamagym.errors import ConfigError, ModelLoadError
+from llamagym.errors import CheckpointError, ConfigError, ModelLoadError
 from llamagym.models import loading, quantization
 from llamagym.models.loading import embedded_model_folder, load_model_and_tokenizer
 from llamagym.models.registry import PLAIN_CHAT_TEMPLATE
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
-from tests.agents import WordAgent
-from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
+from tests.agents import WordAgent, make_agent
+from tests.tiny import tiny_base_model, tiny_config, tiny_model, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -389,12 +390,325 @@ def test_tokenizer_gets_plain_template_and_padding(tmp_path: Path, caplog: pytes
     assert len(tokenizer) == len(bare)
 
 
-def test_folders_that_hold_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"neither config\.json nor adapter_config\.json"):
-        load_model_and_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    (folder / "config.json").write_text('{"model_type": "no-such-architecture"}')
     with pytest.raises(ModelLoadError, match="no-such-architecture"):
-        load_model_and_tokenizer(tmp_path)
+        load_model_and_tokenizer(folder)
+
+
+# --- paths: each of these with the hub in reach and without ---------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["online", "offline"])
+def offline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", request.param)
+    return bool(request.param)
+
+
+LOADERS = [load_model_and_tokenizer, AutoModelForCausalLMWithValueHead.from_pretrained]
+
+
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/no/such/folder",
+        Path("/no/such/folder"),
+        "./no-such-folder",
+        "../no-such-folder",
+        "runs/no-such-run/adapter",
+        "~",
+        "~/no-such-folder",
+        "~no-such-user/model",
+        "no-such-model.gguf",
+        "models/no-such-model.gguf",
+        "two words",
+        "no\\such\\folder",
+        "a" * 5000,
+    ],
+    ids=lambda path: str(path)[:20],
+)
+def test_a_path_with_nothing_there_is_named(
+    load: Any, path: Any, offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"there is no file or folder .* Check the path") as refused:
+        load(path)
+    assert repr(str(path)) in str(refused.value)
+    expanded = str(path).replace("~/", f"{tmp_path}/home/")
+    assert repr(os.path.abspath(f"{tmp_path}/home" if path == "~" else expanded)) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_refused(name: str, offline: bool) -> None:
+    for load in LOADERS:
+        with pytest.raises(ModelLoadError, match="the name of the model is empty"):
+            load(name)
+
+
+def test_a_name_that_may_be_a_hub_id_says_that_it_is_not_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match=r"'runs/agent': there is no such folder, HF_HUB_OFFLINE is set"):
+        load_model_and_tokenizer("runs/agent")
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(
+    offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_tiny("llama", tmp_path / "model")
+    for path in ("~/model", Path("~/model")):
+        model, tokenizer, device = load_model_and_tokenizer(path, "cpu", "float32")
+    plain = AutoModelForCausalLMWithValueHead.from_pretrained("~/model")
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(plain(ids)[0], model(ids)[0])
+    model.save_pretrained("~/adapter")
+    assert adapted_layers(load_model_and_tokenizer("~/adapter", "cpu")[0]) == {2, 3}
+    agent = WordAgent(model, tokenizer, device, seed=0)
+    agent.save("~/agent")
+    agent.save_checkpoint("~/checkpoint")
+    assert WordAgent.load("~/agent", "cpu").policy.model.is_peft_model
+    agent.load_checkpoint("~/checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "agent", "checkpoint", "model"]
+
+
+WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("removed", "missing"),
+    [
+        (["config.json"], r"It lacks: config\.json\. It holds"),
+        ([WEIGHTS], r"It lacks: weights \(model\.safetensors\)\. It holds"),
+        (["tokenizer*"], r"It lacks: a tokenizer \(tokenizer\.json and tokenizer_config\.json\)\. It holds"),
+        (["*"], r"It lacks: config\.json, weights .*, a tokenizer .*\. It holds: nothing\. Write model and tokenizer"),
+        (
+            ["config.json", WEIGHTS],
+            r"It lacks: config\.json, weights \(model\.safetensors\)\. It holds: .*tokenizer\.json",
+        ),
+    ],
+)
+def test_a_folder_without_a_part_of_a_model_names_it(
+    removed: list[str], missing: str, offline: bool, tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    for pattern in removed:
+        for path in list(folder.glob(pattern)):
+            path.unlink()
+    for given in (folder, str(folder)):
+        with pytest.raises(ModelLoadError, match=missing) as refused:
+            load_model_and_tokenizer(given)
+        assert repr(str(folder)) in str(refused.value)
+    if removed != ["tokenizer*"]:
+        with pytest.raises(ModelLoadError, match="cannot load a causal language model"):
+            AutoModelForCausalLMWithValueHead.from_pretrained(folder)
+
+
+def test_a_folder_around_a_model_names_what_to_pass(offline: bool, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "run" / "agent")
+    with pytest.raises(ModelLoadError, match=r"Pass the folder '.*run/agent'"):
+        load_model_and_tokenizer(tmp_path / "run")
+    (tmp_path / "run" / "small.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"Pass the file '.*run/small\.gguf'"):
+        load_model_and_tokenizer(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", None, r"is a single file and not a GGUF one\. Pass its folder, '.*model'"),
+        (WEIGHTS, None, r"is a single file and not a GGUF one\. Pass its folder, '.*model'"),
+        ("../notes.txt", b"dear", r"is a single file and not a GGUF one\. Pass a model's folder"),
+        ("../empty", b"", r"is a single file and not a GGUF one\. Pass a model's folder"),
+        (
+            "../pointer.gguf",
+            b"version https://git-lfs",
+            r"is not a GGUF file: it is 23 bytes long and begins with b'vers'",
+        ),
+        ("../empty.gguf", b"", r"is not a GGUF file: it is 0 bytes long and begins with b''"),
+        ("../cut.gguf", b"GGUF\x03\0\0\0", r"cannot convert '.*cut\.gguf'|is a GGUF file, which must be converted"),
+    ],
+)
+@pytest.mark.parametrize("load", LOADERS)
+def test_a_file_that_is_not_a_model_is_refused(
+    load: Any,
+    name: str,
+    content: bytes | None,
+    said: str,
+    offline: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path / "cache"))
+    path = save_tiny("llama", tmp_path / "model") / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=said):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (WEIGHTS, "the weights of .* are damaged"),
+        (TOKENIZER, "cannot read the tokenizer"),
+        ("config.json", "cannot read the config"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_named(file: str, said: str, offline: bool, tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    (folder / file).write_bytes((folder / file).read_bytes()[:100])
+    with pytest.raises(ModelLoadError, match=said):
+        load_model_and_tokenizer(folder, "cpu")
+
+
+def test_weights_whose_second_half_is_missing_are_named(offline: bool, tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    tiny_tokenizer("llama").save_pretrained(tmp_path)
+    sorted(tmp_path.glob("model-*.safetensors"))[-1].unlink()
+    with pytest.raises(ModelLoadError, match=r"cannot load a causal language model .*model-0000"):
+        load_model_and_tokenizer(tmp_path, "cpu")
+
+
+def test_an_adapter_without_weights_or_base_names_what_is_missing(offline: bool, tmp_path: Path) -> None:
+    base = save_tiny("llama", tmp_path / "base")
+    load_model_and_tokenizer(base, "cpu")[0].save_pretrained(tmp_path / "adapter")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(
+        ModelLoadError, match=r"the base of the adapter .*adapter'.*there is no file or folder '.*base'"
+    ):
+        load_model_and_tokenizer(tmp_path / "adapter")
+    with pytest.raises(ModelLoadError, match=r"there is no file or folder '.*base'"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"not a complete adapter\. It lacks: weights \(adapter_model"):
+        load_model_and_tokenizer(tmp_path / "adapter")
+
+
+def test_saved_agents_and_checkpoints_that_are_missing_are_named(tmp_path: Path) -> None:
+    agent = make_agent()
+    (tmp_path / "file").touch()
+    for load, kind in ((WordAgent.load, "a saved agent"), (agent.load_checkpoint, "there is no folder")):
+        with pytest.raises(CheckpointError, match=rf"{kind}.*'.*missing'"):
+            load(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="is a file, not a folder"):
+        WordAgent.load(tmp_path / "file")
+
+
+# --- GGUF files -----------------------------------------------------------------------------------------------------
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """A llama's query or key projection as GGUF orders it: the two halves that RoPE turns together lie side by side."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, splits: str = "smollm") -> tuple[Any, list[str]]:
+    """Writes a tiny llama with a byte-level tokenizer as a GGUF file; returns the model and the tokens."""
+    gguf = pytest.importorskip("gguf")
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "11", "<|im_start|>", "<|im_end|>"]
+    config = tiny_config("llama")
+    config.vocab_size = len(tokens)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half().float()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splits)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
+    writer.add_token_merges(["1 1"])
+    writer.add_bos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(len(tokens) - 1)
+    writer.add_chat_template(tiny_tokenizer("smollm").chat_template)
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "model.layers": "blk",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.": "attn_",
+        "mlp.": "ffn_",
+        "_proj": "",
+    }
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, weight in model.state_dict().items():
+        part = name.split(".")[-2]
+        if part in heads:
+            weight = permuted(weight, heads[part])
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model, tokens
+
+
+def test_a_gguf_file_is_converted_once_and_loaded(
+    offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    expected, tokens = write_gguf(tmp_path / "tiny.gguf")
+    model, tokenizer, device = load_model_and_tokenizer("~/tiny.gguf", "cpu", "float32")
+    ids = torch.tensor([[9, 8, 7, 200]])
+    torch.testing.assert_close(model(ids)[0], expected(ids).logits)
+    assert (tokenizer.eos_token, tokenizer.chat_template[:2]) == ("<|im_end|>", "{%")
+    assert tokenizer.model_max_length == 2048
+    # Digits stand alone under the splits "smollm", whatever the merges.
+    assert tokenizer("11")["input_ids"] == [tokens.index("1")] * 2
+    assert "Loading" not in capfd.readouterr().err
+    # The same file is not converted again; what is saved comes back.
+    monkeypatch.setattr(loading, "_convert", None)
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.name.startswith("tiny-")
+    WordAgent(model, tokenizer, device, seed=0).save(tmp_path / "agent")
+    again = WordAgent.load(tmp_path / "agent", "cpu")
+    torch.testing.assert_close(again.policy.model(ids)[0], model(ids)[0])
+    torch.testing.assert_close(
+        load_model_and_tokenizer(tmp_path / "tiny.gguf", "cpu", "float32")[0](ids)[0], model(ids)[0]
+    )
+
+
+def test_a_gguf_file_that_has_changed_is_converted_again_and_other_splits_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf")
+    load_model_and_tokenizer(tmp_path / "tiny.gguf", "cpu")
+    _, tokens = write_gguf(tmp_path / "tiny.gguf", "llama-bpe")
+    _, tokenizer, _ = load_model_and_tokenizer(tmp_path / "tiny.gguf", "cpu")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert tokenizer("11")["input_ids"] == [tokens.index("11")]
+
+
+def test_a_gguf_file_of_an_unknown_architecture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path / "cache"))
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "no-such-architecture")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(
+        ModelLoadError, match=r"cannot convert '.*other\.gguf': .*no-such-architecture.*pass the original"
+    ):
+        load_model_and_tokenizer(tmp_path / "other.gguf")
+    assert not list((tmp_path / "cache").iterdir())
 
 
 # --- the hub ------------------------------------------------------------------------------------------------------
@@ -499,12 +813,6 @@ def test_offline_mode_is_respected(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
     assert hub.requests == 0
 
 
-def test_paths_that_do_not_exist() -> None:
-    for path in ("./runs/no-such-folder/adapter", "/no/such/folder"):
-        with pytest.raises(ModelLoadError, match="neither a folder nor a possible hub id"):
-            load_model_and_tokenizer(path)
-
-
 # --- options ------------------------------------------------------------------------------------------------------
 
 
@@ -549,6 +857,7 @@ def test_a_repository_s_code_is_neither_run_nor_asked_about(tmp_path, monkeypatc
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": names}))
     code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n"
     (tmp_path / "theirs.py").write_text(code)
+    (tmp_path / "model.safetensors").touch()
     asked = []
     monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "y")
     for load in (load_model_and_tokenizer, AutoModelForCausalLMWithValueHead.from_pretrained):

@@ -16,7 +16,7 @@ from torch import nn
 
 import llamagym.learners.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
-from llamagym.conversation.demonstrations import included, read_demonstrations
+from llamagym.conversation.demonstrations import demonstrations_path, read_demonstrations
 from llamagym.errors import DivergedError
 from llamagym.models.lora import fresh_rows, is_activated
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
@@ -377,7 +377,7 @@ def test_a_quarter_of_the_format_s_demonstrations_teach_it_and_leave_the_choice_
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="float32")
     agent = BlackjackAgent(model, tokenizer, device, {"max_new_tokens": 4}, context="turn", seed=0)
     agent.free_text = True
-    lines = included("format_blackjack").read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = demonstrations_path("format_blackjack").read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "quarter.jsonl").write_text("".join(lines[: len(lines) // 4]), encoding="utf-8")
     stats = agent.sft_from_jsonl(tmp_path / "quarter.jsonl")
     states = STATES[::2]

@@ -7,17 +7,17 @@ from pathlib import Path
 import click
 
 from .. import training
-from .runs import EVALUATION_SEED, load_agent
+from .runs import EVALUATION_SEED, UserPath, load_agent
 
 
 @click.command("eval")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=UserPath(path_type=Path))
 @click.argument("env_id", required=False)
 @click.option("--episodes", type=int, default=100, show_default=True, help="How many each of them plays.")
 @click.option("--seed", type=int, default=EVALUATION_SEED, show_default=True, help="Of the episodes.")
 @click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: 64]")
 @click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
-@click.option("--prompt", type=click.Path(path_type=Path), help="The environment in words.  [default: the run's]")
+@click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
 def evaluate(
     folder: Path,
     env_id: str | None,

@@ -13,20 +13,20 @@ from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ActionParseError
 from ..training.environments import made
-from .runs import load_agent
+from .runs import UserPath, load_agent
 
 Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
 """The action for an observation and its info; the reply that names it stands in the terminal then."""
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=UserPath(path_type=Path))
 @click.argument("env_id", required=False)
 @click.option("--human", is_flag=True, help="Play in the agent's place: replies are read from the terminal.")
 @click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True, help="How many to play.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the first; the next ones count on.  [default: drawn]")
 @click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
-@click.option("--prompt", type=click.Path(path_type=Path), help="The environment in words.  [default: the run's]")
+@click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
 def play(
     folder: Path,
     env_id: str | None,

@@ -11,10 +11,13 @@ RUN_DIR/agent/              the agent
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import click
 
 from ..agent import Agent
 from ..errors import ConfigError
@@ -23,6 +26,15 @@ from ..models.state_files import read_state
 from ..policy.export import KIND, STATE
 from ..training.environments import made
 from .prompts import agent_class
+
+
+class UserPath(click.Path):
+    """A path in which `~` is the home folder, also behind an equals sign, where a shell leaves it as it is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, written out."""
+        return super().convert(os.path.expanduser(value), param, ctx)
+
 
 AGENT, CONFIG = "agent", "config.json"
 

@@ -17,7 +17,7 @@ from ..training.environments import made
 from ..training.tracking import default_tracker
 from .generic import default_context
 from .prompts import agent_class
-from .runs import AGENT, EVALUATION_SEED, copy_prompt
+from .runs import AGENT, EVALUATION_SEED, UserPath, copy_prompt
 
 
 @click.command()
@@ -26,16 +26,14 @@ from .runs import AGENT, EVALUATION_SEED, copy_prompt
 @click.option("--episodes", type=int, help="Stop after so many episodes.")
 @click.option("--turns", type=int, help="Stop after so many turns, over all copies.")
 @click.option("--model", default=EMBEDDED_NAME, show_default=True, help="Registered name, folder or hub id.")
-@click.option("--prompt", type=click.Path(path_type=Path), help="The environment in words: a .yaml or .py file.")
+@click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words: a .yaml or .py file.")
 @click.option("--context", type=click.Choice(["turn", "episode"]), help="What the model sees.  [default: it depends]")
 @click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: as suits the episodes]")
 @click.option("--batch-size", type=int, help="Turns per update.  [default: it follows from the task]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--eval-episodes", type=int, default=100, show_default=True, help="Episodes before, and after.")
-@click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="[default: runs/ENV-TIME]")
-@click.option(
-    "--checkpoint-dir", type=click.Path(file_okay=False, path_type=Path), help="[default: RUN_DIR/checkpoints]"
-)
+@click.option("--run-dir", type=UserPath(file_okay=False, path_type=Path), help="[default: runs/ENV-TIME]")
+@click.option("--checkpoint-dir", type=UserPath(file_okay=False, path_type=Path), help="[default: RUN_DIR/checkpoints]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --run-dir, given the same options.")
 def train(
     env_id: str,

@@ -8,37 +8,47 @@ them reads the very token ids that it will read when it acts.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import ConfigError, ContextLengthError, did_you_mean
+from ..errors import ConfigError, ContextLengthError
 from .arguments import check_text
 from .chat_template import Message
 from .episode import Conversation, Episode, Reply
 
-INCLUDED = Path(__file__).parent / "sft_data"
-"""Demonstrations that come with the library; `scripts/make_demos.py` writes them."""
-
 _WANTED = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
-def included(name: str) -> Path:
-    """The file of demonstrations of this name that comes with the library.
+def demonstrations_folder() -> Path:
+    """The folder of the demonstrations that come with the library; `scripts/make_demos.py` writes them.
+
+    pyproject.toml installs the repository's `sft_data/` as `llamagym/sft_data/`. An editable install, and a clone that
+    is not installed, run from the repository, where the folder lies beside the package.
+    """
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "sft_data"
+    return installed if installed.is_dir() else package.parent / "sft_data"
+
+
+def demonstrations_path(name: str) -> Path:
+    """Returns the path of demonstrations that come with the library, for `Agent.sft_from_jsonl`.
 
     Args:
-        name: "demo_blackjack" shows a strategy with some noise; "format_blackjack", "format_frozenlake" and so on show
+        name: `demo_blackjack` shows a strategy with some noise; `format_blackjack`, `format_frozenlake` and so on show
             the format of replies and nothing else.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: The name is unknown; the message lists the available ones.
 
-    >>> included("format_blackjack").name
+    >>> demonstrations_path("format_blackjack").name
     'format_blackjack.jsonl'
     """
-    names = sorted(path.stem for path in INCLUDED.glob("*.jsonl"))
+    folder = demonstrations_folder()
+    names = sorted(path.stem for path in folder.glob("*.jsonl"))
     if name not in names:
-        raise ConfigError(f"No demonstrations come under the name {name!r}. {did_you_mean(name, names)}")
-    return INCLUDED / f"{name}.jsonl"
+        raise ConfigError(f"No demonstrations named {name!r} in {str(folder)!r}. Pass one of {names}.")
+    return folder / f"{name}.jsonl"
 
 
 def read_demonstrations(
@@ -63,7 +73,7 @@ def read_demonstrations(
             "path to sft_from_jsonl()."
         )
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(os.path.expanduser(path)).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read the demonstrations {str(path)!r}: {error}. Pass the path of a JSONL file of {_WANTED}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -114,7 +115,8 @@ class LearningActor(Actor):
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": dict(loop or {})}
         of_others = ranks.gather(own)[1:]
         if ranks.is_main_process():
-            with written_whole(Path(folder), checkpoints.KIND, {"options": self._identity, **(facts or {})}) as whole:
+            target, about = Path(os.path.expanduser(folder)), {"options": self._identity, **(facts or {})}
+            with written_whole(target, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather(None)
 
@@ -137,7 +139,7 @@ class LearningActor(Actor):
             CheckpointError: It is damaged, of a later version, another model's, or an agent's of another class or with
                 other options; nothing has changed.
         """
-        folder = checkpoints.find(Path(folder))
+        folder = checkpoints.find(Path(os.path.expanduser(folder)))
         checkpoints.check_options(folder, "options", self._identity, _FREE)
         state = read_state(folder, _STATE)
         self.check_state(state["agent"])

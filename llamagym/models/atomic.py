@@ -92,6 +92,9 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
         CheckpointError: It is damaged, something else, or of a later version.
     """
     bring_back(folder)
+    if not folder.is_dir():
+        found = "a file, not a folder" if folder.exists() else "missing"
+        raise CheckpointError(f"cannot load a saved {kind}: {str(folder)!r} is {found}. Check the path.")
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         found, schema, files = manifest["kind"], manifest["schema"], dict(manifest["files"])

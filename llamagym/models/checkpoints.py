@@ -49,6 +49,8 @@ def find(folder: Path) -> Path:
     if (folder / MANIFEST).exists():
         verify(folder, KIND)
         return folder
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {str(folder)!r}. Pass what save_checkpoint() wrote.")
     found = newest(folder)
     if found is None:
         raise CheckpointError(f"{str(folder)!r} is no checkpoint and holds none. Pass what save_checkpoint() wrote.")

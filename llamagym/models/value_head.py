@@ -13,17 +13,30 @@ On disk: what transformers or PEFT writes for the model (full weights or adapter
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers  # its Auto classes and PreTrainedModel take a second to import, which it does on first use
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import ModelLoadError
-from .hub import ADAPTER_CONFIG, find_file, first_line, read_tensors, tensor_files, upload
+from .hub import (
+    ADAPTER_CONFIG,
+    check_model_file,
+    find_file,
+    first_line,
+    local_path,
+    read_tensors,
+    tensor_files,
+    upload,
+)
 from .peft_internals import names_of_embeddings
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
@@ -170,7 +183,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             kwargs = {"device_map": {"": 0}, **kwargs, "quantization_config": quantization_config(load_in_8bit, dtype)}
         v_head: dict[str, Tensor] = {}
         model: PreTrainedModel | PeftModel
-        with loading_quietly():
+        with loading_quietly(), _damage_named(source):
             if isinstance(source, nn.Module):
                 if kwargs:
                     raise ModelLoadError(
@@ -178,6 +191,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                     )
                 model = source
             else:
+                source = _source(source)
                 hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
                 adapter = find_file(source, ADAPTER_CONFIG, hub)
                 model = (
@@ -241,7 +255,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             save_directory: Folder to write into; made if it does not exist.
             **kwargs: Passed on to the language model's `save_pretrained`.
         """
-        folder = Path(save_directory)
+        folder = Path(os.path.expanduser(save_directory))
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_peft_model:
             # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.
@@ -273,6 +287,34 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return upload(Path(folder), repo_id, commit_message, private, token)
+
+
+@contextmanager
+def _damage_named(source: Any) -> Iterator[None]:
+    """While open, weights that safetensors cannot read are an error that names the model."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ModelLoadError(
+            f"the weights of {str(source)!r} are damaged: {first_line(error)} Download or save them again."
+        ) from error
+
+
+def _source(name: str | Path) -> str:
+    """The folder or hub id of a model's name, with `~` written out.
+
+    Raises:
+        ModelLoadError: It can only be a path and nothing is there, or it is a file.
+    """
+    path = local_path(name)
+    if path is None:
+        return str(name)
+    if path.is_file():
+        check_model_file(path)
+        raise ModelLoadError(
+            f"{str(path)!r} is a GGUF file, which must be converted. load_model_and_tokenizer converts and loads it."
+        )
+    return str(path)
 
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -309,7 +351,8 @@ def _load_adapter(
             raise ModelLoadError(f"the adapter in {str(source)!r} does not name its base. Pass base_model.")
         # The caller's revision is one of the adapter's repository; the adapter knows its base's.
         revision = {} if base_model or not config.revision else {"revision": config.revision}
-        base_model = _load_base(where, {key: value for key, value in kwargs.items() if key != "revision"} | revision)
+        options = {key: value for key, value in kwargs.items() if key != "revision"} | revision
+        base_model = _load_base(_source(where), options)
     return PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
 
 
