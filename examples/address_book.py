@@ -48,7 +48,7 @@ def main() -> None:
     args = script.parse(script.parser(__doc__, eval_every=5, eval_episodes=256), episodes=5_000)
     agent = script.load(args, Clerk, "episode", generate_config_dict={"max_new_tokens": 8})
     baselines = {"random": random_calls(), "optimum": 1.0}
-    warm_start = WarmStart(lambda: agent.sft_from_jsonl(FORMAT))
+    warm_start = [WarmStart(lambda: agent.sft_from_jsonl(FORMAT))]
     script.learn(args, agent, AddressBook, script.played(AddressBook, args), baselines, warm_start)
 
 

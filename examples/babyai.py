@@ -74,7 +74,7 @@ def main() -> None:
     agent = script.load(args, kind, args.context)
     imitation = WarmStart(lambda: imitate(agent, train_in(), make_player, args.shown_episodes))
     warm_start = [imitation] if args.shown_episodes else []
-    script.learn(args, agent, train_in, script.played(score_in, args), baselines, *warm_start)
+    script.learn(args, agent, train_in, script.played(score_in, args), baselines, warm_start)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import script
 from blackjack_exact import STATES, State, baseline_returns, expected_return, strategy_table
 from imitation import WarmStart
 
-from llamagym import Agent, demonstrations_path, is_main_process, parse_choice
+from llamagym import Agent, demonstrations_path, parse_choice
 
 
 class BlackjackAgent(Agent):
@@ -21,43 +21,43 @@ class BlackjackAgent(Agent):
     free_text = False
 
     def get_system_prompt(self) -> str:
-        """The rules in a line; they are the same in all hands."""
         return "You play blackjack. You see your sum and the dealer's card. Answer with one word: stick or hit."
 
     def format_observation(self, observation: State) -> str:
-        """The hand in a few words."""
         player, dealer, usable_ace = observation
         return f"{'soft ' if usable_ace else ''}{player} against {'ace' if dealer == 1 else dealer}"
 
     def get_action_choices(self, observation: State) -> list[str] | None:
-        """The two words, unless the reply is free text."""
         return None if self.free_text else ["stick", "hit"]
 
     def extract_action(self, response: str) -> int:
-        """The number of the action that the reply names."""
         return parse_choice(response, {"stick": 0, "hit": 1})
 
     def fallback_action(self, observation: State) -> int:
-        """Stick if the reply names no action."""
-        return 0
+        return 0  # stick if a reply in free text names no action
 
 
 def hit_probabilities(agent: BlackjackAgent, greedy: bool = False) -> dict[State, float]:
     """Probability of hitting in each state: exact for choices, estimated from 20 samples for free text."""
     if not agent.free_text:
         hits = np.array([probability["hit"] for probability in agent.action_probabilities(STATES)])
-        return dict(zip(STATES, (hits > 0.5).astype(float) if greedy else hits, strict=True))
+        return dict(zip(STATES, ((hits > 0.5) * 1.0 if greedy else hits).tolist(), strict=True))
     agent.eval(greedy)
     tables = [[(sample, state) for state in STATES] for sample in range(1 if greedy else 20)]
     actions = [agent.act_batch(STATES, ids) for ids in tables]
     agent.discard_episodes([table for ids in tables for table in ids])
     agent.train()
-    return dict(zip(STATES, np.mean(actions, axis=0), strict=True))
+    return dict(zip(STATES, np.mean(actions, axis=0).tolist(), strict=True))
 
 
 def exact_return(agent: BlackjackAgent, greedy: bool) -> float:
     """Expected return of one hand, without the noise of playing hands."""
     return expected_return(hit_probabilities(agent, greedy))
+
+
+def strategy(agent: BlackjackAgent) -> str:
+    """What the agent does in each state, as a table."""
+    return strategy_table(hit_probabilities(agent))
 
 
 def main() -> None:
@@ -72,9 +72,7 @@ def main() -> None:
     warm_start = [WarmStart(lambda: agent.sft_from_jsonl(shown))] if args.sft_warm_start else []
     # The usual rules; the registered default, sab=True, is another game.
     env = gym.make("Blackjack-v1", natural=False, sab=False)
-    script.learn(args, agent, env, exact_return, baseline_returns(), *warm_start)
-    if is_main_process():
-        print(strategy_table(hit_probabilities(agent)))
+    script.learn(args, agent, env, exact_return, baseline_returns(), warm_start, strategy)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 import script
 from frozenlake_exact import ACTIONS, CELLS, STATES, baseline_returns, policy_map, success_probability
 
-from llamagym import Agent, is_main_process
+from llamagym import Agent
 
 # What lies one step to the left, below, to the right and above: row and column change by so much.
 _STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -58,13 +58,16 @@ def exact_return(agent: Agent, greedy: bool) -> float:
     return success_probability(policy_of(agent, greedy))
 
 
+def show(agent: Agent) -> str:
+    """The lake with the likeliest action in each cell."""
+    return policy_map(policy_of(agent, greedy=False))
+
+
 def main() -> None:
     """Load, learn, and report."""
     args = script.parse(script.parser(__doc__, eval_every=1), episodes=30_000)
     agent = script.load(args, FrozenLakeAgent)
-    script.learn(args, agent, "FrozenLake-v1", exact_return, baseline_returns())
-    if is_main_process():
-        print(policy_map(policy_of(agent, greedy=False)))
+    script.learn(args, agent, "FrozenLake-v1", exact_return, baseline_returns(), show=show)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main() -> None:
     train_in = functools.partial(Mastermind, reward_consistent=True)
     imitation = WarmStart(lambda: imitate(agent, Mastermind(), Player, args.shown_games))
     warm_start = [imitation] if args.shown_games else []
-    script.learn(args, agent, train_in, script.played(Mastermind, args), baselines, *warm_start)
+    script.learn(args, agent, train_in, script.played(Mastermind, args), baselines, warm_start)
 
 
 if __name__ == "__main__":

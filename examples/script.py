@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +19,9 @@ LEARNER = {"batch_size": int, "mini_batch_size": int, "learning_rate": float, "t
 def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """The options of all examples; `defaults` sets some, and `eval_episodes` among them adds that option."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name = time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S")
     options.add_argument("--model", default="smollm2-135m", help="registered name, hub id or local folder")
     options.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    options.add_argument("--load-in-8bit", action="store_true", help="quantize the weights; needs a GPU")
+    options.add_argument("--load-in-8bit", action="store_true", help="quantized weights; needs a GPU")
     options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="stop after this many")
     options.add_argument("--minutes", type=float, help="stop after this time; the first of both limits counts")
@@ -34,10 +32,10 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     if "eval_episodes" in defaults:
         options.add_argument("--eval-episodes", type=int, help="held-out episodes per evaluation")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--run-dir", type=Path, default=Path("runs", name), help="default: runs/<example>-<time>")
+    run_dir = Path("runs", time.strftime(f"{options.prog[:-3]}-%Y%m%d-%H%M%S"))
+    options.add_argument("--run-dir", type=Path, default=run_dir, help="default: runs/<example>-<time>")
     options.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
-    options.add_argument("--log-with", nargs="+", default=[], help="csv, tensorboard, trackio, mlflow, wandb, ...")
-    options.add_argument("--wandb-project", help="log to Weights & Biases; WANDB_PROJECT does the same")
+    options.add_argument("--log-with", nargs="+", default=[], help="wandb, csv, tensorboard, trackio, mlflow, ...")
     options.set_defaults(**defaults)
     return options
 
@@ -47,8 +45,6 @@ def parse(options: argparse.ArgumentParser, **budget: float) -> argparse.Namespa
     args = options.parse_args()
     if args.episodes is None and args.minutes is None:
         vars(args).update(budget)
-    if args.wandb_project:
-        os.environ["WANDB_PROJECT"] = args.wandb_project
     return args
 
 
@@ -60,13 +56,15 @@ def load(args: argparse.Namespace, kind: type[lg.Agent], context: Any = "turn", 
     return kind(*loaded, context=context, seed=args.seed, **options)
 
 
-def learn(args: Any, agent: lg.Agent, env: Any, score: Callable, baselines: dict[str, float], *first: Any) -> None:
-    """Train with the callbacks `first` and a score, a function of the agent and of whether it is greedy; save both."""
+def learn(args: Any, agent: Any, env: Any, score: Any, baselines: Any, first: Any = (), show: Any = None) -> None:
+    """Train with the callbacks `first`, score the agent before and after by `score(agent, greedy)`, and report."""
     scores = lg.ScoreCallback(lambda agent: score(agent, False), every=args.eval_every)
     budget = {"episodes": args.episodes, "minutes": args.minutes, "num_envs": args.num_envs, "seed": args.seed}
     files = {"run_dir": args.run_dir, "resume": args.resume, "log_with": args.log_with}
     result = lg.train(agent, env, **budget, **files, callbacks=[*first, scores])
     if lg.is_main_process():
+        if show is not None:
+            print(show(agent))
         summarize(args, agent, result, scores, score(agent, True), baselines)
 
 
@@ -81,8 +79,8 @@ def summarize(args: Any, agent: Any, result: Any, scores: Any, greedy: Any, base
     (args.run_dir / "summary.json").write_text(json.dumps(summary, indent=1, default=str) + "\n")
     named = {name: f"{value:.3f}" for name, value in (returns | baselines).items()}
     agent.save_pretrained(args.run_dir / "agent", environment=Path(sys.argv[0]).stem, results=named)
-    print("Mean return: " + ", ".join(f"{value} {name}" for name, value in named.items()))
-    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. {result.message or result.report}")
+    print("Expected return: " + ", ".join(f"{value} {name}" for name, value in named.items()))
+    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {result.report}")
 
 
 def played(env: Any, args: argparse.Namespace) -> Callable:

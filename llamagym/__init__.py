@@ -29,7 +29,7 @@ from .errors import (
 from .learners.grpo import GRPO, GRPOConfig, ReinforceConfig
 from .learners.ppo import PPO, PPOConfig
 from .learners.ppo_trainer import PPOTrainer
-from .learners.ranks import is_main_process, main_process_first
+from .learners.ranks import gather_objects, is_main_process, main_process_first
 from .models.generation import GenerationConfig
 from .models.loading import load_model_and_tokenizer
 from .models.value_head import AutoModelForCausalLMWithValueHead
@@ -89,6 +89,7 @@ __all__ = [
     "demonstrations_path",
     "evaluate",
     "find_json",
+    "gather_objects",
     "is_main_process",
     "load_model_and_tokenizer",
     "main_process_first",

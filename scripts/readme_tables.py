@@ -47,11 +47,7 @@ def models() -> str:
 
 Sections = dict[str, Callable[[], str]]
 PAGES: dict[Path, Sections] = {
-    ROOT / "README.md": {
-        "summary": learning_tables.summary,
-        "words": learning_tables.words,
-        "speed": speed_tables.speed,
-    },
+    ROOT / "README.md": {"summary": learning_tables.summary},
     ROOT / "docs" / "benchmarks.md": {
         "results": learning_tables.results,
         "ablations": learning_tables.ablations,

@@ -1,4 +1,4 @@
-"""Progress on stderr, and nothing else there: a bar in a terminal, a line per update elsewhere."""
+"""Progress on stderr and nothing else there: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import json
 import logging
 import re
 import sys
+import time
 from contextlib import closing
 
 import pytest
 
-from llamagym import train
-from llamagym.training.tracking import JsonlTracker, Progress
+from llamagym import Progress, train
+from llamagym.training import progress as progress_module
+from llamagym.training.tracking import JsonlTracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 
@@ -33,12 +35,41 @@ def run(monkeypatch, stream: io.StringIO) -> str:
     return stream.getvalue()
 
 
-def test_where_no_one_watches_an_update_is_a_line(monkeypatch):
+def test_outside_a_terminal_an_update_is_a_line(monkeypatch):
     update, note = run(monkeypatch, io.StringIO()).splitlines()
     assert re.fullmatch(
-        r"update 1: 3 episodes, mean return of the last 2 -0\.500, entropy 0\.5, approx_kl 0\.0123, \d+ s", update
+        r"update 1: 75%, 3 episodes, mean return of the last 2 -0\.500, entropy 0\.5, approx_kl 0\.0123, \d+ s", update
     )
     assert note == "said so"
+
+
+def test_breaks_long_silences_with_a_line(monkeypatch):
+    """A run whose updates take longer than the longest silence still shows that it is alive."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress_module, "_LONGEST_SILENCE_S", 0.05)
+    with Progress(4) as progress:
+        progress.advance([1.0], {})
+        deadline = time.monotonic() + 10
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert re.fullmatch(
+        r"25%, 1 episodes, mean return of the last 1 \+1\.000, \d+ s", stream.getvalue().splitlines()[0]
+    )
+    # The clock ends with the run.
+    lines = stream.getvalue()
+    time.sleep(0.2)
+    assert stream.getvalue() == lines
+
+
+def test_shows_the_share_of_a_budget_of_minutes(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress() as progress:
+        progress.advance([1.0], {"expected_return": -0.25}, share=0.4)
+    assert stream.getvalue().startswith(
+        "update 1: 40%, 1 episodes, mean return of the last 1 +1.000, expected_return -0.25"
+    )
 
 
 @pytest.mark.parametrize("name", ["skipped_steps", "replay_skipped_steps"])
@@ -73,7 +104,7 @@ def test_a_step_that_is_not_finite_is_in_the_line_and_in_the_file(monkeypatch, t
 
 def test_in_a_terminal_it_is_a_bar(monkeypatch):
     shown = run(monkeypatch, Terminal())
-    assert "4/4" in shown
+    assert "100%" in shown
     assert "said so\n" in shown
     assert "update 1:" not in shown
 

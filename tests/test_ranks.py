@@ -243,7 +243,7 @@ def late(seconds: float) -> list[int]:
     PartialState(cpu=True, timeout=timedelta(seconds=seconds))
     if ranks.rank() == 1:
         time.sleep(2 * seconds)
-    return ranks.gather(ranks.rank())
+    return ranks.gather_objects(ranks.rank())
 
 
 def test_a_process_that_does_not_answer_ends_the_others():

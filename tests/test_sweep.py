@@ -43,7 +43,7 @@ def sweep(tmp_path):
             "bonus": {"min": 1, "max": 3},
             "word": {"values": ["a", "b"]},
             "steps": {"value": 7},
-            "wandb-project": {"value": "not passed on"},
+            "log-with": {"value": "wandb"},
         },
     }
 

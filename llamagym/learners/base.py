@@ -214,7 +214,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         return stats | {
             **outcomes(episodes),
             "updates": float(self.policy.num_updates),
-            "learn_tokens": float(sum(ranks.gather(self.policy.tokens_forwarded - forwarded))),
+            "learn_tokens": float(sum(ranks.gather_objects(self.policy.tokens_forwarded - forwarded))),
             "learn_s": time.perf_counter() - started,
         }
 
@@ -294,7 +294,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
                 fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)
         sum_gradients_(self.optimizer)
-        parts_of_all, errors = zip(*ranks.gather((dict(stats), fresh_error)), strict=True)
+        parts_of_all, errors = zip(*ranks.gather_objects((dict(stats), fresh_error)), strict=True)
         names = dict.fromkeys(name for parts in parts_of_all for name in parts)
         sums = {name: sum(parts.get(name, 0.0) for parts in parts_of_all) for name in names}
         return sums, max((error for error in errors if not math.isnan(error)), default=math.nan)

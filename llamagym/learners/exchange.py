@@ -12,7 +12,7 @@ def of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
     if ranks.count() == 1:
         return own
     calibration = policy.calibration
-    told = ranks.gather((policy.weights_version, calibration.measured if calibration else {}, own))
+    told = ranks.gather_objects((policy.weights_version, calibration.measured if calibration else {}, own))
     samples = [measured for _, measured, _ in told]
     if changed := calibration is not None and calibration.agree(samples, learns=policy.num_updates > 0):
         policy.calibration_changed()

@@ -37,7 +37,7 @@ class FiniteGuard(Stateful):
         """
         numbers = {**losses, "norm of the gradients": float(get_total_norm(gradients))}
         wrong = {name: value for name, value in numbers.items() if not math.isfinite(value)}
-        if not any(ranks.gather(bool(wrong))):
+        if not any(ranks.gather_objects(bool(wrong))):
             self._in_a_row = 0
             return True
         self._in_a_row += 1

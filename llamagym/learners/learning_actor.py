@@ -113,12 +113,12 @@ class LearningActor(Actor):
         self.policy.drop_caches()
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": dict(loop or {})}
-        of_others = ranks.gather(own)[1:]
+        of_others = ranks.gather_objects(own)[1:]
         if ranks.is_main_process():
             target, about = Path(os.path.expanduser(folder)), {"options": self._identity, **(facts or {})}
             with written_whole(target, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
-        ranks.gather(None)
+        ranks.gather_objects(None)
 
     @alone
     def load_checkpoint(self, folder: str | Path, *, keep_episodes: bool = False) -> dict[str, Any]:
@@ -343,7 +343,7 @@ class LearningActor(Actor):
             conversation.learnt_turns += len(episode.turns)
         self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)
         self._sample = EpisodeSample(self.policy.num_updates)
-        seconds, tokens = zip(*ranks.gather((self._acting_s, self._acted_tokens)), strict=True)
+        seconds, tokens = zip(*ranks.gather_objects((self._acting_s, self._acted_tokens)), strict=True)
         stats |= {"act_s": max(seconds), "act_tokens": float(sum(tokens))}
         self._acting_s, self._acted_tokens = 0.0, 0
         for alarm in self._alarms.check(stats):

@@ -262,7 +262,7 @@ class PPOTrainer:
         """Whether what the model says of the shortest sample is finite; no later minibatch shows it."""
         shortest = batch.rows(batch.attention.sum(1).argmin()[None])
         said = read(self.model, shortest.ids, shortest.attention, shortest.mask)
-        return all(ranks.gather(all(bool(part.isfinite().all()) for part in said)))
+        return all(ranks.gather_objects(all(bool(part.isfinite().all()) for part in said)))
 
     def _step(self, rows: Tensor, batch: Samples) -> dict[str, float]:
         """One optimiser step on some rows; the chunks' losses add up to the mean over all their response tokens."""

@@ -87,12 +87,12 @@ def rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that writes files and speaks."""
+    """Whether this is the process that writes files and prints; True if there is only one."""
     return rank() == 0
 
 
-def gather(value: T) -> list[T]:
-    """What each process has to say, in their order, on all of them. All must call it, equally often."""
+def gather_objects(value: T) -> list[T]:
+    """The values of all processes, in their order, in each of them. All must call it, equally often."""
     if count() == 1:
         return [value]
     with _peers_answer():
@@ -102,7 +102,7 @@ def gather(value: T) -> list[T]:
 
 def mean(value: float) -> float:
     """A number's mean over the processes."""
-    return sum(gather(float(value))) / count()
+    return sum(gather_objects(float(value))) / count()
 
 
 @torch.no_grad()
@@ -130,12 +130,12 @@ def diverge_(generator: torch.Generator) -> None:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """While open, the other processes wait until the first has gone through: it tidies up what all read."""
+    """While open, the other processes wait until the main process has left the block, such as after a download."""
     if not is_main_process():
-        gather(None)
+        gather_objects(None)
     yield
     if is_main_process():
-        gather(None)
+        gather_objects(None)
 
 
 def check_alike(weights: Iterable[Tensor]) -> None:
@@ -146,7 +146,7 @@ def check_alike(weights: Iterable[Tensor]) -> None:
     """
     if count() == 1:
         return
-    sums = gather([int(weight.detach().contiguous().view(torch.int32).sum()) for weight in weights])
+    sums = gather_objects([int(weight.detach().contiguous().view(torch.int32).sum()) for weight in weights])
     if any(others != sums[0] for others in sums):
         different = [number for number, others in enumerate(sums) if others != sums[0]]
         raise RankError(

@@ -182,7 +182,7 @@ class Replay:
     @torch.no_grad()
     def _says_finite(self, segments: list[Segment]) -> bool:
         """Whether what the policy says after the last step is finite."""
-        return all(ranks.gather(is_finite(self.policy.evaluate(shortest_opening(segments)))))
+        return all(ranks.gather_objects(is_finite(self.policy.evaluate(shortest_opening(segments)))))
 
     def _step(
         self, segments: list[Segment], played_by: Mapping[int, int], region: TrustRegion
@@ -197,7 +197,7 @@ class Replay:
             self.accelerator.backward(loss)
             total += loss.item()
         sum_gradients_(self.optimizer)
-        total = sum(ranks.gather(total))
+        total = sum(ranks.gather_objects(total))
         if not self._guard.passes({"replay_loss": total}, gradients_of(self.optimizer)):
             self.optimizer.zero_grad()
             return None

@@ -177,5 +177,5 @@ def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes:
         old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
         total += kl_estimate(old, now.logprobs, "binary")[now.mask].sum().item()
         count += now.mask.sum().item()
-    totals, counts = zip(*ranks.gather((total, count)), strict=True)
+    totals, counts = zip(*ranks.gather_objects((total, count)), strict=True)
     return sum(totals) / sum(counts)

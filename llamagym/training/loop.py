@@ -258,14 +258,14 @@ def train(
                 saved.write(state, run.turns, run.updates)
 
         with _told(told, run, before), saved_on_error(save if saved else None):
-            is_over = any(ranks.gather(run.is_over))
+            is_over = any(ranks.gather_objects(run.is_over))
             if callbacks and before is None:
                 save()
             while not is_over:
                 taken = play.step()
                 take(taken)
                 is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
-                is_over, stops = map(any, zip(*ranks.gather((run.is_over, interrupts.stops)), strict=True))
+                is_over, stops = map(any, zip(*ranks.gather_objects((run.is_over, interrupts.stops)), strict=True))
                 if stops and saved is None:
                     saved = run_saved_in(_folder_of_interrupted(agent))
                 if saved is not None and (is_due or is_over or stops):
@@ -306,7 +306,7 @@ def _require_no_metrics(run_dir: Path) -> None:
 def _folder_of_interrupted(agent: Agent) -> Path:
     """Where an interrupted run without a folder is saved: the same one in all processes."""
     name = f"{type(agent).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path("runs") / ranks.gather(name)[0] / "checkpoints"
+    return Path("runs") / ranks.gather_objects(name)[0] / "checkpoints"
 
 
 def _is_interactive() -> bool:

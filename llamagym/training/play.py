@@ -50,7 +50,7 @@ class Taken(NamedTuple):
 
     def with_others(self) -> Taken:
         """The steps of all processes that learn together, which have had the same update."""
-        turns, ended = zip(*ranks.gather((self.turns, self.ended)), strict=True)
+        turns, ended = zip(*ranks.gather_objects((self.turns, self.ended)), strict=True)
         return Taken(sum(turns), list(chain(*ended)), self.stats)
 
 
@@ -257,7 +257,7 @@ class Play:
             "entropy": self._entropy,
             "groups": self._groups.tolist(),
             "ranks": self._ranks,
-            "next_group": 1 + max(ranks.gather(int(self._groups.max()))),
+            "next_group": 1 + max(ranks.gather_objects(int(self._groups.max()))),
             "actions": [self._parts[0].saved_actions(actions) for actions in self._actions],
             # Of an episode that has yet to begin nothing was seen.
             "texts": [

@@ -20,7 +20,7 @@ _LONGEST_SILENCE_S = 10.0
 _BAR_REFRESH_S = 1.0
 _BAR_FORMAT = "{percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}{postfix}"
 # Statistics in an update's line; the second group is shown only if it is not zero.
-_SHOWN_STATS = ("entropy", "approx_kl")
+_SHOWN_STATS = ("expected_return", "eval_return", "entropy", "approx_kl")
 _SHOWN_COUNTS = ("skipped_steps", "replay_skipped_steps")
 
 

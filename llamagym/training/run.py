@@ -83,7 +83,7 @@ class Run:
 
     def _progress_of_all(self) -> float:
         """The same in all processes, whose clocks are not."""
-        return max(ranks.gather(self.progress))
+        return max(ranks.gather_objects(self.progress))
 
     def stop(self) -> None:
         """End the run after this step."""

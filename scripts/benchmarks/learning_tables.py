@@ -1,9 +1,8 @@
-"""Tables of what was learnt, from the results in `learning/results`."""
+"""Tables of what was learned, from the results in `learning/results`."""
 
 from __future__ import annotations
 
 import statistics
-import textwrap
 
 from runs import ABLATIONS, COMPARISONS, RESULTS, TITLES, Run, half_width, runs_by_name, table_row, title
 
@@ -31,8 +30,15 @@ _TARGETS = {
     "babyai-memory": "0.9",
     "babyai-go-to-local": "0.85",
 }
-# So many make a mean and a worst.
-_SEEDS = 3
+# The README's rows, by the name of the result files: short and long tasks, numbers and texts, listed and free replies.
+_SHOWN_IN_README = (
+    "text-world-defaults",
+    "frozenlake-defaults",
+    "taxi",
+    "address_book",
+    "cartpole-defaults",
+    "text-world-locked-door-free-text",
+)
 # Variants of a recipe, by the name of their result files; a learning rate of 0 is the control.
 _VARIANTS = {
     "blackjack-ppo": "Blackjack: PPO, the default",
@@ -49,36 +55,26 @@ _COMPARED, _WAYS = ("blackjack", "taxi", "frozenlake"), ("words", "random", "num
 
 
 def summary() -> str:
-    """What was learnt, an experiment a line, for the README: with the defaults where enough seeds ran with them."""
+    """Six tasks for the README, a line each, with links to the result files of their seeds."""
     found = runs_by_name()
-    lines = [
-        "| task | before | after (worst seed) | random | optimum | minutes | hardware |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, runs in found.items():
-        base = name.removesuffix("-defaults")
-        shown = f"{base}-defaults" if len(found.get(f"{base}-defaults", ())) >= _SEEDS else base
-        if name != shown and shown in found:
-            continue
+    header = "| task | random | before | after (worst seed) | optimum | minutes | runs |"
+    lines = [header, "|---|---|---|---|---|---|---|"]
+    for name in _SHOWN_IN_README:
+        runs = found[name]
         after = [run["expected_return_after"] for run in runs]
-        baselines, cores = runs[0]["baselines"], runs[0]["hardware"]["cores"]
-        dtypes = sorted({_dtype_of(run) for run in runs})
+        baselines = runs[0]["baselines"]
+        files = " ".join(f"[{run['seed']}](scripts/benchmarks/learning/results/{run['file']})" for run in runs)
         cells = [
-            title(name, runs).removesuffix(", bfloat16").removesuffix(" in bfloat16"),
+            title(name, runs),
+            number(baselines["random"]) if "random" in baselines else "",
             number(statistics.mean(run["expected_return_before"] for run in runs)),
             f"{number(statistics.mean(after))} ({number(min(after))})",
-            *(number(baselines[baseline]) if baseline in baselines else "" for baseline in ("random", "optimum")),
-            f"{statistics.mean(map(minutes, runs)):.1f}",
-            f"{cores} cores, {' and '.join(dtypes)}",
+            number(baselines["optimum"]),
+            f"{statistics.mean(map(minutes, runs)):.0f}",
+            files,
         ]
         lines.append(table_row(*cells))
     return "\n".join(lines)
-
-
-def _dtype_of(run: Run) -> str:
-    """What a run computed in; of those that do not say, the processor's own."""
-    native = "bfloat16" if "with native bfloat16" in run["hardware"]["processor"] else "float32"
-    return str(run.get("dtype", native))
 
 
 def results() -> str:
@@ -153,19 +149,8 @@ def ablations() -> str:
     return "\n".join(lines)
 
 
-def words() -> str:
-    """What learning owes to the language model, in a sentence a task, for the README."""
-    tasks = [
-        f"{TITLES[task]} {usual} with the model and words, {random} with random weights of "
-        f"the same architecture, {numbers} with observations as bare numbers (best {optimum})"
-        for task, usual, random, numbers, optimum in _compared("after")
-    ]
-    text = f"Does the language model matter? Sampled, one seed each: {'; '.join(tasks)}."
-    return "\n".join(textwrap.wrap(text, 150, break_on_hyphens=False))
-
-
 def comparisons() -> str:
-    """The same with its files: a task and a way of replying a line."""
+    """What learning owes to the language model: a task and a way of replying per line, with links to the files."""
     lines = [
         "| task, seed 0 | | model and words | random weights | bare numbers | optimum |",
         "|---|---|---|---|---|---|",

@@ -26,20 +26,20 @@ def resident_gib(pid: int) -> float:
 
 
 class Counter(Thread):
-    """Reads the example's bar to its end, and keeps the number of hands that it showed last."""
+    """Reads the example's progress lines to their end, and keeps the number of hands in the latest one."""
 
-    def __init__(self, bar: IO[str]) -> None:
-        """Start to read; a bar that is drawn anew is a new line to Python."""
+    def __init__(self, lines: IO[str]) -> None:
+        """Start to read."""
         super().__init__(daemon=True)
         self.hands = 0
-        self._bar = bar
+        self._lines = lines
         self.start()
 
     def run(self) -> None:
-        """Until the bar is closed."""
-        for line in self._bar:
-            if found := re.search(r"(\d+)/\d+ \[", line):
-                self.hands = int(found[1])
+        """Read until the example ends."""
+        for line in self._lines:
+            if found := re.search(r"([\d,]+) episodes", line):
+                self.hands = int(found[1].replace(",", ""))
 
 
 def main() -> None:
@@ -61,8 +61,7 @@ def main() -> None:
                     gib.append(round(resident, 3))
                 time.sleep(0.5)
         updates = [json.loads(line)["step"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        peak = json.loads((Path(folder) / "summary.json").read_text())["peak_memory_gib"]
-    save("memory", {"peak_gib": peak, "updates_at_hands": updates, "samples": {"hands": hands, "gib": gib}})
+    save("memory", {"peak_gib": max(gib), "updates_at_hands": updates, "samples": {"hands": hands, "gib": gib}})
 
 
 if __name__ == "__main__":

@@ -22,28 +22,6 @@ _WORKLOADS = {
 }
 
 
-def speed() -> str:
-    """Acting on what users do, the worst as well as the best, and learning end to end, for the README."""
-    result, learnt = speed_result("workloads-bfloat16"), speed_result("end-to-end-bfloat16")
-    lines = ["| acting | turns per second | times `generate` | of the hardware's limit |", "|---|---|---|---|"]
-    for name, label in _WORKLOADS.items():
-        row = result["workloads"][name]
-        over = f"{row['over_generate']:.1f}" if "over_generate" in row else ""
-        rate = f"{row['turns_per_second']['median']:.1f}"
-        lines.append(table_row(label, rate, over, f"{of_limit(result, name):.2f}"))
-    times = {name: learnt[name]["ours_over"] for name in ("trl_1.16", "agilerl_2.58", "llamagym_0.1.1")}
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Acting and learning together: {times['trl_1.16']:.0f} times TRL 1.16's GRPOTrainer and "
-            f"{times['agilerl_2.58']:.0f} times AgileRL 2.58's LLM PPO",
-            f"on the same task, {times['llamagym_0.1.1']:.0f} times LlamaGym 0.1.1 on its own script. On",
-            f"{machine(result)}. The limit is a bare forward pass; for one environment, memory's bandwidth.",
-        ]
-    )
-
-
 def workloads() -> str:
     """Acting on what users do, the worst as well as the best, against the hardware and others."""
     lines = [
