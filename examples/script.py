@@ -63,8 +63,7 @@ def learn(args: Any, agent: Any, env: Any, score: Any, baselines: Any, first: An
     files = {"run_dir": args.run_dir, "resume": args.resume, "log_with": args.log_with}
     result = lg.train(agent, env, **budget, **files, callbacks=[*first, scores])
     if lg.is_main_process():
-        if show is not None:
-            print(show(agent))
+        print(show(agent) if show else "")
         summarize(args, agent, result, scores, score(agent, True), baselines)
 
 

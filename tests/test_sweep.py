@@ -92,5 +92,14 @@ def test_the_sweep_names_options_that_the_example_has(monkeypatch):
         for name, space in sweep["parameters"].items()
     }
     monkeypatch.setattr(sys, "argv", ["blackjack.py", *(f"--{name}={value}" for name, value in drawn.items())])
-    args = vars(example.parse_args())
+    parsed: list[dict[str, object]] = []
+
+    def stop_after_parsing(args, *rest, **options):
+        parsed.append(vars(args))
+        sys.exit()
+
+    monkeypatch.setattr(example.script, "load", stop_after_parsing)
+    with pytest.raises(SystemExit):
+        example.main()
+    (args,) = parsed
     assert {name: args[name.replace("-", "_")] for name in drawn} == drawn

@@ -258,7 +258,7 @@ def test_copies_where_no_number_is_given():
 
 
 def test_something_says_how_long_to_train():
-    with pytest.raises(ConfigError, match="Pass episodes, turns or minutes"):
+    with pytest.raises(ConfigError, match="Pass minutes=10, episodes=20_000 or turns=100_000"):
         train(make_agent(ChoiceAgent), CountdownEnv)
     with pytest.raises(ConfigError, match="minutes=0"):
         train(make_agent(ChoiceAgent), CountdownEnv, minutes=0)

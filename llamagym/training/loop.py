@@ -310,8 +310,9 @@ def _folder_of_interrupted(agent: Agent) -> Path:
 
 
 def _is_interactive() -> bool:
-    """Whether this is a Python prompt or a notebook, which SystemExit would end."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    """Whether this is a Python prompt, which SystemExit would end, or a notebook, where it is no way to stop a cell."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def _copies_for_batches(learner: Learner, stats: Stats) -> int:

@@ -1,0 +1,179 @@
+"""`train(run_dir=...)`: what it writes, how it is resumed, what Ctrl-C leaves; and scores by a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamagym import Callback, ConfigError, EvaluationResult, Score, ScoreCallback, train
+from llamagym.models.checkpoints import newest
+from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+from tests.resumed_run import SIZES, DiceEnv
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts():
+    """As in a terminal; a shell lets its background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def learning(folder: Path | None, episodes: int = 12, callbacks: Any = None, env: Any = DiceEnv, **options: Any) -> Any:
+    agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
+    return train(agent, env, episodes, num_envs=2, seed=0, run_dir=folder, callbacks=callbacks, **options)
+
+
+class InterruptAfter(Callback):
+    """Sends Ctrl-C to this process after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def on_step(self, run: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_writes_metrics_transcripts_checkpoints_settings_and_a_report(tmp_path):
+    result = learning(tmp_path / "run")
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written == {"checkpoints", "config.json", "metrics.jsonl", "report.html", "transcripts.jsonl"}
+    assert result.report == tmp_path / "run" / "report.html"
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == len(result.updates) > 1
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert settings["episodes"] == 12
+    assert settings["batch_size"] == SIZES["batch_size"]
+    assert newest(tmp_path / "run" / "checkpoints") is not None
+
+
+def test_log_with_adds_a_tracker_and_needs_a_folder(tmp_path):
+    learning(tmp_path / "run", log_with=["csv"])
+    assert (tmp_path / "run" / "metrics.csv").is_file()
+    with pytest.raises(ConfigError, match="needs the run_dir"):
+        learning(None, log_with=["csv"])
+
+
+def test_rejects_the_folder_of_another_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"holds the metrics of a run\. Pass resume=True"):
+        learning(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_an_interrupted_run_is_resumed_as_if_it_had_not_been_interrupted(tmp_path, caplog):
+    whole = learning(tmp_path / "whole", callbacks=Callback())
+    with pytest.raises(SystemExit) as exit_:
+        learning(tmp_path / "run", callbacks=InterruptAfter(7))
+    assert exit_.value.code == 130
+    assert f"the same train(...) with run_dir={str(tmp_path / 'run')!r}, resume=True" in caplog.text
+    assert not (tmp_path / "run" / "report.html").exists()
+    resumed = learning(tmp_path / "run", callbacks=Callback(), resume=True)
+    assert resumed.returns == whole.returns
+    assert resumed.report.is_file()
+    metrics = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
+    entropies = [[json.loads(line)["entropy"] for line in lines] for lines in metrics]
+    # The checkpoint of the interrupt drops caches, and recomputed numbers are rounded differently.
+    assert entropies[0] == pytest.approx(entropies[1], abs=1e-6)
+
+
+def test_an_interrupted_run_without_a_folder_is_saved(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    whole = learning(None)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SystemExit):
+        learning(None, callbacks=InterruptAfter(7))
+    (folder,) = tmp_path.glob("runs/ChoiceAgent-*/checkpoints")
+    named = folder.relative_to(tmp_path)
+    assert f"checkpoint_dir={str(named)!r}, resume=True" in caplog.text
+    resumed = learning(None, checkpoint_dir=named, resume=True)
+    assert resumed.returns == whole.returns
+
+
+def test_an_interrupt_does_not_end_an_interactive_session(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        learning(tmp_path, callbacks=InterruptAfter(3))
+    assert newest(tmp_path / "checkpoints") is not None
+
+
+class Counting(Callback):
+    """Counts trainings that it has prepared."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+
+    def on_training_start(self, run: Any) -> None:
+        self.prepared += not run.is_resumed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prepared": self.prepared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prepared = state["prepared"]
+
+
+def test_what_callbacks_prepared_is_saved_before_the_first_step(tmp_path):
+    class Failing(DiceEnv):
+        def step(self, action: int) -> Any:
+            raise BlockingIOError("no dice")
+
+    with pytest.raises(BlockingIOError):
+        learning(tmp_path, callbacks=Counting(), env=Failing)
+    counting = Counting()
+    learning(tmp_path, callbacks=counting, resume=True)
+    assert counting.prepared == 1
+
+
+# Scores
+
+
+def scored(
+    score: Any, every: int = 1, updates: int = 3, **options: Any
+) -> tuple[ScoreCallback, list[dict[str, float]]]:
+    """Train for a number of updates of one episode each."""
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 3})
+    callback = ScoreCallback(score, every=every, **options)
+    return callback, train(agent, CountdownEnv, updates, 1, seed=0, callbacks=callback).updates
+
+
+def test_scores_before_during_and_after_training():
+    seen: list[int] = []
+
+    def score(agent: Any) -> float:
+        seen.append(agent.policy.num_updates)
+        return 0.5 * agent.policy.num_updates
+
+    callback, updates = scored(score, every=2, name="exact")
+    # Before the first update, after the second, and at the end.
+    assert seen == [0, 2, 3]
+    assert (callback.before, callback.after) == (Score(0.0), Score(1.5))
+    assert [stats.get("exact") for stats in updates] == [None, 1.0, None]
+    assert all("standard_error" not in stats for stats in updates)
+
+
+def test_the_last_update_is_scored_once():
+    calls: list[int] = []
+    scored(lambda agent: float(calls.append(1) or len(calls)), every=1)
+    assert len(calls) == 4
+
+
+def test_a_score_by_evaluate_brings_its_standard_error():
+    callback, updates = scored(lambda agent: EvaluationResult([0.0, 1.0]))
+    assert callback.after == Score(0.5, 0.5)
+    assert [stats["standard_error"] for stats in updates] == [0.5, 0.5, 0.5]
+
+
+def test_rejects_a_score_that_is_not_a_number():
+    with pytest.raises(ConfigError, match=r"returned \{'mean': 1\} \(dict\)\. Return a number"):
+        scored(lambda agent: {"mean": 1})
+    with pytest.raises(ConfigError, match="every=0"):
+        ScoreCallback(lambda agent: 0.0, every=0)
