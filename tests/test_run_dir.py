@@ -69,6 +69,12 @@ def test_rejects_the_folder_of_another_run(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+def test_a_call_that_fails_at_once_leaves_no_files(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be made"):
+        learning(tmp_path / "run", env="NoSuchEnvironment-v0")
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_interrupted_run_is_resumed_as_if_it_had_not_been_interrupted(tmp_path, caplog):
     whole = learning(tmp_path / "whole", callbacks=Callback())
     with pytest.raises(SystemExit) as exit_:

@@ -74,18 +74,22 @@ def train(
     results = {"before": training.evaluate(agent, env_id, eval_episodes, EVALUATION_SEED, num_envs)}
     settings |= {"prompt": None if prompt is None else copy_prompt(prompt, run_dir), "context": context}
     with closing(default_tracker(run_dir, settings, agent=agent)) as tracker:
-        result = training.train(
-            agent,
-            env_id,
-            episodes,
-            num_envs,
-            seed,
-            tracker=tracker,
-            turns=turns,
-            minutes=minutes,
-            checkpoint_dir=checkpoint_dir or run_dir / "checkpoints",
-            resume=resume,
-        )
+        try:
+            result = training.train(
+                agent,
+                env_id,
+                episodes,
+                num_envs,
+                seed,
+                tracker=tracker,
+                turns=turns,
+                minutes=minutes,
+                checkpoint_dir=checkpoint_dir or run_dir / "checkpoints",
+                resume=resume,
+            )
+        except SystemExit:
+            click.echo(f"To continue: the same command with --run-dir {run_dir} --resume", err=True)
+            raise
     results["after"] = training.evaluate(agent, env_id, eval_episodes, EVALUATION_SEED, num_envs)
     results["random"] = training.evaluate("random", env_id, eval_episodes, EVALUATION_SEED)
     said = {f"mean return {name}": f"{measured.mean:.3f}" for name, measured in results.items()}
@@ -95,3 +99,5 @@ def train(
         f"{len(result.returns)} episodes, {result.turns} turns, {len(result.updates)} updates, "
         f"{result.minutes:.1f} minutes. The agent and what was logged: {run_dir}"
     )
+    if result.updates:
+        click.echo(f"Report: {training.write_report([run_dir], run_dir / 'report.html')}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -196,14 +196,7 @@ def train(
     if run_dir is not None and not resume:
         _require_no_metrics(Path(run_dir))
     agent.train()
-    # The run's own trackers are closed here, those that were passed are not.
-    own_trackers = []
-    if run_dir is not None:
-        budget = {"episodes": episodes, "turns": turns, "minutes": minutes}
-        settings = {"agent": type(agent).__name__, **budget, "seed": seed, **agent.learner.config.given()}
-        own_trackers.append(default_tracker(run_dir, settings, agent=agent, log_with=log_with))
-    passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
-    trackers = MultiTracker(*own_trackers, *passed_trackers)
+    settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
         opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
@@ -211,10 +204,15 @@ def train(
         run.paces_learner(),
         # A judge rewards turns at the end of their episode.
         agent.cutting_episodes(ids) if judge is None else nullcontext(),
-        closing(MultiTracker(*own_trackers)),
+        # Once the environments are there: a call that fails before leaves no files.
+        closing(_tracker_of_run(run_dir, agent, settings, log_with)) as run_tracker,
         Progress(episodes) as progress,
         Interrupts(listens=handle_signals) as interrupts,
     ):
+        own_trackers = [] if run_dir is None else [run_tracker]
+        # What was passed is not closed here.
+        passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
+        trackers = MultiTracker(*own_trackers, *passed_trackers)
         entropy = agent.draw_seed() if seed is None else seed
         play = Play(agent, parts, ids, entropy, size, judge, (ranks.rank(), ranks.count()))
 
@@ -272,16 +270,8 @@ def train(
                     for pending in play.end_steps():
                         take(pending)
                     save()
-                if stops:
-                    folder = (
-                        f"run_dir={str(run_dir)!r}" if run_dir is not None else f"checkpoint_dir={str(saved.root)!r}"
-                    )
-                    logger.warning(
-                        "Stopped and saved after %d turns. To continue: the same train(...) with %s, resume=True.",
-                        run.turns,
-                        folder,
-                    )
-                    raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
+                if stops and saved is not None:
+                    _stop_interrupted(run, run_dir, saved.root)
     message = "" if run.updates else agent.why_no_update()
     if message:
         logger.warning(message)
@@ -297,10 +287,30 @@ def _require_no_metrics(run_dir: Path) -> None:
     Raises:
         ConfigError: The folder holds metrics.
     """
-    if (run_dir / "metrics.jsonl").exists():
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size > 0:
         raise ConfigError(
             f"run_dir={str(run_dir)!r} holds the metrics of a run. Pass resume=True to continue it, or another run_dir."
         )
+
+
+def _tracker_of_run(
+    run_dir: str | Path | None, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]
+) -> MultiTracker:
+    """What writes a run's folder; without a folder, nothing."""
+    if run_dir is None:
+        return MultiTracker()
+    whole = {"agent": type(agent).__name__, **settings, **agent.learner.config.given()}
+    return default_tracker(run_dir, whole, agent=agent, log_with=log_with)
+
+
+def _stop_interrupted(run: Run, run_dir: str | Path | None, checkpoints: Path) -> NoReturn:
+    """Log how to continue an interrupted run that has been saved, and end the program or the cell."""
+    folder = f"checkpoint_dir={str(checkpoints)!r}" if run_dir is None else f"run_dir={str(run_dir)!r}"
+    logger.warning(
+        "Stopped and saved after %d turns. To continue: the same train(...) with %s, resume=True.", run.turns, folder
+    )
+    raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
 
 
 def _folder_of_interrupted(agent: Agent) -> Path:
