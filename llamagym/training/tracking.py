@@ -27,6 +27,7 @@ from .services import ServiceTracker
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | str]
+_NOTEBOOK_COLUMNS = 100
 _SKIPPED = ("skipped_steps", "replay_skipped_steps")
 
 
@@ -177,6 +178,35 @@ class MultiTracker:
             tracker.close()
 
 
+class _CellOutput:
+    """A file that shows the last line written to it in one output of a notebook's cell, which is updated in place.
+
+    A stream would show a bar again after everything that is printed in between, and a widget needs ipywidgets.
+    """
+
+    def __init__(self, display: Any) -> None:
+        """Open an output by IPython's `display`."""
+        self._output = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def write(self, text: str) -> None:
+        """Show a line, unless it is empty."""
+        if line := text.strip():
+            self._output.update({"text/plain": line}, raw=True)
+
+    def flush(self) -> None:
+        """Nothing is pending."""
+
+
+def _make_bar(total: int | None, unit: str) -> Any:
+    """A bar in a notebook or a terminal; elsewhere a disabled one."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if hasattr(shell, "kernel"):  # a notebook's, not IPython's in a terminal
+        from IPython.display import display
+
+        return tqdm(total=total, unit=unit, file=_CellOutput(display), ncols=_NOTEBOOK_COLUMNS)
+    return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty())
+
+
 def default_tracker(
     run_dir: str | Path,
     config: Mapping[str, Any],
@@ -225,7 +255,7 @@ def default_tracker(
 
 
 class Progress:
-    """How far a run is, on stderr: a bar in a terminal, elsewhere (a file, a pipe, CI) one line per update."""
+    """How far a run is: a bar in a notebook or a terminal, elsewhere (a file, a pipe, CI) one line per update."""
 
     def __init__(self, episodes: int | None, unit: str = "episode", window: int = 100) -> None:
         """Begin; of several processes only the first shows anything.
@@ -236,8 +266,8 @@ class Progress:
             window: Over how many of the last episodes the mean return is taken.
         """
         self._is_shown = ranks.is_first()
-        self._has_bar = self._is_shown and sys.stderr.isatty()
-        self._bar = tqdm(total=episodes, unit=unit, disable=not self._has_bar)
+        self._bar = _make_bar(episodes, unit) if self._is_shown else tqdm(disable=True)
+        self._has_bar = not self._bar.disable
         self._recent: deque[float] = deque(maxlen=window)
         self._unit, self._total, self._done, self._updates = unit, episodes, 0, 0
         self._started = time.perf_counter()
