@@ -1,6 +1,7 @@
 """llamagym: language models that learn by acting."""
 
 import os as _os
+import warnings as _warnings
 
 # PyTorch reads it at its first allocation: on Linux, memory for large tensors then comes in pages of 2 MB. In pages of
 # 4 kB, handing it out takes a tenth of a learning step on a CPU.
@@ -8,6 +9,11 @@ _os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # The only place that names the version; pyproject.toml reads it from here.
 __version__ = "0.2.0"
+
+# transformers imports it, and without ipywidgets it warns in every notebook, though nothing here draws a widget.
+with _warnings.catch_warnings():
+    _warnings.filterwarnings("ignore", "IProgress not found")
+    import tqdm.auto as _tqdm_auto  # noqa: F401
 
 from .agent import Agent
 from .conversation.demonstrations import demonstrations_path

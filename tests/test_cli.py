@@ -184,7 +184,10 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
         (["train", "no_such_package:Env-v0", "--minutes", "1"], 1, "No module named 'no_such_package'"),
         (["train", LAKE, "--minutes", "1", "--prompt", "none.yaml"], 1, "There is no file 'none.yaml'"),
         (["train", LAKE, "--minutes", "soon"], 2, "'soon' is not a valid float"),
+        (["train", LAKE, "--minutes", "1", "--model=~/none"], 1, "there is no file or folder '{home}/none'"),
+        (["train", LAKE, "--minutes", "1", "--prompt=~/none.yaml"], 1, "There is no file '{home}/none.yaml'"),
         (["eval", "nowhere"], 1, "'nowhere' holds no agent"),
+        (["eval", "~/nowhere"], 1, "'{home}/nowhere' holds no agent"),
         (["play", "nowhere"], 1, "'nowhere' holds no agent"),
         (["learn"], 2, "No such command 'learn'"),
     ],
@@ -192,9 +195,10 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
 )
 def test_what_is_wrong_is_said_in_a_line(words, status, said, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     found, printed, errors = run(*words)
     assert found == status
-    assert said in errors
+    assert said.format(home=tmp_path / "home") in errors
     assert printed == ""
     if status == 1:
         assert len(errors.splitlines()) == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamagym import demonstrations_path
+from llamagym.conversation.demonstrations import read_demonstrations
 from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 from llamagym.errors import ConfigError
 from tests.agents import make_agent
@@ -120,6 +121,16 @@ def test_commands_of_the_text_adventure_are_all_there_and_seldom_win():
 
 def test_demonstrations_are_found_by_name():
     assert demonstrations_path("demo_blackjack").read_text(encoding="utf-8").startswith('{"messages"')
+
+
+def test_the_home_folder_of_a_file_may_be_written_as_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    agent = make_agent()
+    with pytest.raises(ConfigError, match=r"cannot read the demonstrations '~/mine\.jsonl'"):
+        read_demonstrations("~/mine.jsonl", agent.new_conversation, "", 0)
+    turn = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "one"}]
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"messages": turn}))
+    assert len(read_demonstrations("~/mine.jsonl", agent.new_conversation, "", 0)) == 1
 
 
 def test_a_missing_extra_is_named(monkeypatch):

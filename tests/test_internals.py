@@ -49,6 +49,20 @@ def test_no_other_version_is_installed_with_the_package(library):
     assert SpecifierSet(wanted) == SpecifierSet(INTERNALS[library].VERSIONS)
 
 
+def test_the_bar_of_reading_a_gguf_file_is_hidden_and_comes_back(monkeypatch):
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    usual = reader.tqdm
+    with transformers_internals.gguf_bar_hidden():
+        assert reader.tqdm([1]).disable
+    assert reader.tqdm is usual
+    # Of a version without the bar nothing is expected.
+    monkeypatch.delattr(reader, "tqdm")
+    with transformers_internals.gguf_bar_hidden():
+        pass
+    assert not hasattr(reader, "tqdm")
+
+
 def test_lora_is_taken_off_layers():
     model = tiny_model("llama").pretrained_model
     peft_internals.keep_layers_(model, {3})

@@ -249,7 +249,7 @@ def _converted(gguf: Path, name: str) -> Path:
         return folder
     logger.info("Converting %s into %s; this happens once. 135 million weights take half a minute.", gguf.name, folder)
     try:
-        with written_whole(folder, "model", replace=False) as whole:
+        with written_whole(folder, "model", replace=False) as whole, loading_quietly(reads_gguf=True):
             _convert(gguf, whole)
     except OSError as error:
         if not folder.is_dir():  # else another process was faster
@@ -303,10 +303,9 @@ def _read_gguf(gguf: Path) -> tuple[Any, Any]:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    with loading_quietly():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-        )
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     return model, tokenizer
 
 

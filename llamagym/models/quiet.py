@@ -6,9 +6,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from transformers.utils import logging as transformers_logging
+
+from .transformers_internals import gguf_bar_hidden
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
@@ -21,8 +23,12 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
 
 
 @contextmanager
-def loading_quietly() -> Iterator[None]:
-    """While open, only a terminal gets transformers' progress bar, and PEFT's deprecations are silent."""
+def loading_quietly(reads_gguf: bool = False) -> Iterator[None]:
+    """While open, only a terminal gets transformers' progress bars, and PEFT's deprecations are silent.
+
+    Args:
+        reads_gguf: Whether a GGUF file is read, which has a bar of its own.
+    """
     hides_bar = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     with warnings.catch_warnings():
         # PEFT 0.21 asks transformers 5 for a property under its old name whenever it wraps a model.
@@ -30,7 +36,8 @@ def loading_quietly() -> Iterator[None]:
         if hides_bar:
             transformers_logging.disable_progress_bar()
         try:
-            yield
+            with gguf_bar_hidden() if reads_gguf and hides_bar else nullcontext():
+                yield
         finally:
             if hides_bar:
                 transformers_logging.enable_progress_bar()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,23 @@ def attention_of(config: Any) -> str:
     """The name of the attention function that a model uses."""
     name: str = config._attn_implementation
     return name
+
+
+@contextmanager
+def gguf_bar_hidden() -> Iterator[None]:
+    """While open, reading a GGUF file shows no progress bar: it ignores transformers' own switch for bars."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    reader: Any = modeling_gguf_pytorch_utils
+    usual = getattr(reader, "tqdm", None)
+    if usual is None:  # another version's, which has no such bar or obeys the switch
+        yield
+        return
+    reader.tqdm = functools.partial(usual, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = usual
 
 
 @contextmanager

@@ -184,17 +184,19 @@ def train(
         raise ConfigError(
             f"overlap=True needs two halves, and num_envs={num_envs} is one group of {size}. Pass {2 * size} or more."
         )
+    run_dir = None if run_dir is None else Path(run_dir).expanduser()
+    checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir).expanduser()
     if log_with and run_dir is None:
         raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
     if run_dir is not None and checkpoint_dir is None:
-        checkpoint_dir = Path(run_dir) / "checkpoints"
+        checkpoint_dir = run_dir / "checkpoints"
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
     if checkpoint_dir is not None and not resume:
         with ranks.main_process_first():
-            require_none(Path(checkpoint_dir))
+            require_none(checkpoint_dir)
     if run_dir is not None and not resume:
-        _require_no_metrics(Path(run_dir))
+        _require_no_metrics(run_dir)
     agent.train()
     settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
@@ -223,7 +225,7 @@ def train(
             options = {"num_envs": num_envs, "group_size": size, "seed": seed, "overlap": overlap, **what}
             return SavedRun(folder, keep_checkpoints, agent, play, options)
 
-        saved = None if checkpoint_dir is None else run_saved_in(Path(checkpoint_dir))
+        saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
         before = saved.read() if saved and resume else None
         if before is None:
             if finds_copies:
@@ -277,7 +279,7 @@ def train(
         logger.warning(message)
     report = None
     if run_dir is not None and run.updates and ranks.is_main_process():
-        report = write_report([run_dir], Path(run_dir) / "report.html")
+        report = write_report([run_dir], run_dir / "report.html")
     return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report)
 
 
@@ -295,7 +297,7 @@ def _require_no_metrics(run_dir: Path) -> None:
 
 
 def _tracker_of_run(
-    run_dir: str | Path | None, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]
+    run_dir: Path | None, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]
 ) -> MultiTracker:
     """What writes a run's folder; without a folder, nothing."""
     if run_dir is None:
@@ -304,7 +306,7 @@ def _tracker_of_run(
     return default_tracker(run_dir, whole, agent=agent, log_with=log_with)
 
 
-def _stop_interrupted(run: Run, run_dir: str | Path | None, checkpoints: Path) -> NoReturn:
+def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoReturn:
     """Log how to continue an interrupted run that has been saved, and end the program or the cell."""
     folder = f"checkpoint_dir={str(checkpoints)!r}" if run_dir is None else f"run_dir={str(run_dir)!r}"
     logger.warning(

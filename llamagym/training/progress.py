@@ -1,4 +1,4 @@
-"""Shows on stderr how far a run has come: a bar in a terminal, plain lines elsewhere."""
+"""Shows how far a run has come: a bar in a terminal or a notebook, plain lines on stderr elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from ..learners import ranks
 _LONGEST_SILENCE_S = 10.0
 # A bar's clock moves on its own, so that nobody takes a long update for a hang.
 _BAR_REFRESH_S = 1.0
+_NOTEBOOK_COLUMNS = 100
 _BAR_FORMAT = "{percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}{postfix}"
 # Statistics in an update's line; the second group is shown only if it is not zero.
 _SHOWN_STATS = ("expected_return", "eval_return", "entropy", "approx_kl")
@@ -27,7 +29,7 @@ _SHOWN_COUNTS = ("skipped_steps", "replay_skipped_steps")
 class Progress:
     """Shows how far a run has come; `train` uses it, and so can a loop of your own.
 
-    In a terminal it is one bar. Elsewhere (a file, a pipe, CI) it is one line per update, and one whenever ten seconds
+    In a terminal and in a notebook's cell it is one bar. Elsewhere (a file, a pipe, CI) it is one line per update, and one whenever ten seconds
     have passed without a line. Of several processes only the main one shows anything.
 
         with Progress(episodes=1000) as progress:
@@ -52,8 +54,8 @@ class Progress:
         self._started = time.perf_counter()
         self._last_line = self._started
         self._is_shown = ranks.is_main_process()
-        self._has_bar = self._is_shown and sys.stderr.isatty()
-        self._bar = tqdm(total=100, bar_format=_BAR_FORMAT, disable=not self._has_bar)
+        self._bar = _make_bar() if self._is_shown else tqdm(disable=True)
+        self._has_bar = not self._bar.disable
         # The clock's thread and the run both write.
         self._lock = threading.RLock()
         self._is_closed = threading.Event()
@@ -147,3 +149,33 @@ def _named(stats: Mapping[str, float]) -> str:
     shown = [f", {name} {stats[name]:.3g}" for name in _SHOWN_STATS if name in stats]
     shown += [f", {name} {stats[name]:.0f}" for name in _SHOWN_COUNTS if stats.get(name)]
     return "".join(shown)
+
+
+def _make_bar() -> Any:
+    """A bar of percents in a notebook or a terminal; elsewhere a disabled one."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    # IPython in a terminal has no kernel.
+    if hasattr(shell, "kernel"):
+        from IPython.display import display
+
+        return tqdm(total=100, bar_format=_BAR_FORMAT, file=_CellOutput(display), ncols=_NOTEBOOK_COLUMNS)
+    return tqdm(total=100, bar_format=_BAR_FORMAT, disable=not sys.stderr.isatty())
+
+
+class _CellOutput:
+    """A file that shows the last line written to it in one output of a notebook's cell, which is updated in place.
+
+    A stream would show a bar again after everything that is printed in between, and a widget needs ipywidgets.
+    """
+
+    def __init__(self, display: Any) -> None:
+        """Open an output by IPython's `display`."""
+        self._output = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def write(self, text: str) -> None:
+        """Show a line, unless it is empty."""
+        if line := text.strip():
+            self._output.update({"text/plain": line}, raw=True)
+
+    def flush(self) -> None:
+        """Nothing is pending."""
