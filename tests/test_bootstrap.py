@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -231,3 +232,23 @@ def test_every_check_runs_even_if_one_fails_and_pytest_has_the_last_word(bootstr
     assert output.splitlines()[-1] == "pytest"
     assert ("failed: ruff format --check ., ruff check .;" in output) == (failing == "ruff")
     assert ("failed: mypy llamagym;" in output) == (failing == "mypy")
+
+
+def test_installs_with_uv_where_it_is_there_and_else_with_pip(bootstrap, tmp_path, monkeypatch):
+    python = tmp_path / "bin" / "python"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bootstrap.installer(python)[:4] == [str(python), "-m", "pip", "install"]
+    uv = tmp_path / ("uv.exe" if sys.platform == "win32" else "uv")
+    uv.write_text("")
+    uv.chmod(0o755)
+    assert bootstrap.installer(python) == [str(uv), "pip", "install", "--quiet", "--python", str(python)]
+
+
+def test_reports_each_step_and_its_duration(bootstrap, tmp_path, capsys):
+    steps = [bootstrap.Step("one", ("a",)), bootstrap.Step("two", ("b", "c"))]
+    assert bootstrap.install(steps, bootstrap.Stamps(tmp_path), lambda command: 0, tmp_path / "python")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "[bootstrap] 1/2 one: installing a"
+    assert re.fullmatch(r"\[bootstrap\] 1/2 one: done in \d+ s", lines[1])
+    assert lines[2] == "[bootstrap] 2/2 two: installing b c"
+    assert len(lines) == 4

@@ -29,8 +29,8 @@ _SHOWN_COUNTS = ("skipped_steps", "replay_skipped_steps")
 class Progress:
     """Shows how far a run has come; `train` uses it, and so can a loop of your own.
 
-    In a terminal and in a notebook's cell it is one bar. Elsewhere (a file, a pipe, CI) it is one line per update, and one whenever ten seconds
-    have passed without a line. Of several processes only the main one shows anything.
+    In a terminal and in a notebook's cell it is one bar. Elsewhere (a file, a pipe, CI) it is one line per update, and
+    one whenever ten seconds have passed without a line. Of several processes only the main one shows anything.
 
         with Progress(episodes=1000) as progress:
             while ...:

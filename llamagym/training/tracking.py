@@ -195,7 +195,7 @@ def default_tracker(
     """
     if not ranks.is_main_process():
         return MultiTracker()
-    folder = Path(run_dir)
+    folder = Path(run_dir).expanduser()
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
     settings = as_json(dict(config))
     if agent is not None:

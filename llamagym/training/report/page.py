@@ -29,13 +29,13 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     Raises:
         ConfigError: A folder holds no metrics, or a line of a file is damaged.
     """
-    data = {"runs": [_run(Path(run)) for run in runs]}
+    data = {"runs": [_run(Path(run).expanduser()) for run in runs]}
     title = ", ".join(run["name"] for run in data["runs"])
     # Inside a script element only "</" and "<!--" could end the data.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     page = template.replace("__TITLE__", html.escape(title)).replace("__DATA__", text)
-    target = Path(path)
+    target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page, encoding="utf-8")
     return target
