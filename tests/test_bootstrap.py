@@ -128,6 +128,7 @@ def test_an_unreadable_record_means_that_nothing_is_done(bootstrap, tmp_path, co
     assert not bootstrap.Stamps(tmp_path).is_done(step)
 
 
+@pytest.mark.long
 def test_a_virtual_environment_is_mended_or_kept_as_it_is(bootstrap, tmp_path, capsys):
     folder = tmp_path / ".venv"
     venv.create(folder, with_pip=False, symlinks=sys.platform != "win32")
@@ -145,6 +146,7 @@ def test_a_virtual_environment_is_mended_or_kept_as_it_is(bootstrap, tmp_path, c
         bootstrap.prepare_venv(folder)
 
 
+@pytest.mark.long
 def test_an_interpreter_that_is_gone_takes_the_record_with_it(bootstrap, tmp_path):
     venv.create(tmp_path, with_pip=False, symlinks=sys.platform != "win32")
     step = bootstrap.Step("base", ("a==1",))

@@ -21,6 +21,8 @@ from llamagym.conversation.masking import Masking
 from llamagym.envs.babyai import make_babyai
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
+pytestmark = pytest.mark.long
+
 SMALL = "--num-envs 4 --batch-size 32 --mini-batch-size 16 --eval-every 1"
 FACTS = "seed model dtype episodes turns updates minutes turns_per_second peak_memory_gib baselines settings"
 TIMES = ("before", "after", "greedy")

@@ -79,6 +79,7 @@ def test_an_agent_is_loaded_in_the_dtype_that_it_was_saved_in(base, tmp_path):
         assert f'dtype="{dtype}"' in lines_of(tmp_path / dtype)[0]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_point_of_a_save_the_old_or_the_new_agent_is_whole(tmp_path):
     """The short version of scripts/reliability/kill_during_save.py."""
@@ -225,6 +226,7 @@ def test_the_card_s_lines_write_what_the_agent_writes(base, tmp_path):
         assert tuple(space["ids"][0, space["prompt"].shape[1] :].tolist()) == reply.ids
 
 
+@pytest.mark.long
 def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
     agent = trained(Talker, base)
     agent.save_pretrained(tmp_path / "agent")
@@ -244,7 +246,7 @@ def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
     assert compared > 25
 
 
-@pytest.mark.slow
+@pytest.mark.long
 # Logits from 16 to 32 lie 0.125 apart in bfloat16: its rounding may decide between the two most likely tokens.
 @pytest.mark.parametrize(("dtype", "most", "other_texts"), [("float32", 1e-4, 0), ("bfloat16", 0.15, 2)])
 def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tmp_path, dtype, most, other_texts):

@@ -36,7 +36,7 @@ def test_every_ratio_of_the_first_minibatch_is_1(kind, activated, family):
     assert second["ratio_error"] < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_embedded_model_too():
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="bfloat16")
     options = {"batch_size": 7, "mini_batch_size": 7, "ppo_epochs": 1}

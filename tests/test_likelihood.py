@@ -24,9 +24,7 @@ def way(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("impossible", [False, True])
-@pytest.mark.parametrize("vocabulary", [11, 200])
+@pytest.mark.pairwise(vocabulary=[11, 200], impossible=[False, True], dtype=TOLERANCE)
 def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(5, vocabulary, generator=generator)

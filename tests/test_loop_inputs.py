@@ -57,9 +57,7 @@ class Noting(ChoiceAgent):
         return str(observation)
 
 
-@pytest.mark.parametrize("truncates", [False, True])
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.pairwise(kind=[SyncVectorEnv, AsyncVectorEnv], mode=list(AutoresetMode), truncates=[False, True])
 def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode, truncates):
     """Every mode gives the same observations, infos, returns and ends, and none is closed."""
 

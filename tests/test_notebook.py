@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "notebooks" / "frozenlake.ipynb"
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -17,7 +19,6 @@ def test_it_is_kept_without_outputs():
     assert [cell.id for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")] == []
 
 
-@pytest.mark.slow
 # Jupyter's own, at the end of a kernel.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_it_runs_and_the_model_learns(tmp_path, monkeypatch):

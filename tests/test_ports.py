@@ -149,7 +149,7 @@ def test_cartpole_in_free_text_runs_and_learns_from_what_it_said(folder):
         agent.extract_action("up")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_blackjack_of_llamagym_runs_with_the_embedded_model(logged):
     # The page's first lines name the model.
     named: dict[str, Any] = {}

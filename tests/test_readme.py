@@ -64,7 +64,7 @@ def test_the_architecture_names_files_that_exist_on_a_page():
     assert [wing for wing in wings if f"| `{wing}/` |" not in page] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_loops_learn_and_say_nothing_but_their_own():
     count = "print(agent.policy.num_updates, len(result.updates), len(result.returns))"
     command = [sys.executable, "-c", "\n".join((LOOP, LIBRARY_LOOP, count))]
@@ -113,6 +113,7 @@ def test_every_option_of_sampling_stands_there_with_its_default():
     assert shown == {field.name: field.default for field in fields(GenerationConfig)}
 
 
+@pytest.mark.long
 def test_the_example_s_flags_stand_there_and_no_others():
     command = [sys.executable, str(ROOT / "examples" / "blackjack.py"), "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("options:")[1]

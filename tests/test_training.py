@@ -177,6 +177,7 @@ def test_evaluate_plays_fixed_quotas_and_leaves_training_alone():
     assert agent.terminate_episode()["turns"] == 1.0
 
 
+@pytest.mark.long
 def test_the_agent_s_seed_alone_fixes_a_run():
     """In processes whose global random numbers differ, with a LoRA that each of them made."""
 

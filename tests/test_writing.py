@@ -9,8 +9,6 @@ from llamagym.policy.sampling import draw, draw_choices
 from tests.agents import WordAgent, make_agent, touch_weights
 from tests.tiny import FAMILIES
 
-pytestmark = pytest.mark.equivalence
-
 TOLERANCE = 2e-4
 
 
@@ -28,8 +26,8 @@ def say(agent, texts):
     ], agent.policy.tokens_forwarded - before
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
 def test_replies_that_part_ways_are_recorded_as_they_are_evaluated(family, activated):
     """Many replies to few contexts, call after call: known beginnings, copies, and rows that end."""
     agent = speaker(family, 0.5, activated=activated, response_prefix="I ")
@@ -73,7 +71,8 @@ def test_what_was_forgotten_in_between_is_written_again():
             assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(activated=[True, False])
 def test_nothing_is_read_from_memory_that_was_never_written(activated):
     """PyTorch's deterministic mode fills new memory with NaN, which a mask alone would let through."""
     agent = speaker(activated=activated, response_prefix="I ")
