@@ -32,7 +32,7 @@ def test_dry_run_lists_the_steps_in_order():
     linux = ["linux"] if sys.platform == "linux" and shutil.which("nvidia-smi") else []
     assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package", *["then"] * 4]
     checks = [line for line in output.splitlines() if line.startswith("then: ")]
-    suite = "OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 pytest -q -n 2 --dist loadfile"
+    suite = "OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 pytest -q -n 2 --dist loadfile -m not long"
     assert checks == [
         "then: ruff format --check .",
         "then: ruff check .",
@@ -214,6 +214,18 @@ def test_running_and_testing_at_once_is_refused(bootstrap, capsys):
     with pytest.raises(SystemExit, match="2"):
         bootstrap.parse_args(["--test", "--run", "examples/blackjack.py"])
     assert "exclude each other" in capsys.readouterr().err
+
+
+def test_all_adds_what_the_long_tests_need_and_runs_them(bootstrap, capsys):
+    names = [step.name for step in bootstrap.plan([], False, test=True, test_all=True)]
+    assert names == ["base", "model", "dev", "all", "package"]
+    assert bootstrap.ALL_TEST_COMMANDS[:-1] == bootstrap.TEST_COMMANDS[:-1]
+    assert bootstrap.TEST_COMMANDS[-1] == (*bootstrap.ALL_TEST_COMMANDS[-1], "-m", "not long")
+    bootstrap.main(["--test", "--all", "--dry-run"])
+    assert "not long" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        bootstrap.parse_args(["--all"])
+    assert "--all belongs to --test" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("failing", ["ruff", "mypy", "pytest", None])

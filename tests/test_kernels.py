@@ -31,7 +31,8 @@ def no_gradients():
         yield
 
 
-@pytest.fixture(params=[True, False], ids=["threads", "alone"])
+# To compile for threads takes half a minute.
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.long), False], ids=["threads", "alone"])
 def has_threads(request, monkeypatch):
     monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
     monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 64)
@@ -102,8 +103,9 @@ def test_a_gate_s_gradient_even_far_out(dtype):
         assert torch.allclose(ours.double(), theirs, atol=1e-30, rtol=2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("threads", [1, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.pairwise(
-    columns=[(0, 5), (7, 5), (9, 40)], dtype=DTYPES, threads=[1, 4], is_joint=[True, False], heads=[2, 6], length=[1, 5]
+    columns=[(0, 5), (7, 5), (9, 40)], dtype=DTYPES, is_joint=[True, False], heads=[2, 6], length=[1, 5]
 )
 def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
     columns, dtype, threads, is_joint, heads, length, monkeypatch

@@ -259,7 +259,8 @@ class BanditAgent(ChoiceAgent):
 
 
 @pytest.mark.parametrize(
-    ("learning_rate", "seed"), [(0.01, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in [(0.01, 1), (0.0, 0)])]
+    ("learning_rate", "seed"),
+    [(0.01, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in [(0.01, 1), (0.0, 0)])],
 )
 def test_it_learns_a_bandit_for_good_and_not_at_learning_rate_zero(learning_rate, seed):
     ppo = {"batch_size": 64, "mini_batch_size": 32, "learning_rate": learning_rate, "target_kl": 0.05}

@@ -58,7 +58,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(
     "name",
-    ["ppo", *(pytest.param(name, marks=pytest.mark.long) for name in ["grpo", "choices in whole conversations", "free text"])],
+    [
+        "ppo",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ["grpo", "choices in whole conversations", "free text"]
+        ),
+    ],
 )
 def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
     """Killed after the fifth update, it goes on from the fourth."""

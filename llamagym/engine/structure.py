@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.peft_internals import adapter_state, tuner_layers
+from ..models.peft_internals import adapter_state, lora_layers, tuner_layers
 from ..models.torch_internals import hooks_of
 from ..models.transformers_internals import attention_function, attention_of, has_attention
 from .acceleration import is_enabled
@@ -30,12 +30,14 @@ def structure_of(lm: nn.Module) -> Hashable | None:
         (name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
         for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]
     )
+    variants = tuple((name, type(of)) for layer in lora_layers(lm) for name, of in layer.lora_variant.items())
     config: Any = lm.config
     attention = attention_of(config)
     return (
         tuple(modules),
         tensors,
         tuple(map(adapter_state, tuner_layers(lm))),
+        variants,
         config.to_json_string(),
         attention,
         attention_function(attention) if has_attention(attention) else None,
