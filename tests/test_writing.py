@@ -121,6 +121,11 @@ def test_a_draw_is_in_proportion_to_weights():
     assert (drawn.bincount(minlength=4) / 10_000).tolist() == pytest.approx([0, 0.75, 0.25, 0], abs=0.022)
 
 
+def test_of_equally_likely_choices_the_first_is_taken():
+    offers = [torch.tensor([0.25, 0.375, 0.375]).log(), torch.tensor([0.5, 0.5]).log()]
+    assert draw_choices(offers, greedy=True, rng=torch.Generator()) == [1, 0]
+
+
 def test_choices_are_drawn_at_once_as_they_would_be_one_by_one():
     offers = [torch.randn(count).log_softmax(-1) for count in (2, 5, 1, 3) * 20]
     together, alone = (torch.Generator().manual_seed(3) for _ in range(2))
