@@ -36,6 +36,14 @@ def test_models_that_differ_in_weights_alone_are_checked_once(monkeypatch):
     assert len(checks) == 4
 
 
+def test_only_so_many_structures_are_kept(monkeypatch):
+    monkeypatch.setattr(transformer, "_CHECKED", {})
+    monkeypatch.setattr(transformer, "_MOST_CHECKED", 2)
+    for family in ("llama", "qwen3", "gemma"):
+        make_agent(ChoiceAgent, family)
+    assert len(transformer._CHECKED) == 2
+
+
 def eager(lm: Any) -> None:
     lm.set_attn_implementation("eager")
 

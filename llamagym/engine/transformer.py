@@ -57,6 +57,8 @@ class _Checked:
 
 # By the structure of a model. The checks run on the weights of the first model that has it.
 _CHECKED: dict[Hashable, _Checked] = {}
+# A key of a large model takes a megabyte. When so many are kept, the oldest is dropped.
+_MOST_CHECKED = 32
 
 
 class Transformer:
@@ -90,7 +92,9 @@ class Transformer:
         self._first_top_layer = 0
         structure = structure_of(lm)
         self._checked = _CHECKED.get(structure) or self._check()
-        if structure is not None:
+        if structure is not None and structure not in _CHECKED:
+            if len(_CHECKED) >= _MOST_CHECKED:
+                del _CHECKED[next(iter(_CHECKED))]
             _CHECKED[structure] = self._checked
         self._nothing = self._checked.nothing
         self._can_share = self._checked.can_share
