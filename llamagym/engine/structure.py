@@ -24,7 +24,7 @@ def structure_of(lm: nn.Module) -> Hashable | None:
     for name, module in lm.named_modules():
         if any(hooks_of(module)) or "forward" in vars(module):
             return None
-        settings = tuple(item for item in vars(module).items() if isinstance(item[1], int | float | str | type(None)))
+        settings = tuple(item for item in vars(module).items() if isinstance(item[1], int | float | str | None))
         modules.append((name, type(module), type(module).forward, settings))
     tensors = tuple(
         (name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
