@@ -47,8 +47,7 @@ def trained(kind: Any, base: Path, peft_config: Any = None, **options: Any) -> A
     return agent
 
 
-@pytest.mark.parametrize("kind", [ChoiceAgent, Talker])
-@pytest.mark.parametrize("peft_config", [None, False])
+@pytest.mark.pairwise(kind=[ChoiceAgent, Talker], peft_config=[None, False])
 def test_a_loaded_agent_is_the_one_that_was_saved(base, tmp_path, kind, peft_config):
     agent = trained(kind, base, peft_config)
     agent.save(tmp_path / "agent")
@@ -214,6 +213,7 @@ def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
     assert space["probabilities"].shape == (2,)
 
 
+@pytest.mark.long
 def test_the_card_s_lines_write_what_the_agent_writes(base, tmp_path):
     # As Qwen2's: what the base would add to its replies is no part of the agent's policy.
     defaults = json.loads((base / "generation_config.json").read_text())
@@ -304,6 +304,7 @@ def test_an_agent_is_uploaded_whole(hub, base):  # noqa: F811 - the fixture
     assert f"base_model: {base}" not in files["README.md"].decode()
 
 
+@pytest.mark.long
 def test_a_plain_adapter_is_merged_and_an_activated_one_is_not(base, tmp_path):
     from llamagym.models.registry import lookup_by_architecture, lora_config
 

@@ -14,7 +14,7 @@ from llamagym.policy.choices import entropy_from_logits
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
 
 
-@pytest.fixture(params=["alone", "threads", "plain"], autouse=True)
+@pytest.fixture(params=["alone", pytest.param("threads", marks=pytest.mark.long), "plain"], autouse=True)
 def way(request, monkeypatch):
     """Each of the ways to compute: compiled for one thread, for several, and by PyTorch's operations."""
     monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1 if request.param == "threads" else 2**62)

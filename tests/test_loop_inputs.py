@@ -269,6 +269,7 @@ def test_our_own_environments_are_known_by_id(name):
     assert {f"llamagym/{other}-v0" for other in ("AddressBook", "BabyAI", "TextWorld")} <= set(gym.registry)
 
 
+@pytest.mark.long
 def test_the_code_on_the_page_about_training_runs(tmp_path, monkeypatch, capsys):
     class BlackjackAgent(ChoiceAgent):
         choices = ("stick", "hit")

@@ -137,6 +137,7 @@ def test_text_world_s_commands_reach_the_environment(folder, logged):
     assert agent.act("You are in room 0.").startswith("go east")
 
 
+@pytest.mark.long
 def test_cartpole_in_free_text_runs_and_learns_from_what_it_said(folder):
     variables = port(CARTPOLE, folder, [])
     agent = variables["agent"]

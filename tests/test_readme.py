@@ -123,6 +123,7 @@ def test_the_example_s_flags_stand_there_and_no_others():
     assert set(listed[0].split()) == flags
 
 
+@pytest.mark.long
 def test_generated_tables_are_up_to_date():
     result = subprocess.run([sys.executable, str(TABLES), "--check"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

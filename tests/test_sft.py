@@ -182,7 +182,9 @@ def test_a_step_learns_from_as_many_replies_whatever_a_context_holds(demos, monk
     assert len(losses) == steps[context]
 
 
-@pytest.mark.parametrize("kind", ["activated", "plain", "full"])
+@pytest.mark.parametrize(
+    "kind", ["activated", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("plain", "full"))]
+)
 def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = model_of(kind)

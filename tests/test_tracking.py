@@ -137,6 +137,7 @@ def test_free_text_has_no_choices(tmp_path):
     assert {turn["choices"] for transcript in agent.transcripts for turn in transcript["turns"]} == {None}
 
 
+@pytest.mark.long
 def test_long_episodes_and_long_runs_stay_small(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 50})
     train(agent, lambda: CountdownEnv(60), episodes=9, num_envs=3, seed=0)

@@ -207,6 +207,7 @@ def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
+@pytest.mark.long
 def test_time_ends_a_training_and_a_resumed_one_counts_what_was_spent(tmp_path):
     def run(minutes: float) -> TrainingResult:
         agent = make_agent(ChoiceAgent, ppo={"batch_size": 6})
