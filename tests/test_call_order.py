@@ -253,10 +253,7 @@ LOOPS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ppo_choices_replay", *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo_words", "grpo_choices"))],
-)
+@pytest.mark.parametrize("name", LOOPS)
 def test_any_order_of_calls(name: str):
     kind, options = LOOPS[name]
     machine = type("LoopOf_" + name, (Loop,), {"kind": kind, "options": options}).TestCase
