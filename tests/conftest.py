@@ -6,17 +6,39 @@ import pytest
 import torch
 
 from llamagym.engine.acceleration import is_enabled
+from tests.pairwise import pairwise
 
 # Models here are tiny: a second thread costs more in waiting than it computes.
 torch.set_num_threads(1)
 
 
 def pytest_generate_tests(metafunc):
-    """Run what must not depend on the processor's kernels with them and without."""
+    """Run `pairwise` tests in combinations of their parameters, those of `equivalence` with and without kernels.
+
+    Combinations beyond those in which every value occurs once are `long`.
+    """
+    axes = {}
+    for marker in metafunc.definition.iter_markers("pairwise"):
+        axes |= marker.kwargs
     if metafunc.definition.get_closest_marker("equivalence"):
         metafunc.fixturenames.append("_kernels")
-        values = {"kernels": "1", "plain": "0"} if is_enabled() else {"plain": "0"}
-        metafunc.parametrize("_kernels", list(values.values()), ids=list(values), indirect=True)
+        axes["_kernels"] = ["1", "0"] if is_enabled() else ["0"]
+    if axes:
+        rows, enough = pairwise(axes)
+        cases = [
+            pytest.param(*row.values(), id="-".join(map(_id_of, row.items())), marks=pytest.mark.long if late else ())
+            for row, late in ((row, index >= enough) for index, row in enumerate(rows))
+        ]
+        metafunc.parametrize(list(axes), cases, indirect=[name for name in axes if name == "_kernels"])
+
+
+def _id_of(parameter):
+    name, value = parameter
+    if name == "_kernels":
+        return "kernels" if value == "1" else "plain"
+    if isinstance(value, bool):
+        return name if value else f"not_{name}"
+    return getattr(value, "__name__", str(value))
 
 
 @pytest.fixture

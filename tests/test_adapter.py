@@ -53,8 +53,7 @@ def test_aiming_makes_every_direction_count_the_same() -> None:
     assert (outputs.mean(0).abs() < 0.05 * length * size).all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
 def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activated: bool) -> None:
     agent = make_agent(ChoiceAgent, family, activated, context="turn", ppo={"batch_size": 12, "learning_rate": 0.0})
     with torch.no_grad():

@@ -23,8 +23,6 @@ from llamagym.learners.algorithms import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
-pytestmark = pytest.mark.equivalence
-
 
 def play_episode(agent, turns, reward=1.0):
     for turn in range(turns):
@@ -33,8 +31,8 @@ def play_episode(agent, turns, reward=1.0):
     return agent.terminate_episode()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], family=FAMILIES)
 def test_act_and_update_run_for_every_family(family, kind):
     agent = make_agent(kind, family, ppo={"batch_size": 3})
     weights = {name: w.detach().clone() for name, w in agent.policy.model.named_parameters()}
@@ -97,6 +95,7 @@ def test_single_calls_are_a_batch_of_one():
     assert single.conversation(0).turns == batch.conversation(0).turns
 
 
+@pytest.mark.equivalence
 def test_same_seed_same_actions():
     actions = [make_agent(seed=seed).act_batch(["a", "b", "c"]) for seed in (1, 1, 2)]
     assert actions[0] == actions[1] != actions[2]
@@ -187,6 +186,7 @@ def test_eval_neither_buffers_nor_learns():
     assert len(replies) >= 1
 
 
+@pytest.mark.equivalence
 def test_greedy_takes_the_most_likely():
     agent = make_agent(ChoiceAgent, context="turn")
     agent.eval(greedy=True)
@@ -196,6 +196,7 @@ def test_greedy_takes_the_most_likely():
     assert {agent.act("x") for _ in range(5)} == {ChoiceAgent.choices.index(best)}
 
 
+@pytest.mark.equivalence
 def test_sampled_choices_follow_their_probabilities():
     agent = make_agent(ChoiceAgent, context="turn")
     probabilities = agent.action_probabilities(["x"])[0]

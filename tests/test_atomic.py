@@ -89,6 +89,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("nth", "expected"), [(1, "old"), (2, "old"), (3, "new"), (4, "new")])
 def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
     write(tmp_path / "now", "old")

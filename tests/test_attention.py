@@ -15,8 +15,6 @@ from llamagym.engine.kv_cache import KVBuffer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_model
 
-pytestmark = pytest.mark.equivalence
-
 TOLERANCE = 2e-4
 # The first model does it; these tests replace what is registered before they make theirs.
 attention.register()
@@ -43,6 +41,7 @@ def passes(monkeypatch):
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 
 
+@pytest.mark.equivalence
 @pytest.mark.parametrize("scores", [0, 2**23], ids=["too many to hold", "held"])
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("heads", [2, 6])
@@ -76,9 +75,8 @@ def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatc
         assert torch.allclose(received, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent], activated=[True, False])
 def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, activated, passes, monkeypatch):
     monkeypatch.setattr(transformer, "_SHARED_SCORES", 0)
     agent = make_agent(kind, family, activated)
@@ -97,7 +95,6 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
         gradients = torch.autograd.grad(now.logprobs[now.mask].square().sum() + now.values.square().sum(), weights)
         return now, gradients
 
-    assert passes
     shared, shared_gradients = learnt()
     assert passes
     if kind is WordAgent:
@@ -118,7 +115,8 @@ def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
     assert not passes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES)
 def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
     attend, fused = ALL_ATTENTION_FUNCTIONS[attention._NAME], fused_layer.attend_with_gradients
 
@@ -137,6 +135,7 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
     usual = prefix_cache.PrefixCache(tiny_model(family))
     assert usual._can_share
     monkeypatch.setattr(fused_layer, "attend_with_gradients", blind_fused)
+    monkeypatch.setattr(transformer, "_CHECKED", {})
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
         misled = prefix_cache.PrefixCache(tiny_model(family))
@@ -145,8 +144,8 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
         ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES, dtype=[torch.float32, torch.bfloat16])
 def test_what_is_shared_is_seen_with_an_activated_adapter_over_packed_weights(family, dtype):
     model = tiny_model(family).to(torch.bfloat16).to(dtype)
     assert prefix_cache.PrefixCache(model)._can_share

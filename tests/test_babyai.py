@@ -11,6 +11,8 @@ import pytest
 from llamagym import ConfigError
 from llamagym.envs.babyai import ACTIONS, MOVES, describe, make_babyai
 
+pytestmark = pytest.mark.long
+
 
 def walk(said: str) -> str:
     """A rule that sees the words only: to the ball if it is in view, else ahead, and left at a wall."""

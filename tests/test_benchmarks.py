@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 BENCHMARKS = Path(__file__).parent.parent / "scripts" / "benchmarks"
 SERVES = f"""
 import sys

@@ -33,7 +33,7 @@ def test_dry_run_lists_the_steps_in_order():
     linux = ["linux"] if sys.platform == "linux" and shutil.which("nvidia-smi") else []
     assert names == ["base", "model", *linux, "dev", "extra-minigrid", "extra-textworld", "package", *["then"] * 4]
     checks = [line for line in output.splitlines() if line.startswith("then: ")]
-    suite = "OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 pytest -q -n 2 --dist loadfile"
+    suite = "OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 pytest -q -n 2 --dist loadfile -m not long"
     assert checks == [
         "then: ruff format --check .",
         "then: ruff check .",
@@ -129,6 +129,7 @@ def test_an_unreadable_record_means_that_nothing_is_done(bootstrap, tmp_path, co
     assert not bootstrap.Stamps(tmp_path).is_done(step)
 
 
+@pytest.mark.long
 def test_a_virtual_environment_is_mended_or_kept_as_it_is(bootstrap, tmp_path, capsys):
     folder = tmp_path / ".venv"
     venv.create(folder, with_pip=False, symlinks=sys.platform != "win32")
@@ -146,6 +147,7 @@ def test_a_virtual_environment_is_mended_or_kept_as_it_is(bootstrap, tmp_path, c
         bootstrap.prepare_venv(folder)
 
 
+@pytest.mark.long
 def test_an_interpreter_that_is_gone_takes_the_record_with_it(bootstrap, tmp_path):
     venv.create(tmp_path, with_pip=False, symlinks=sys.platform != "win32")
     step = bootstrap.Step("base", ("a==1",))
@@ -213,6 +215,18 @@ def test_running_and_testing_at_once_is_refused(bootstrap, capsys):
     with pytest.raises(SystemExit, match="2"):
         bootstrap.parse_args(["--test", "--run", "examples/blackjack.py"])
     assert "exclude each other" in capsys.readouterr().err
+
+
+def test_all_adds_what_the_long_tests_need_and_runs_them(bootstrap, capsys):
+    names = [step.name for step in bootstrap.plan([], False, test=True, test_all=True)]
+    assert names == ["base", "model", "dev", "all", "package"]
+    assert bootstrap.ALL_TEST_COMMANDS[:-1] == bootstrap.TEST_COMMANDS[:-1]
+    assert bootstrap.TEST_COMMANDS[-1] == (*bootstrap.ALL_TEST_COMMANDS[-1], "-m", "not long")
+    bootstrap.main(["--test", "--all", "--dry-run"])
+    assert "not long" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        bootstrap.parse_args(["--all"])
+    assert "--all belongs to --test" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("failing", ["ruff", "mypy", "pytest", None])

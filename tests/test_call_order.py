@@ -257,7 +257,7 @@ LOOPS: dict[str, tuple[type, dict[str, Any]]] = {
 def test_any_order_of_calls(name: str):
     kind, options = LOOPS[name]
     machine = type("LoopOf_" + name, (Loop,), {"kind": kind, "options": options}).TestCase
-    machine.settings = settings(max_examples=8, stateful_step_count=20, deadline=None, derandomize=True)
+    machine.settings = settings(max_examples=6, stateful_step_count=20, deadline=None, derandomize=True)
     machine("runTest").debug()
 
 

@@ -49,6 +49,7 @@ def runs(tmp_path_factory):
     return done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_computes_what_it_would_have_computed(runs, name):
     whole, first, resumed = (run[name] for run in runs)
@@ -187,6 +188,7 @@ def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
         learning(tmp_path, env=Stopped, handle_signals=False)
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
     """The short version of scripts/reliability/kill_and_resume.py."""
     command = [sys.executable, "-m", "tests.endless_run", str(tmp_path / "run")]
@@ -242,6 +244,7 @@ def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_
     assert resumed.turns == whole.turns
 
 
+@pytest.mark.long
 def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
@@ -251,6 +254,7 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     assert len(resumed.returns) == 12
 
 
+@pytest.mark.long
 def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
@@ -261,6 +265,7 @@ def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
     assert len(learning(tmp_path, resume=True)[1].returns) == 12
 
 
+@pytest.mark.long
 def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
     agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
     here = train(agents[0], DiceEnv, 8, 2, seed=0)
@@ -287,6 +292,7 @@ class LockedError(ValueError):
         self.lock = threading.Lock()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "raised", "text"),
     [
@@ -487,6 +493,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
     assert len(learning(tmp_path / "run", episodes=20, resume=True)[1].returns) == 20
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
 @pytest.mark.parametrize("limit", [0, 1000, 30_000])
 def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_path, limit):
@@ -506,6 +513,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_p
     assert newest(tmp_path / "run") == before
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("replaces", [False, True])
 def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path, monkeypatch, replaces):

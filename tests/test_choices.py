@@ -16,8 +16,6 @@ from tests.agents import WordAgent, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES
 
-pytestmark = pytest.mark.equivalence
-
 # Of log-probabilities: of sums over up to 35 tokens, computed in another order.
 TOLERANCE = 1e-3
 # One word and many, short and long, some beginning alike or wholly contained in another; offers of different size.
@@ -106,9 +104,8 @@ def log_probabilities(agent, observations):
     return agent.policy.choice_logprobs(contexts)
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("calibrate", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES, calibrate=[True, False], activated=[True, False])
 def test_choices_are_written_token_by_token(family, calibrate, activated):
     agent = make_agent(OfferAgent, family, activated, calibrate_choices=calibrate, generate={"temperature": 1.3})
     for observation, logprobs in zip(OFFERS, log_probabilities(agent, OFFERS), strict=True):
@@ -117,6 +114,7 @@ def test_choices_are_written_token_by_token(family, calibrate, activated):
         assert logprobs.tolist() == pytest.approx(slow_logprobs(agent, observation, 1.3, prior), abs=TOLERANCE)
 
 
+@pytest.mark.equivalence
 def test_hundreds_of_choices_beside_few():
     agent = make_agent(OfferAgent, calibrate_choices=False, context="turn")
     assert len(MANY) == 300
@@ -258,7 +256,8 @@ def test_what_says_no_more_than_the_prior_leaves_all_choices_equally_likely():
     assert logprobs.exp().tolist() == pytest.approx([1 / 300] * 300, rel=1e-3)
 
 
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(activated=[True, False])
 def test_what_is_sampled_is_what_is_trained(activated):
     ppo = {"batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 1}
     agent = make_agent(OfferAgent, "smollm", activated, ppo=ppo)

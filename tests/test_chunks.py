@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from llamagym.conversation.episode import Segment
 from llamagym.engine.token_tree import TokenTree
 from tests.agents import WordAgent, make_agent
-
-pytestmark = pytest.mark.equivalence
 
 
 def turns_saying(agent, counts):

@@ -128,6 +128,7 @@ def test_a_run_is_logged_and_its_agent_measured_watched_and_reported(trained, ru
     assert (trained / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_a_person_plays_in_the_agents_place(trained, run, monkeypatch, tmp_path):
     words = tmp_path / "stdin"
     words.write_text("north\n" + "left\n" * 100)
@@ -142,6 +143,7 @@ def test_a_person_plays_in_the_agents_place(trained, run, monkeypatch, tmp_path)
         assert run("play", trained, "--human")[0] == 1
 
 
+@pytest.mark.long
 def test_a_run_is_not_overwritten_and_can_be_resumed(trained, model, run):
     command = ["train", LAKE, "--num-envs", 16, "--eval-episodes", 2, "--model", model, "--run-dir", trained]
     command += ["--batch-size", 128, "--turns", 600]
@@ -157,6 +159,7 @@ def test_a_run_is_not_overwritten_and_can_be_resumed(trained, model, run):
     assert len(after) > len(before)
 
 
+@pytest.mark.long
 def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
     code = tmp_path / "walker.py"
     code.write_text(CODE)

@@ -78,7 +78,7 @@ def test_parts_rest_apart_and_copies_wake(in_processes):
         assert [play.step().turns for _ in range(4)] == [2, 5, 3, 5]
 
 
-@pytest.mark.parametrize("context", ["turn", "episode"])
+@pytest.mark.parametrize("context", ["turn", pytest.param("episode", marks=pytest.mark.long)])
 def test_a_run_whose_copies_rest_goes_on(tmp_path, context):
     def run(folder: str, updates: int, resume: bool = False) -> dict[str, Any]:
         sizes = {"batch_size": 70, "mini_batch_size": 35}

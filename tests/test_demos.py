@@ -48,7 +48,9 @@ def test_every_committed_file_is_the_script_s():
     assert sorted(script.FILES) == sorted(path.name for path in FOLDER.iterdir())
 
 
-@pytest.mark.parametrize("name", script.FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in EXTRAS else ()) for name in script.FILES]
+)
 def test_demonstrations_are_what_the_script_writes(name):
     if name in EXTRAS:
         pytest.importorskip(EXTRAS[name], reason=f"the extra {EXTRAS[name]} is not installed")

@@ -20,7 +20,7 @@ from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_embedded_model_is_well():
     result = subprocess.run([sys.executable, "-m", "llamagym", "doctor"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -31,8 +31,7 @@ def test_the_embedded_model_is_well():
     assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 1 or left_out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("context", ["turn", "episode"])
+@pytest.mark.pairwise(context=["turn", "episode"], family=FAMILIES)
 def test_tiny_models_of_every_family_are_well(family, context):
     agent = make_agent(ChoiceAgent, family, context=context)
     for observations in ((), [1, 2, 3]):
@@ -60,6 +59,7 @@ class SlowEmbedding(torch.nn.Embedding):
         return super().forward(ids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [3.0, 0.0])
 def test_a_slow_model_is_looked_over_in_time(seconds):
     agent = make_agent(WordAgent, generate={"max_new_tokens": 300})
@@ -222,6 +222,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     assert report.failing == ["model"]
 
 
+@pytest.mark.long
 def test_a_fault_is_the_exit_status_of_the_command(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "llamagym", "doctor", "--model", str(tmp_path), "--device", "cpu"]

@@ -114,6 +114,7 @@ def has_code(page: Path) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=lambda page: page.stem)
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning:textarena")
 def test_the_blocks_of_a_page_run(page, small, tmp_path, monkeypatch):
@@ -130,6 +131,7 @@ def test_the_blocks_of_a_page_run(page, small, tmp_path, monkeypatch):
         exec(compile(code, str(page), "exec"), namespace)
 
 
+@pytest.mark.long
 def test_the_pages_are_built_without_a_fault_and_fetch_nothing_from_elsewhere():
     pytest.importorskip("zensical", reason="needs requirements/docs.txt")
     command = [sys.executable, str(ROOT / "scripts" / "build_docs.py")]

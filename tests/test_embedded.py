@@ -12,7 +12,6 @@ from llamagym.conversation.episode import Segment
 from llamagym.models.loading import embedded_model_folder
 from tests.agents import ChoiceAgent, WordAgent, settled
 
-pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3
 
 
@@ -21,6 +20,7 @@ def loaded():
     return load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="float32")
 
 
+@pytest.mark.long
 def test_float16_holds_the_weights(loaded):
     """Otherwise its packed copies would take twice the memory, without a word."""
     weights = [weight for weight in loaded[0].pretrained_model.parameters() if not weight.requires_grad]
@@ -28,8 +28,16 @@ def test_float16_holds_the_weights(loaded):
     assert all(torch.equal(weight, weight.half().float()) for weight in weights)
 
 
-@pytest.mark.parametrize("context", ["episode", "turn"])
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [
+        (ChoiceAgent, "episode"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(WordAgent, "episode"), (WordAgent, "turn"), (ChoiceAgent, "turn")]
+        ),
+    ],
+)
 def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
     model, tokenizer, device = loaded
     agent = kind(
@@ -107,6 +115,7 @@ class BlackjackAgent(Agent):
         return 0
 
 
+@pytest.mark.long
 def test_the_snippet_of_llamagym_runs_with_a_local_path(loaded):
     _, tokenizer, device = loaded
     model = AutoModelForCausalLMWithValueHead.from_pretrained(embedded_model_folder()).to(device)

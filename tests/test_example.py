@@ -13,6 +13,8 @@ import pytest
 
 from llamagym.models.registry import lookup
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "blackjack.py"
 
 
@@ -30,7 +32,6 @@ def run(*arguments: str, limit_s: float = 300, **environment: str) -> subprocess
     )
 
 
-@pytest.mark.slow
 def test_a_short_run_trains_and_writes_what_it_promises(tmp_path):
     small = ("--episodes", "5", "--batch-size", "4", "--mini-batch-size", "4", "--num-envs", "2")
     # A disabled W&B run needs neither a network nor an account.

@@ -21,6 +21,8 @@ from llamagym.envs.babyai import make_babyai
 from llamagym.training.saved_run import SavedRun
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
+pytestmark = pytest.mark.long
+
 SMALL = "--num-envs 4 --batch-size 32 --mini-batch-size 16 --eval-every 1"
 FACTS = "seed dtype episodes turns updates minutes baselines settings"
 TIMES = ("before", "after", "greedy")

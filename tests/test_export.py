@@ -47,8 +47,7 @@ def trained(kind: Any, base: Path, peft_config: Any = None, **options: Any) -> A
     return agent
 
 
-@pytest.mark.parametrize("kind", [ChoiceAgent, Talker])
-@pytest.mark.parametrize("peft_config", [None, False])
+@pytest.mark.pairwise(kind=[ChoiceAgent, Talker], peft_config=[None, False])
 def test_a_loaded_agent_is_the_one_that_was_saved(base, tmp_path, kind, peft_config):
     agent = trained(kind, base, peft_config)
     agent.save(tmp_path / "agent")
@@ -79,6 +78,7 @@ def test_an_agent_is_loaded_in_the_dtype_that_it_was_saved_in(base, tmp_path):
         assert f'dtype="{dtype}"' in lines_of(tmp_path / dtype)[0]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_point_of_a_save_the_old_or_the_new_agent_is_whole(tmp_path):
     """The short version of scripts/reliability/kill_during_save.py."""
@@ -213,6 +213,7 @@ def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
     assert space["probabilities"].shape == (2,)
 
 
+@pytest.mark.long
 def test_the_card_s_lines_write_what_the_agent_writes(base, tmp_path):
     # As Qwen2's: what the base would add to its replies is no part of the agent's policy.
     defaults = json.loads((base / "generation_config.json").read_text())
@@ -225,6 +226,7 @@ def test_the_card_s_lines_write_what_the_agent_writes(base, tmp_path):
         assert tuple(space["ids"][0, space["prompt"].shape[1] :].tolist()) == reply.ids
 
 
+@pytest.mark.long
 def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
     agent = trained(Talker, base)
     agent.save_pretrained(tmp_path / "agent")
@@ -244,7 +246,7 @@ def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
     assert compared > 25
 
 
-@pytest.mark.slow
+@pytest.mark.long
 # Logits from 16 to 32 lie 0.125 apart in bfloat16: its rounding may decide between the two most likely tokens.
 @pytest.mark.parametrize(("dtype", "most", "other_texts"), [("float32", 1e-4, 0), ("bfloat16", 0.15, 2)])
 def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tmp_path, dtype, most, other_texts):
@@ -302,6 +304,7 @@ def test_an_agent_is_uploaded_whole(hub, base):  # noqa: F811 - the fixture
     assert f"base_model: {base}" not in files["README.md"].decode()
 
 
+@pytest.mark.long
 def test_a_plain_adapter_is_merged_and_an_activated_one_is_not(base, tmp_path):
     from llamagym.models.registry import lookup_by_architecture, lora_config
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from llamagym.engine import attention, prefix_cache
+from llamagym.engine import attention, prefix_cache, transformer
 from llamagym.engine.cpu import fused_layer, rowwise
 from llamagym.engine.kv_cache import KVBuffer, entries_of
 from llamagym.engine.masks import Tokens, causal
@@ -64,10 +64,7 @@ def states_of(backbone, is_shared, dtype=None):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, activated=[True, False], is_shared=[True, False], dtype=TOLERANCE)
 def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
     backbone = backbone_of(family, activated, dtype)
     runs.clear()
@@ -130,9 +127,7 @@ def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
     assert all("forward" not in vars(layer) for layer in layers[2:])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("family", sorted(FUSED))
+@pytest.mark.pairwise(family=sorted(FUSED), is_shared=[True, False], dtype=TOLERANCE)
 def test_gradients_are_the_same(family, is_shared, dtype, runs):
     model = model_of(family, dtype=dtype)
     backbone, exact = prefix_cache.PrefixCache(model), prefix_cache.PrefixCache(deepcopy(model).float())
@@ -232,6 +227,7 @@ def test_a_layer_that_computes_otherwise_is_found_out(fault, monkeypatch, runs):
         return rowwise.gated(up, gate)
 
     monkeypatch.setattr(fused_layer, "gated", gated)
+    monkeypatch.setattr(transformer, "_CHECKED", {})
     agent = make_agent(WordAgent)
     runs.clear()
     agent.act_batch(["a", "bb"])

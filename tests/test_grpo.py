@@ -14,8 +14,6 @@ from llamagym.learners.losses import discounted_returns, group_advantages
 from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent, settled
 
-pytestmark = pytest.mark.equivalence
-
 BIG = {"batch_size": 1000, "group_size": 2}
 
 
@@ -74,15 +72,15 @@ def test_group_advantages_by_hand():
     assert discounted_returns(returns, 0.5).tolist() == [[4.0, 2.0], [1.0, 0.0]]
 
 
-@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+@pytest.mark.pairwise(baseline=["leave_one_out", "std"])
 def test_a_group_of_one_and_a_group_of_equals_have_nothing_to_learn(baseline):
     assert group_advantages(torch.tensor([[5.0, 1.0]]), baseline).tolist() == [[0.0, 0.0]]
     assert group_advantages(torch.full((7, 1), 0.1), baseline).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("context", ["episode", "turn"])
-@pytest.mark.parametrize("credit", ["return_to_go", "episode"])
-@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+@pytest.mark.pairwise(
+    baseline=["leave_one_out", "std"], credit=["return_to_go", "episode"], context=["episode", "turn"]
+)
 def test_advantages_are_those_of_a_slow_loop(context, credit, baseline):
     options = {**BIG, "gamma": 0.9, "credit": credit, "baseline": baseline}
     agent = make_agent(ChoiceAgent, context=context, algorithm="grpo", grpo=options)
@@ -133,7 +131,8 @@ def test_batches_are_whole_groups_and_the_incomplete_wait():
     assert play(agent, [0.0], "slow")["episodes"] == 2.0
 
 
-@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(kind=[ChoiceAgent, WordAgent])
 def test_an_update_leaves_the_value_head_alone_and_fits_inputs_once(kind, monkeypatch):
     agent = make_agent(kind, algorithm="grpo", grpo={"batch_size": 4, "group_size": 2})
     head = agent.policy.model.v_head
@@ -163,7 +162,8 @@ def test_a_batch_of_one_observation_is_learnt_from_though_there_is_nothing_to_fi
     assert not agent.policy.is_initialized_from_data
 
 
-@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(kind=[ChoiceAgent, WordAgent])
 def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(kind):
     options = {"batch_size": 1000, "gamma": 0.5, "entropy_coef": 0.0, "max_grad_norm": math.inf}
     agent = settled(make_agent(kind, context="turn", algorithm="reinforce", reinforce=options))

@@ -26,9 +26,7 @@ def updates(agent: Agent, games: int, length: int) -> Iterator[dict[str, float]]
         yield agent.terminate_episodes(range(4))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("activated", [True, False], ids=["activated", "plain"])
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+@pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], activated=[True, False], family=["llama", "qwen3"])
 def test_every_ratio_of_the_first_minibatch_is_1(kind, activated, family):
     agent = make_agent(kind, family, activated, torch.bfloat16, context="episode", ppo={"batch_size": 7})
     first, second = updates(settled(agent), 2, 10)
@@ -36,7 +34,7 @@ def test_every_ratio_of_the_first_minibatch_is_1(kind, activated, family):
     assert second["ratio_error"] < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_embedded_model_too():
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="bfloat16")
     options = {"batch_size": 7, "mini_batch_size": 7, "ppo_epochs": 1}

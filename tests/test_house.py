@@ -133,15 +133,15 @@ def imports_of(path: Path) -> set[str]:
     return imports(ast.parse(path.read_text()), ("llamagym", *path.relative_to(LIBRARY).parts[:-1]))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_run_down_the_house(path):
-    where = place(path)
-    assert where in {*WINGS, *OUTSIDE}, f"say in WINGS or OUTSIDE what {name_of(path)} may import"
-    imported = imports_of(path)
-    if name_of(path) == DOOR:
-        imported = {name for name in imported if wing_of(name) != "engine.cpu"}
-    wrong = faults(where, imported)
-    assert not wrong, f"{name_of(path)} imports {sorted(wrong)}, which no file of {where} may"
+def test_imports_run_down_the_house():
+    for path in FILES:
+        where = place(path)
+        assert where in {*WINGS, *OUTSIDE}, f"say in WINGS or OUTSIDE what {name_of(path)} may import"
+        imported = imports_of(path)
+        if name_of(path) == DOOR:
+            imported = {name for name in imported if wing_of(name) != "engine.cpu"}
+        wrong = faults(where, imported)
+        assert not wrong, f"{name_of(path)} imports {sorted(wrong)}, which no file of {where} may"
 
 
 def test_imports_run_in_no_circle():
@@ -190,10 +190,10 @@ def test_the_house_has_few_doors():
     assert len({name.split("/")[0] for name in listing.stdout.split()}) <= ENTRIES
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_optional_packages_are_imported_where_they_are_used(path):
-    early = LAZY & top_level_imports(ast.parse(path.read_text()))
-    assert not early, f"{name_of(path)} imports {sorted(early)} at once; import it in the function that needs it"
+def test_optional_packages_are_imported_where_they_are_used():
+    for path in FILES:
+        early = LAZY & top_level_imports(ast.parse(path.read_text()))
+        assert not early, f"{name_of(path)} imports {sorted(early)} at once; import it in the function that needs it"
 
 
 def loaded_by(code: str) -> set[str]:
@@ -206,6 +206,7 @@ def test_the_import_is_light():
     assert HEAVY & loaded_by("import llamagym") == set()
 
 
+@pytest.mark.long
 def test_heavy_imports_are_seen():
     # Were one of these renamed, the test above would pass whatever is imported.
     assert loaded_by("import peft, transformers; transformers.AutoModelForCausalLM") >= {
@@ -224,15 +225,16 @@ def test_imports_at_once_are_told_from_those_in_functions():
     assert top_level_imports(ast.parse(source)) == {"wandb"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_stay_small(path):
-    assert len(path.read_text().splitlines()) <= SMALL.get(name_of(path), LINES)
+def test_files_stay_small():
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > SMALL.get(name, LINES)} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_library_does_not_print(path):
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+def test_the_library_does_not_print():
+    for path in FILES:
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        prints = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+        assert not prints, f"{name_of(path)} prints in the lines {prints}"
 
 
 def test_exports_are_complete_sorted_and_documented():
@@ -261,6 +263,7 @@ def page_faults(**environment: str) -> int:
     return int(subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.long
 def test_large_tensors_come_in_large_pages_unless_the_user_says_otherwise():
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():

@@ -47,9 +47,7 @@ def context_ids(segment):
     return [token for turn in segment.turns for token in (*turn.prompt.ids, *turn.reply.ids)]
 
 
-@pytest.mark.parametrize("prefix", ["", "I say "])
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, activated=[True, False], prefix=["", "I say "])
 def test_recorded_ids_are_what_the_model_saw_and_sampled(family, activated, prefix):
     agent = make_agent(WordAgent, family, activated, generate={"temperature": 1.3}, response_prefix=prefix)
     reencoding_differs = False
@@ -69,7 +67,7 @@ def test_recorded_ids_are_what_the_model_saw_and_sampled(family, activated, pref
     assert reencoding_differs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES)
 def test_conversation_reads_as_the_template_renders_it(family):
     agent = make_agent(ChoiceAgent, family)
     conversation = play(agent, steps=3, envs=1)[0]
@@ -84,8 +82,7 @@ def test_conversation_reads_as_the_template_renders_it(family):
     assert seen.replace("<think>\n\n</think>\n\n", "") == rendered + messages[-1]["content"]
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
 def test_choices_are_written_token_by_token_after_a_conversation(family, activated):
     agent = make_agent(ChoiceAgent, family, activated, calibrate_choices=False)
     play(agent, steps=2)
@@ -106,10 +103,9 @@ def test_choices_are_written_token_by_token_after_a_conversation(family, activat
     assert agent.policy.choice_logprobs([segment])[0].tolist() == pytest.approx(expected, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("context", ["episode", "turn"])
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(
+    family=FAMILIES, kind=[WordAgent, ChoiceAgent], context=["episode", "turn"], activated=[True, False]
+)
 def test_every_ratio_is_one_until_the_weights_change(family, kind, context, activated):
     agent = make_agent(kind, family, activated, context=context, ppo={"batch_size": 100})
     conversations = play(agent)
@@ -136,8 +132,7 @@ def test_every_ratio_is_one_until_the_weights_change(family, kind, context, acti
     assert torch.allclose(changed.logprobs, anew.logprobs, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent])
 def test_many_at_once_equal_one_at_a_time(family, kind):
     agent = make_agent(kind, family)
     segments = [c.current_segment() for c in play(agent)]
@@ -153,9 +148,7 @@ def test_many_at_once_equal_one_at_a_time(family, kind):
         rows += n
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent], activated=[True, False])
 def test_gradients_with_a_shared_prefix_equal_those_without(family, kind, activated):
     agent = make_agent(kind, family, activated)
     segments = [c.current_segment() for c in play(agent)]
@@ -178,8 +171,7 @@ def test_gradients_with_a_shared_prefix_equal_those_without(family, kind, activa
         assert torch.allclose(with_it, without, atol=1e-3 * max(1.0, without.abs().max().item()))
 
 
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent])
 def test_an_episode_as_one_sequence_equals_turn_by_turn(family, kind):
     agent = make_agent(kind, family)
     for conversation in play(agent):
@@ -195,7 +187,7 @@ def test_an_episode_as_one_sequence_equals_turn_by_turn(family, kind):
             assert whole.values[index].item() == pytest.approx(part.values[0].item(), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES)
 def test_histories_are_read_once_and_recalled_exactly(family):
     agent = make_agent(ChoiceAgent, family)
     segments = [c.current_segment() for c in play(agent)]
@@ -217,8 +209,7 @@ def test_histories_are_read_once_and_recalled_exactly(family):
     assert torch.allclose(first.logprobs, recomputed.logprobs, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
 def test_the_reference_is_the_model_without_its_adapter(family, activated):
     agent = make_agent(WordAgent, family, activated)
     segment = play(agent, steps=1, envs=1)[0].current_segment()
@@ -250,7 +241,7 @@ def test_a_node_sees_its_context_and_its_ancestors_and_nothing_else():
             base += len(decision.ids)
 
 
-@pytest.mark.parametrize("family", ["smollm", "llama", "gemma"])
+@pytest.mark.pairwise(family=["smollm", "llama", "gemma"])
 def test_the_live_model_generates_as_the_agent_replies(family):
     """What PEFT makes of the adapter by itself: it finds the reply by its invocation token."""
     agent = make_agent(WordAgent, family, context="turn", generate={"max_new_tokens": 5})

@@ -31,7 +31,8 @@ def no_gradients():
         yield
 
 
-@pytest.fixture(params=[True, False], ids=["threads", "alone"])
+# To compile for threads takes half a minute.
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.long), False], ids=["threads", "alone"])
 def has_threads(request, monkeypatch):
     monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
     monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 64)
@@ -39,9 +40,7 @@ def has_threads(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("has_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_added", [True, False])
-@pytest.mark.parametrize("shape", [(3, 1, 24), (2, 5, 4, 7), (0, 1, 8)])
+@pytest.mark.pairwise(shape=[(3, 1, 24), (2, 5, 4, 7), (0, 1, 8)], is_added=[True, False], dtype=DTYPES)
 def test_a_norm_is_the_model_s(shape, is_added, dtype):
     norm = LlamaRMSNorm(shape[-1], eps=0.1).to(dtype)
     norm.weight.normal_()
@@ -74,9 +73,7 @@ def gradients_of(function, *leaves):
 
 
 @pytest.mark.usefixtures("has_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_added", [True, False])
-@pytest.mark.parametrize("shape", [(3, 7, 24), (2, 5, 4, 7), (0, 1, 8)])
+@pytest.mark.pairwise(shape=[(3, 7, 24), (2, 5, 4, 7), (0, 1, 8)], is_added=[True, False], dtype=DTYPES)
 def test_a_norm_s_gradient(shape, is_added, dtype):
     weight, given = torch.randn(shape[-1]).to(dtype), torch.randn(1 + is_added, *shape).to(dtype)
 
@@ -106,15 +103,14 @@ def test_a_gate_s_gradient_even_far_out(dtype):
         assert torch.allclose(ours.double(), theirs, atol=1e-30, rtol=2 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("before", "own"), [(0, 5), (7, 5), (9, 40)])
-@pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.parametrize("heads", [2, 6])
-@pytest.mark.parametrize("is_joint", [True, False])
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("threads", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.pairwise(
+    columns=[(0, 5), (7, 5), (9, 40)], dtype=DTYPES, is_joint=[True, False], heads=[2, 6], length=[1, 5]
+)
 def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
-    threads, is_joint, heads, length, before, own, dtype, monkeypatch
+    columns, dtype, threads, is_joint, heads, length, monkeypatch
 ):
+    before, own = columns
     monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows, groups, size = 3, 2, 8
@@ -280,6 +276,7 @@ def test_the_exponential_is_as_exact_as_its_dtype(dtype, tolerance):
     assert np.isnan(exponentials(np.full(1, np.nan, dtype))).all()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled by the process that runs them")
 def test_the_first_process_computes_what_later_ones_do(tmp_path):
     code = (
@@ -308,6 +305,7 @@ def test_a_change_of_any_source_is_another_stamp(name: str, tmp_path):
     assert compiling.stamp_of(tmp_path) != compiling.stamp_of(KERNELS)
 
 
+@pytest.mark.long
 def test_machine_code_of_another_version_is_not_run(tmp_path):
     """A function changes that a kernel of another file calls, which numba does not see."""
     package = tmp_path / "llamagym"

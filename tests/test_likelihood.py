@@ -14,7 +14,7 @@ from llamagym.policy.choices import entropy_from_logits
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
 
 
-@pytest.fixture(params=["alone", "threads", "plain"], autouse=True)
+@pytest.fixture(params=["alone", pytest.param("threads", marks=pytest.mark.long), "plain"], autouse=True)
 def way(request, monkeypatch):
     """Each of the ways to compute: compiled for one thread, for several, and by PyTorch's operations."""
     monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1 if request.param == "threads" else 2**62)
@@ -24,9 +24,7 @@ def way(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("impossible", [False, True])
-@pytest.mark.parametrize("vocabulary", [11, 200])
+@pytest.mark.pairwise(vocabulary=[11, 200], impossible=[False, True], dtype=TOLERANCE)
 def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(5, vocabulary, generator=generator)

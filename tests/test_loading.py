@@ -196,6 +196,7 @@ def test_embedded_tokenizer(embedded: tuple[Any, Any, torch.device]) -> None:
     assert tokenizer("\n\n21", add_special_tokens=False)["input_ids"] == [*double_newline, 34, 33]
 
 
+@pytest.mark.long
 def test_embedded_model_trains_the_last_half_of_its_layers_and_its_adapter_comes_back(
     embedded: tuple[Any, Any, torch.device], tmp_path: Path
 ) -> None:
@@ -208,9 +209,9 @@ def test_embedded_model_trains_the_last_half_of_its_layers_and_its_adapter_comes
     # PEFT and whoever else loads it activate the adapter at the newline that opens a reply.
     assert saved["alora_invocation_tokens"] == [198]
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct\n" in (tmp_path / "README.md").read_text()
-    start = time.perf_counter()
+    start = time.process_time()
     again, tokenizer, _ = load_model_and_tokenizer(tmp_path, device="cpu", dtype="float32")
-    assert time.perf_counter() - start < 10.0  # 0.8 s on two idle cores; a conversion would take 30
+    assert time.process_time() - start < 10.0  # 0.8 s; a conversion would take 30
     assert trainable(again) == trainable(model)
     assert tokenizer.chat_template
 

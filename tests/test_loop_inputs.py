@@ -57,9 +57,7 @@ class Noting(ChoiceAgent):
         return str(observation)
 
 
-@pytest.mark.parametrize("truncates", [False, True])
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.pairwise(kind=[SyncVectorEnv, AsyncVectorEnv], mode=list(AutoresetMode), truncates=[False, True])
 def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode, truncates):
     """Every mode gives the same observations, infos, returns and ends, and none is closed."""
 
@@ -271,6 +269,7 @@ def test_our_own_environments_are_known_by_id(name):
     assert {f"llamagym/{other}-v0" for other in ("AddressBook", "BabyAI", "TextWorld")} <= set(gym.registry)
 
 
+@pytest.mark.long
 def test_the_code_on_the_page_about_training_runs(tmp_path, monkeypatch, capsys):
     class BlackjackAgent(ChoiceAgent):
         choices = ("stick", "hit")

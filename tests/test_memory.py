@@ -84,9 +84,7 @@ def scored_context(number: int, length: int, count: int, tokens: int) -> dict[To
     return {TokenTree.from_segment(Segment((), Prompt(ids, True, choices, length // 2))): (torch.zeros(count), 0.5)}
 
 
-@pytest.mark.parametrize("count", [2, 300])
-@pytest.mark.parametrize("tokens", [1, 3, 12])
-@pytest.mark.parametrize("length", [20, 2000])
+@pytest.mark.pairwise(length=[20, 2000], tokens=[1, 3, 12], count=[2, 300])
 def test_the_bytes_of_the_choice_cache_are_counted(length: int, count: int, tokens: int):
     cache = ChoiceCache()
     for number in range(4):
@@ -94,6 +92,7 @@ def test_the_bytes_of_the_choice_cache_are_counted(length: int, count: int, toke
     assert 0.8 < cache.size / held(cache._known) < 1.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("length", "count", "tokens"), [(40, 300, 3), (2000, 2, 1)])
 def test_the_choice_cache_has_a_hundred_megabytes(length: int, count: int, tokens: int):
     cache, before = ChoiceCache(), -1

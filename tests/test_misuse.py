@@ -363,6 +363,7 @@ def test_environments_without_a_space(name: str, monkeypatch):
         train(make_agent(ChoiceAgent), CountdownEnv, episodes=1)
 
 
+@pytest.mark.long
 def test_a_time_limit_leaves_ctrl_c_to_the_caller():
     before = signal.getsignal(signal.SIGINT)
     train(make_agent(ChoiceAgent), CountdownEnv, episodes=1, env_timeout=60)

@@ -22,6 +22,7 @@ result = train(agent, CountdownEnv, episodes=12, num_envs=2, seed=0, on_update=l
 """,
 )
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.long
 NOTEBOOK = ROOT / "docs" / "notebooks" / "frozenlake.ipynb"
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -47,7 +48,6 @@ def bars(outputs) -> list[str]:
     return [text for text in shown if "%|" in text]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_a_cell_that_loads_and_trains_shows_one_bar_and_no_warning(tmp_path, monkeypatch):
     pytest.importorskip("ipykernel")
@@ -66,7 +66,6 @@ def test_a_cell_that_loads_and_trains_shows_one_bar_and_no_warning(tmp_path, mon
     assert {(output.name, line) for output in others for line in output.text.splitlines()} == {("stdout", "an update")}
 
 
-@pytest.mark.slow
 # Jupyter's own, at the end of a kernel.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_it_runs_and_the_model_learns(tmp_path, monkeypatch):

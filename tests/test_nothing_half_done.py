@@ -26,9 +26,7 @@ def state_of(agent: Any) -> list[Any]:
 HOOKS = ["format_observation", "get_action_choices", "extract_action", "fallback_action", "get_system_prompt"]
 
 
-@pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])
-@pytest.mark.parametrize("row", [0, 1, 2])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.pairwise(hook=HOOKS, row=[0, 1, 2], error=[BrokenError, KeyboardInterrupt])
 def test_an_error_while_acting_leaves_no_trace(hook: str, row: int, error: type[BaseException], monkeypatch):
     agent = make_agent(WordAgent)
     agent.act_batch(["a", "b"], ["known", "other"])

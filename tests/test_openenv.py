@@ -15,7 +15,7 @@ from llamagym.errors import ConfigError
 from tests.agents import WordAgent, make_agent
 
 pytest.importorskip("openenv.core", reason="needs the extra openenv")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 from openenv.core.env_server.interfaces import Environment  # noqa: E402
 from openenv.core.env_server.types import Action, Observation, State  # noqa: E402

@@ -32,17 +32,20 @@ def found(request: pytest.FixtureRequest) -> Any:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_another_device_computes_what_the_processor_does(found: Any, case: str):
     numbers = found["numbers"][case]
     assert numbers["other"] == pytest.approx(numbers["cpu"], rel=2e-3, abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_tensor_that_is_left_behind_is_found(found: Any, fault: str):
     assert "same device" in found["errors"][fault]
 
 
+@pytest.mark.long
 def test_a_value_head_that_is_left_behind_is_named(found: Any):
     assert re.search("cpu and (other|cuda):0", found["errors"]["value head"])
     assert "model.to(" in found["errors"]["value head"]

@@ -91,6 +91,7 @@ def make(kind: Any = ChoiceAgent, **options: Any) -> Any:
     return make_agent(kind, **{"ppo": {"batch_size": 9}, **options})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_agent_acts_in_one_half_while_the_other_steps(overlap: bool):
     ACTED.value = 0
@@ -130,6 +131,7 @@ def test_each_conversation_is_its_own_environment_s(options: dict[str, Any]):
     assert played[1] <= played[0]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
 def test_an_environment_that_fails_leaves_both_halves_where_they_were(tmp_path: Path):
     where = {"checkpoint_dir": tmp_path, "resume": True, "overlap": True}
@@ -147,6 +149,7 @@ def test_halves_are_whole_groups():
         run(agent, num_envs=2, overlap=True)
 
 
+@pytest.mark.long
 def test_a_resumed_run_computes_what_it_would_have_computed(tmp_path: Path):
     def saved(episodes: int, folder: str) -> Any:
         where = {"checkpoint_dir": tmp_path / folder, "checkpoint_every": 1, "resume": True}

@@ -95,7 +95,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     return python
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["wheel", "wheel of an sdist", "editable"])
 def test_an_installation_holds_the_demonstrations(kind, tmp_path):
     pytest.importorskip("setuptools", minversion="77")
@@ -118,7 +118,7 @@ def test_an_installation_holds_the_demonstrations(kind, tmp_path):
     assert named.strip() == llamagym.__version__
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_clone_that_is_not_installed_has_version_and_demonstrations(tmp_path):
     source = copy_of_repository(tmp_path / "clone")
     seen = look(Path(sys.executable), tmp_path, PYTHONPATH=str(source))

@@ -50,9 +50,7 @@ def frozen_layer(bias=True, inputs=24, outputs=40, rounding="half"):
     return ROUNDINGS[rounding](nn.Linear(inputs, outputs, bias=bias)).requires_grad_(False)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 24), (0, 24), (3, 7, 24)])
+@pytest.mark.pairwise(shape=[(1, 24), (0, 24), (3, 7, 24)], bias=[True, False], rounding=ROUNDINGS)
 def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products):
     if rounding == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("no bfloat16 here")
@@ -217,8 +215,7 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind, mon
     assert len(made) == len(copies) + watched
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+@pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], family=FAMILIES)
 def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(kind, family, products):
     agent = make_agent(kind, family)
     products.clear()

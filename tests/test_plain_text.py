@@ -81,8 +81,7 @@ def test_choices_prefixes_and_observations_of_an_agent_are_text():
     assert all(controls_in(agent.tokenizer, choice) == [] for choice in prompt.choices)
 
 
-@pytest.mark.parametrize("context", ["episode", "turn"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.pairwise(family=FAMILIES, context=["episode", "turn"])
 def test_prefixes_choices_and_demonstrations_are_text(family, context, tmp_path):
     """Whatever control token is named in them: the ids hold those of the template, and a reply's end, alone."""
     plain = make_agent(WordAgent, family, context=context)

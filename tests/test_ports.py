@@ -137,6 +137,7 @@ def test_text_world_s_commands_reach_the_environment(folder, logged):
     assert agent.act("You are in room 0.").startswith("go east")
 
 
+@pytest.mark.long
 def test_cartpole_in_free_text_runs_and_learns_from_what_it_said(folder):
     variables = port(CARTPOLE, folder, [])
     agent = variables["agent"]
@@ -149,7 +150,7 @@ def test_cartpole_in_free_text_runs_and_learns_from_what_it_said(folder):
         agent.extract_action("up")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_blackjack_of_llamagym_runs_with_the_embedded_model(logged):
     # The page's first lines name the model.
     named: dict[str, Any] = {}

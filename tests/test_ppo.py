@@ -221,6 +221,7 @@ def test_adaptive_kl_controller():
     assert controller.value == pytest.approx(0.11 * (1 - 0.05))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_kl_to_the_reference_pulls_back(placement):
     distance = {}
@@ -257,7 +258,10 @@ class BanditAgent(ChoiceAgent):
     choices = ("yes", "no")
 
 
-@pytest.mark.parametrize(("learning_rate", "seed"), [(0.01, 0), (0.01, 1), (0.01, 2), (0.0, 0)])
+@pytest.mark.parametrize(
+    ("learning_rate", "seed"),
+    [(0.01, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in [(0.01, 1), (0.0, 0)])],
+)
 def test_it_learns_a_bandit_for_good_and_not_at_learning_rate_zero(learning_rate, seed):
     ppo = {"batch_size": 64, "mini_batch_size": 32, "learning_rate": learning_rate, "target_kl": 0.05}
     agent = make_agent(BanditAgent, context="turn", ppo=ppo, seed=seed)

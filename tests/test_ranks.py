@@ -134,6 +134,7 @@ def played() -> list[dict[str, Any]]:
     return answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, name):
     first = played[0][name]
@@ -155,6 +156,7 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
     assert {key: first["stats"][key] for key in told} == pytest.approx(told, abs=1e-4, nan_ok=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_both_processes_end_with_the_same_bits_and_draw_other_numbers(played, name):
     first, second = (answer[name] for answer in played)
@@ -165,6 +167,7 @@ def test_both_processes_end_with_the_same_bits_and_draw_other_numbers(played, na
     assert first["draw"] != second["draw"]
 
 
+@pytest.mark.long
 def test_choices_are_calibrated_over_the_contexts_of_both(played):
     measured = [rows for told in played[0]["PPO"]["measured"] for rows in told]
     assert all(measured[rank] for rank in range(2))
@@ -187,6 +190,7 @@ def in_one_go_and_in_two(folder: Path) -> list[dict[str, Any]]:
     return [run_on(folder / "one", 3, resume=False), run_on(folder / "two", 1, resume=True)]
 
 
+@pytest.mark.long
 def test_a_run_of_two_processes_is_resumed_bit_for_bit(tmp_path):
     for in_one_go, resumed in together(2, in_one_go_and_in_two, tmp_path):
         # As text, where NaN equals itself.
@@ -222,6 +226,7 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
     raise AssertionError("process 0 went on alone")
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_ends_the_others_and_any_number_goes_on(tmp_path):
     (said, seconds, updates), gone = together(2, killed_in_an_update, tmp_path / "run")
     assert gone == KILLED
@@ -246,6 +251,7 @@ def late(seconds: float) -> list[int]:
     return ranks.gather_objects(ranks.rank())
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_answer_ends_the_others():
     waiting, _ = together(2, late, 5)
     assert isinstance(waiting, RankError)
@@ -261,6 +267,7 @@ def with_other_weights() -> None:
     ranks.check_alike(agent.learner._all_weights())
 
 
+@pytest.mark.long
 def test_other_weights_in_one_process_are_noticed():
     for answer in together(2, with_other_weights):
         assert isinstance(answer, RankError)

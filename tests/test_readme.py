@@ -66,7 +66,7 @@ def test_the_architecture_names_files_that_exist_on_a_page():
     assert [wing for wing in wings if f"| `{wing}/` |" not in page] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_snippets_run_and_print_nothing_else(tmp_path):
     """All code of the README in its order, with fewer episodes and a smaller batch."""
     code = "\n".join((FIRST, LOOP, REST)).replace("minutes=2.5", "episodes=300")
@@ -121,6 +121,7 @@ def test_every_option_of_sampling_stands_there_with_its_default():
     assert shown == {field.name: field.default for field in fields(GenerationConfig)}
 
 
+@pytest.mark.long
 def test_the_example_s_flags_stand_there_and_no_others():
     command = [sys.executable, str(ROOT / "examples" / "blackjack.py"), "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("options:")[1]
@@ -130,6 +131,7 @@ def test_the_example_s_flags_stand_there_and_no_others():
     assert set(listed[0].split()) == flags
 
 
+@pytest.mark.long
 def test_generated_tables_are_up_to_date():
     result = subprocess.run([sys.executable, str(TABLES), "--check"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

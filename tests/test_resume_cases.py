@@ -56,7 +56,16 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "choices in whole conversations", "free text"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ppo",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ["grpo", "choices in whole conversations", "free text"]
+        ),
+    ],
+)
 def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
     """Killed after the fifth update, it goes on from the fourth."""
     whole = learn(made(name), 6, checkpoint_dir=tmp_path / "whole", checkpoint_every=2)
@@ -88,7 +97,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, 
     assert same(resumed, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [ChoiceAgent, Talker])
 def test_the_embedded_model_goes_on_in_the_processor_s_dtype(tmp_path, kind):
     sizes = {**SIZES, "learning_rate": 1e-3}

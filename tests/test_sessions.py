@@ -11,8 +11,6 @@ from llamagym.engine.token_tree import TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent, settled, touch_weights
 from tests.tiny import FAMILIES
 
-pytestmark = pytest.mark.equivalence
-
 TOLERANCE = 2e-4
 
 
@@ -41,8 +39,7 @@ def step(agent, text="x"):
     return agent.policy.tokens_forwarded - before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.pairwise(activated=[True, False], family=FAMILIES)
 def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activated):
     agent = settled(make_agent(SingleTokens, family, activated))
     # Byte-level tokens are many; the dropping of turns has a test of its own.
@@ -57,8 +54,8 @@ def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activate
     assert len(agent.conversation(0).turns) == 25
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(activated=[True, False], family=FAMILIES)
 def test_free_text_forwards_each_token_of_a_conversation_once(family, activated):
     agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6})
     agent.policy._backbone.max_length = 10_000
@@ -88,8 +85,8 @@ def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
     assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("context", ["episode", "turn"])
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], context=["episode", "turn"])
 def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     agent = make_agent(kind, context=context)
     agent.policy._backbone.max_length = 10_000
@@ -153,8 +150,8 @@ def test_the_first_turn_reads_the_system_prompt_once_for_all():
     assert agent.policy.tokens_forwarded - before <= sum(own)
 
 
-@pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent])
 def test_growing_histories_equal_recomputed_ones(family, kind):
     """Ragged lengths; environments that end and begin at different times; more than the window of 64 tokens."""
     agent = settled(make_agent(kind, family))
@@ -182,6 +179,7 @@ class OneWord(SingleTokens):
     choices = ("a",)
 
 
+@pytest.mark.equivalence
 def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
     """As in groups of episodes from one seed; they go on at lengths that need several passes."""
     agent = make_agent(OneWord, "llama")
@@ -197,7 +195,7 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
         assert torch.allclose(entries_of(backbone, [tree])[0], entries, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.pairwise(activated=[True, False])
 def test_weights_that_change_make_plain_histories_outdated_and_activated_ones_not(activated):
     agent = make_agent(SingleTokens, "llama", activated)
     step(agent)
@@ -220,8 +218,8 @@ def test_what_does_not_fit_is_read_again():
     assert now.logprobs[:, 0].tolist() == pytest.approx(recorded, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", [WordAgent, SingleTokens])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, SingleTokens])
 def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(family, kind):
     agent = settled(make_agent(kind, family, ppo={"batch_size": 20, "mini_batch_size": 20}, response_prefix="I say "))
     agent.policy._backbone.max_length = 300

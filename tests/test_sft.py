@@ -161,6 +161,7 @@ def test_the_trainer_s_loss_is_the_policy_s(demos, monkeypatch, kind, context):
     assert stats["samples"] == 12
 
 
+@pytest.mark.long
 def test_losses_are_measured_on_some_of_many_conversations(demos, monkeypatch):
     monkeypatch.setattr(sft, "_MEASURED", 2)
     agent = WordAgent(model_of("activated"), tiny_tokenizer("llama"), context="turn", seed=0)
@@ -171,6 +172,7 @@ def test_losses_are_measured_on_some_of_many_conversations(demos, monkeypatch):
     assert stats["samples"] == 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("context", ["episode", "turn"])
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, {"episode": 8, "turn": 12}), (3, {"episode": 4, "turn": 4})])
 def test_a_step_learns_from_as_many_replies_whatever_a_context_holds(demos, monkeypatch, context, batch_size, steps):
@@ -180,7 +182,9 @@ def test_a_step_learns_from_as_many_replies_whatever_a_context_holds(demos, monk
     assert len(losses) == steps[context]
 
 
-@pytest.mark.parametrize("kind", ["activated", "plain", "full"])
+@pytest.mark.parametrize(
+    "kind", ["activated", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("plain", "full"))]
+)
 def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = model_of(kind)
@@ -283,6 +287,7 @@ def test_choices_that_were_demonstrated_become_likely_and_stay_so(tmp_path, cali
     assert "prior = {" not in (tmp_path / "agent" / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_demonstrations_after_rewards_leave_the_prior_that_was_learnt_with(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 4, "mini_batch_size": 4})
     for reward in (1.0, 0.0, 1.0, 0.0):
@@ -318,6 +323,7 @@ def test_warm_start_happens_when_the_agent_is_made(demos, monkeypatch):
     assert loss_of(started, demos) < loss_of(plain, demos)
 
 
+@pytest.mark.long
 def test_no_network_is_needed(demos, monkeypatch):
     def refuse(*args):
         raise AssertionError("a connection was attempted")
@@ -369,7 +375,7 @@ def test_other_refusals(tmp_path):
     assert agent.policy.num_updates == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quarter_of_the_format_s_demonstrations_teach_it_and_leave_the_choice_open(tmp_path):
     from blackjack import BlackjackAgent
     from blackjack_exact import STATES

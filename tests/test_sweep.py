@@ -11,6 +11,8 @@ import yaml
 
 from llamagym import ConfigError
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("optuna", reason="the extra sweep is not installed")
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = importlib.util.spec_from_file_location("sweep", ROOT / "scripts" / "sweep.py")

@@ -18,6 +18,7 @@ from tests.agents import WordAgent, make_agent
 
 pytest.importorskip("textarena", reason="needs the extra textarena")
 pytestmark = [
+    pytest.mark.long,
     # Of the package's own, as it is imported.
     pytest.mark.filterwarnings("ignore::SyntaxWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

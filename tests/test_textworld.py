@@ -12,6 +12,8 @@ import pytest
 from llamagym import ConfigError
 from llamagym.envs.textworld import TextWorldEnv, make_games
 
+pytestmark = pytest.mark.long
+
 BACK = {"go north": "go south", "go south": "go north", "go east": "go west", "go west": "go east"}
 
 

@@ -31,6 +31,7 @@ def needs(package):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
+@pytest.mark.long
 @needs("tensorboard")
 def test_tensorboard_logs_read_back_as_they_were(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -60,6 +61,7 @@ def wandb_records(path):
             parts = []
 
 
+@pytest.mark.long
 @needs("wandb")
 def test_offline_wandb_logs_read_back_with_transcripts_as_a_table(tmp_path, monkeypatch):
     import wandb
@@ -135,6 +137,7 @@ def test_free_text_has_no_choices(tmp_path):
     assert {turn["choices"] for transcript in agent.transcripts for turn in transcript["turns"]} == {None}
 
 
+@pytest.mark.long
 def test_long_episodes_and_long_runs_stay_small(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 50})
     train(agent, lambda: CountdownEnv(60), episodes=9, num_envs=3, seed=0)

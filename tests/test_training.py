@@ -177,6 +177,7 @@ def test_evaluate_plays_fixed_quotas_and_leaves_training_alone():
     assert agent.terminate_episode()["turns"] == 1.0
 
 
+@pytest.mark.long
 def test_the_agent_s_seed_alone_fixes_a_run():
     """In processes whose global random numbers differ, with a LoRA that each of them made."""
 
@@ -206,6 +207,7 @@ def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
+@pytest.mark.long
 def test_time_ends_a_training_and_a_resumed_one_counts_what_was_spent(tmp_path):
     def run(minutes: float) -> TrainingResult:
         agent = make_agent(ChoiceAgent, ppo={"batch_size": 6})

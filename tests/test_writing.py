@@ -9,8 +9,6 @@ from llamagym.policy.sampling import draw, draw_choices
 from tests.agents import WordAgent, make_agent, touch_weights
 from tests.tiny import FAMILIES
 
-pytestmark = pytest.mark.equivalence
-
 TOLERANCE = 2e-4
 
 
@@ -28,8 +26,8 @@ def say(agent, texts):
     ], agent.policy.tokens_forwarded - before
 
 
-@pytest.mark.parametrize("activated", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.equivalence
+@pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
 def test_replies_that_part_ways_are_recorded_as_they_are_evaluated(family, activated):
     """Many replies to few contexts, call after call: known beginnings, copies, and rows that end."""
     agent = speaker(family, 0.5, activated=activated, response_prefix="I ")
@@ -73,7 +71,8 @@ def test_what_was_forgotten_in_between_is_written_again():
             assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.equivalence
+@pytest.mark.pairwise(activated=[True, False])
 def test_nothing_is_read_from_memory_that_was_never_written(activated):
     """PyTorch's deterministic mode fills new memory with NaN, which a mask alone would let through."""
     agent = speaker(activated=activated, response_prefix="I ")
@@ -120,6 +119,11 @@ def test_a_draw_is_in_proportion_to_weights():
     rng = torch.Generator().manual_seed(0)
     drawn = torch.stack([draw(torch.tensor([0.0, 6.0, 2.0, 0.0]), rng) for _ in range(10_000)])
     assert (drawn.bincount(minlength=4) / 10_000).tolist() == pytest.approx([0, 0.75, 0.25, 0], abs=0.022)
+
+
+def test_of_equally_likely_choices_the_first_is_taken():
+    offers = [torch.tensor([0.25, 0.375, 0.375]).log(), torch.tensor([0.5, 0.5]).log()]
+    assert draw_choices(offers, greedy=True, rng=torch.Generator()) == [1, 0]
 
 
 def test_choices_are_drawn_at_once_as_they_would_be_one_by_one():

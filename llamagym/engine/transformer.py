@@ -10,8 +10,9 @@ vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +29,36 @@ from .attention import for_any_shape, register, sharing
 from .kv_cache import KVBuffer, entries_of
 from .layers import first_layers, first_trained_layer, split
 from .masks import Tokens, attention_mask, causal
+from .structure import structure_of
 
 logger = logging.getLogger(__name__)
 
 # Attention in two parts, to what is shared and to a row's own, takes longer than in one where there is less to share:
 # fewer pairs of tokens than these.
 _SHARED_SCORES = 1024
+
+
+@dataclass
+class _Checked:
+    """Results of comparing a model's own computations with faster ones.
+
+    Attributes:
+        nothing: Keys and values of no tokens, (2L, heads, 0, head size).
+        is_fused: Whether layers may run as one function each.
+        can_share: Whether rows may attend to one shared prefix.
+        can_split: Whether the body may be split at the first trained layer; None as long as nobody has asked.
+    """
+
+    nothing: Tensor
+    is_fused: bool
+    can_share: bool
+    can_split: bool | None = None
+
+
+# By the structure of a model. The checks run on the weights of the first model that has it.
+_CHECKED: dict[Hashable, _Checked] = {}
+# A key of a large model takes a megabyte. When so many are kept, the oldest is dropped.
+_MOST_CHECKED = 32
 
 
 class Transformer:
@@ -65,18 +90,16 @@ class Transformer:
         self._trunk: Any = None
         self._top = self._body
         self._first_top_layer = 0
-        self._nothing = self._check_parts()
-        # The second layer's keys and values are made of what the first one saw. Over many layers bfloat16 drifts as far
-        # as an error would.
-        part = first_layers(self._body, 2)
-        alone = self._read_alone(part)
-        if not self._sees_as(part, alone, is_shared=False):
-            logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
+        structure = structure_of(lm)
+        self._checked = _CHECKED.get(structure) or self._check()
+        if structure is not None and structure not in _CHECKED:
+            if len(_CHECKED) >= _MOST_CHECKED:
+                del _CHECKED[next(iter(_CHECKED))]
+            _CHECKED[structure] = self._checked
+        self._nothing = self._checked.nothing
+        self._can_share = self._checked.can_share
+        if not self._checked.is_fused:
             self._acceleration.unfuse()
-        is_sdpa = attention_of(self._body.config) == "sdpa"
-        # On a processor, where it was measured; in learning and acting.
-        self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(part, alone, is_shared=True)
-        self._can_share = self._can_share and self._sees_as(part, alone, is_shared=True, is_learning=True)
 
     @property
     def device(self) -> torch.device:
@@ -170,6 +193,23 @@ class Transformer:
         hidden = output.last_hidden_state
         return hidden
 
+    def _check(self) -> _Checked:
+        """Compare what this class computes with the model's own forward pass."""
+        nothing = self._check_parts()
+        # The second layer's keys and values are made of what the first one saw. Over many layers bfloat16 drifts as far
+        # as an error would.
+        part = first_layers(self._body, 2)
+        alone = self._read_alone(part)
+        is_fused = self._sees_as(part, alone, is_shared=False)
+        if not is_fused:
+            logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
+            self._acceleration.unfuse()
+        is_sdpa = attention_of(self._body.config) == "sdpa"
+        # On a processor, where it was measured; in learning and acting.
+        can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(part, alone, is_shared=True)
+        can_share = can_share and self._sees_as(part, alone, is_shared=True, is_learning=True)
+        return _Checked(nothing, is_fused, can_share)
+
     @torch.no_grad()
     def _check_parts(self) -> Tensor:
         """Compare with the model's own forward pass, and raise if they disagree.
@@ -217,15 +257,22 @@ class Transformer:
         if first == 0:
             return
         trunk, top = split(self._body, first)
+        if self._checked.can_split is None:
+            self._checked.can_split = self._is_split(trunk, top)
+        if self._checked.can_split:
+            self._trunk, self._top, self._first_top_layer = trunk, top, first
+        else:
+            logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
+
+    def _is_split(self, trunk: nn.Module, top: nn.Module) -> bool:
+        """Whether trunk and top, one after the other, give the body's hidden states."""
         tokens = probe()
         with self.ready(is_accelerated=False), suppress(TypeError, ValueError):
             expected = self._run(self._body, tokens, DynamicCache())
             hidden = self._run(trunk, tokens, DynamicCache())
             received = self._run(top, tokens._replace(inputs=hidden), DynamicCache())
-            if torch.equal(received, expected):
-                self._trunk, self._top, self._first_top_layer = trunk, top, first
-        if self._trunk is None:
-            logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
+            return torch.equal(received, expected)
+        return False
 
 
 def _agree(received: Tensor, expected: Tensor) -> bool:

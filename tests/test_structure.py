@@ -1,0 +1,103 @@
+"""A model's parts are compared once for all models of the same structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llamagym.engine import transformer
+from llamagym.engine.structure import structure_of
+from tests.agents import ChoiceAgent, make_agent
+from tests.tiny import tiny_base_model, tiny_model
+
+
+def model() -> Any:
+    """The language model inside a tiny adapted one."""
+    return tiny_model("llama").pretrained_model.get_base_model()
+
+
+def test_models_that_differ_in_weights_alone_are_checked_once(monkeypatch):
+    monkeypatch.setattr(transformer, "_CHECKED", {})
+    checks, check = [], transformer.Transformer._check
+    monkeypatch.setattr(transformer.Transformer, "_check", lambda self: checks.append(self) or check(self))
+    agents = [make_agent(ChoiceAgent) for _ in range(2)]
+    assert len(checks) == 1
+    one, other = (agent.policy._backbone for agent in agents)
+    assert one._first_top_layer == other._first_top_layer > 0
+    assert one._can_share == other._can_share
+    make_agent(ChoiceAgent, "qwen3")
+    make_agent(ChoiceAgent, activated=False)
+    make_agent(ChoiceAgent, dtype=torch.bfloat16)
+    assert len(checks) == 4
+
+
+def test_only_so_many_structures_are_kept(monkeypatch):
+    monkeypatch.setattr(transformer, "_CHECKED", {})
+    monkeypatch.setattr(transformer, "_MOST_CHECKED", 2)
+    for family in ("llama", "qwen3", "gemma"):
+        make_agent(ChoiceAgent, family)
+    assert len(transformer._CHECKED) == 2
+
+
+def eager(lm: Any) -> None:
+    lm.set_attn_implementation("eager")
+
+
+def wider_window(lm: Any) -> None:
+    lm.config.sliding_window = 3
+
+
+def other_class(lm: Any) -> None:
+    class Doubled(nn.Embedding):
+        pass
+
+    lm.get_input_embeddings().__class__ = Doubled
+
+
+def other_number(lm: Any) -> None:
+    lm.model.norm.variance_epsilon *= 2
+
+
+def rescaled(lm: Any) -> None:
+    lm.model.layers[-1].self_attn.o_proj.scaling["default"] *= 2
+
+
+def trained(lm: Any) -> None:
+    lm.lm_head.weight.requires_grad_(True)
+
+
+def other_threads(lm: Any) -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("change", [eager, wider_window, other_class, other_number, rescaled, trained, other_threads])
+def test_what_changes_the_computation_is_another_structure(change: Callable[[Any], None]):
+    one, other = model(), model()
+    assert structure_of(one) == structure_of(other)
+    before = structure_of(one)
+    change(one)
+    assert structure_of(one) != before
+
+
+def test_a_structure_does_not_depend_on_weights():
+    assert structure_of(tiny_base_model("llama", seed=0)) == structure_of(tiny_base_model("llama", seed=1))
+
+
+def test_what_may_compute_anything_has_no_structure():
+    hooked, replaced = model(), model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    layer = replaced.model.layers[0]
+    layer.forward = MethodType(type(layer).forward, layer)
+    assert structure_of(hooked) is None
+    assert structure_of(replaced) is None
