@@ -65,8 +65,8 @@ def test_breaks_long_silences_with_a_line(monkeypatch):
 def test_shows_the_share_of_a_budget_of_minutes(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with Progress() as progress:
-        progress.advance([1.0], {"expected_return": -0.25}, share=0.4)
+    with Progress(share=lambda: 0.4) as progress:
+        progress.advance([1.0], {"expected_return": -0.25})
     assert stream.getvalue().startswith(
         "update 1: 40%, 1 episodes, mean return of the last 1 +1.000, expected_return -0.25"
     )

@@ -208,7 +208,7 @@ def train(
         agent.cutting_episodes(ids) if judge is None else nullcontext(),
         # Once the environments are there: a call that fails before leaves no files.
         closing(_tracker_of_run(run_dir, agent, settings, log_with)) as run_tracker,
-        Progress(episodes) as progress,
+        Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
     ):
         own_trackers = [] if run_dir is None else [run_tracker]
@@ -244,7 +244,7 @@ def train(
             taken = taken.with_others()
             counted = run.take(taken.ended, taken.stats, taken.turns)
             _tell(told, run, counted, taken.stats)
-            progress.advance([episode.total_reward for episode in counted], taken.stats, run.progress)
+            progress.advance([episode.total_reward for episode in counted], taken.stats)
             if taken.stats:
                 if finds_copies:
                     play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, taken.stats))

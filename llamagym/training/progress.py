@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -37,20 +37,27 @@ class Progress:
                 progress.advance(returns_of_episodes_that_ended, agent.terminate_episodes(...))
     """
 
-    def __init__(self, episodes: int | None = None, unit: str = "episode", window: int = 100) -> None:
+    def __init__(
+        self,
+        episodes: int | None = None,
+        unit: str = "episode",
+        window: int = 100,
+        share: Callable[[], float] | None = None,
+    ) -> None:
         """Begin at zero.
 
         Args:
             episodes: Total number of episodes; None if unknown.
             unit: What an episode is called, such as "hand".
             window: Number of latest episodes in the mean return.
+            share: Returns the share of the run's budget that is used up, 0 to 1; None is the share of `episodes`.
         """
         self._total = episodes
+        self._share_of_budget = share
         self._unit = unit
         self._recent: deque[float] = deque(maxlen=window)
         self._done = 0
         self._updates = 0
-        self._share: float | None = None
         self._started = time.perf_counter()
         self._last_line = self._started
         self._is_shown = ranks.is_main_process()
@@ -74,6 +81,8 @@ class Progress:
         self._is_closed.set()
         if self._clock.is_alive():
             self._clock.join()
+        if self._has_bar:
+            self._draw_bar()
         self._bar.close()
 
     def resume(self, returns: Sequence[float], updates: int) -> None:
@@ -81,24 +90,19 @@ class Progress:
         self._updates = updates
         self.advance(returns, {})
 
-    def advance(self, returns: Sequence[float], stats: Mapping[str, float], share: float | None = None) -> None:
+    def advance(self, returns: Sequence[float], stats: Mapping[str, float]) -> None:
         """Count finished episodes, and an update if there are statistics of one.
 
         Args:
             returns: Return of each episode that ended since the last call.
             stats: Statistics of an update; empty without one.
-            share: Share of the run's budget that is used up, 0 to 1; None computes it from the number of episodes.
         """
         with self._lock:
             self._done += len(returns)
             self._recent.extend(returns)
             self._updates += bool(stats)
-            if share is None and self._total:
-                share = min(1.0, self._done / self._total)
-            self._share = share
-            if self._has_bar:
-                self._bar.n = 0 if share is None else round(100 * share, 1)
-                self._bar.set_postfix_str(self._summary(), refresh=bool(stats))
+            if self._has_bar and stats:
+                self._draw_bar()
             elif stats:
                 self.note(f"update {self._updates}: {self._summary()}{_named(stats)}, {self._seconds()} s")
 
@@ -117,14 +121,26 @@ class Progress:
     def _summary(self) -> str:
         """Share of the budget, number of episodes and mean return, as far as they are known."""
         parts = []
-        if self._share is not None and not self._has_bar:
-            parts.append(f"{self._share:.0%}")
+        share = self._share()
+        if share is not None and not self._has_bar:
+            parts.append(f"{share:.0%}")
         parts.append(f"{self._done:,} {self._unit}s")
         if self._has_bar:
             parts.append(f"{self._updates} updates")
         if self._recent:
             parts.append(f"mean return of the last {len(self._recent)} {np.mean(self._recent):+.3f}")
         return ", ".join(parts)
+
+    def _share(self) -> float | None:
+        """Share of the budget that is used up; None if there is no budget."""
+        if self._share_of_budget is not None:
+            return self._share_of_budget()
+        return min(1.0, self._done / self._total) if self._total else None
+
+    def _draw_bar(self) -> None:
+        share = self._share()
+        self._bar.n = 0 if share is None else round(100 * share, 1)
+        self._bar.set_postfix_str(self._summary())
 
     def _seconds(self) -> str:
         return f"{time.perf_counter() - self._started:.0f}"
@@ -136,7 +152,7 @@ class Progress:
             with self._lock:
                 silence = time.perf_counter() - self._last_line
                 if self._has_bar:
-                    self._bar.refresh()
+                    self._draw_bar()
                 elif silence >= _LONGEST_SILENCE_S:
                     self.note(f"{self._summary()}, {self._seconds()} s")
                     silence = 0.0
