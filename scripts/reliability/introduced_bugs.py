@@ -92,7 +92,7 @@ BUGS = (
         "llamagym/training/play.py",
         "[self._ids[i] for i in outcomes])",
         "[self._ids[i] for i in reversed(outcomes)])",
-        ("training",),
+        ("overlap",),
     ),
     Bug(
         "the learner ignores the temperature of free text",
