@@ -106,6 +106,7 @@ def log_probabilities(agent, observations):
     return agent.policy.choice_logprobs(contexts)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("activated", [True, False])
 @pytest.mark.parametrize("calibrate", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)

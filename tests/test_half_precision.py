@@ -26,6 +26,7 @@ def updates(agent: Agent, games: int, length: int) -> Iterator[dict[str, float]]
         yield agent.terminate_episodes(range(4))
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("activated", [True, False], ids=["activated", "plain"])
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
