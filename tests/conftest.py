@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from llamagym.engine.acceleration import is_enabled
 from tests.pairwise import pairwise
 
-# Models here are tiny: a second thread costs more in waiting than it computes.
-torch.set_num_threads(1)
+# Models here are tiny: a second thread costs more in waiting than it computes. `scripts/test_processors.py` runs the
+# tests with another number, too, since threads split sums differently.
+torch.set_num_threads(int(os.environ.get("LLAMAGYM_TEST_THREADS", "1")))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--each-value-once",
+        action="store_true",
+        help="of each test's combinations of parameters, run those with which every single value occurs",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out tests whose every parameter has had its value before, with `--each-value-once`."""
+    if not config.getoption("--each-value-once"):
+        return
+    met, chosen = set(), []
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        values = {(item.path, item.originalname, name, id(value)) for name, value in parameters.items()}
+        if not values or not values <= met:
+            chosen.append(item)
+        met |= values
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def pytest_generate_tests(metafunc):

@@ -104,6 +104,7 @@ def log_probabilities(agent, observations):
     return agent.policy.choice_logprobs(contexts)
 
 
+@pytest.mark.numerical
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES, calibrate=[True, False], activated=[True, False])
 def test_choices_are_written_token_by_token(family, calibrate, activated):

@@ -26,6 +26,7 @@ def updates(agent: Agent, games: int, length: int) -> Iterator[dict[str, float]]
         yield agent.terminate_episodes(range(4))
 
 
+@pytest.mark.numerical
 @pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], activated=[True, False], family=["llama", "qwen3"])
 def test_every_ratio_of_the_first_minibatch_is_1(kind, activated, family):
     agent = make_agent(kind, family, activated, torch.bfloat16, context="episode", ppo={"batch_size": 7})

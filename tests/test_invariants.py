@@ -14,11 +14,10 @@ import torch
 from llamagym.conversation.episode import Segment
 from llamagym.engine.token_tree import Batch, TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.rounding import LOGPROB_TOLERANCE, in_float64
 from tests.tiny import FAMILIES
 
 pytestmark = pytest.mark.equivalence
-
-TOLERANCE = 2e-4
 
 
 def play(agent, steps=3, envs=4):
@@ -29,12 +28,15 @@ def play(agent, steps=3, envs=4):
     return [agent.conversation(env) for env in range(envs)]
 
 
-def plain_logprobs(agent, ids, opening, temperature=1.0):
-    """Log-probabilities (T - 1, V) of what follows each token, where the reply opens at token `opening`."""
+def plain_logprobs(agent, ids, opening, temperature=1.0, model=None):
+    """Log-probabilities (T - 1, V) of what follows each token, where the reply opens at token `opening`.
+
+    They are those of the agent's model as it is, or of a given one: a copy in float64.
+    """
     with torch.no_grad():
-        model = agent.policy.model.pretrained_model
+        model = model or agent.policy.model.pretrained_model
         logits = model(input_ids=torch.tensor([ids]), alora_offsets=[len(ids) - opening]).logits[0]
-    return (logits[:-1].float() / temperature).log_softmax(-1)
+    return (logits[:-1].double() / temperature).log_softmax(-1)
 
 
 def forget(agent):
@@ -47,19 +49,21 @@ def context_ids(segment):
     return [token for turn in segment.turns for token in (*turn.prompt.ids, *turn.reply.ids)]
 
 
+@pytest.mark.numerical
 @pytest.mark.pairwise(family=FAMILIES, activated=[True, False], prefix=["", "I say "])
 def test_recorded_ids_are_what_the_model_saw_and_sampled(family, activated, prefix):
     agent = make_agent(WordAgent, family, activated, generate={"temperature": 1.3}, response_prefix=prefix)
     reencoding_differs = False
+    exact = in_float64(agent.policy.model.pretrained_model)
     for conversation in play(agent):
         ids = []
         for turn in conversation.turns:
             ids += turn.prompt.ids
             start, opening = len(ids), len(ids) - 1 - len(agent.tokenizer(prefix)["input_ids"])
             ids += turn.reply.ids
-            expected = plain_logprobs(agent, ids, opening, temperature=1.3)
+            expected = plain_logprobs(agent, ids, opening, 1.3, exact)
             for offset, (logprob, token) in enumerate(zip(turn.reply.logprobs, turn.reply.ids, strict=True)):
-                assert logprob == pytest.approx(expected[start - 1 + offset, token].item(), abs=TOLERANCE)
+                assert logprob == pytest.approx(expected[start - 1 + offset, token].item(), abs=LOGPROB_TOLERANCE)
         assert ids == context_ids(conversation.current_segment())
         text = agent.tokenizer.decode(ids)
         reencoding_differs |= agent.tokenizer(text, add_special_tokens=False)["input_ids"] != ids
@@ -100,9 +104,10 @@ def test_choices_are_written_token_by_token_after_a_conversation(family, activat
     first, second = following(())[[left[0], stay[0]]], following(left[:alike])[[left[alike], right[alike]]]
     (go, staying), directions = first.log_softmax(0), second.log_softmax(0)
     expected = [(go + directions[0]).item(), (go + directions[1]).item(), staying.item()]
-    assert agent.policy.choice_logprobs([segment])[0].tolist() == pytest.approx(expected, abs=TOLERANCE)
+    assert agent.policy.choice_logprobs([segment])[0].tolist() == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.numerical
 @pytest.mark.pairwise(
     family=FAMILIES, kind=[WordAgent, ChoiceAgent], context=["episode", "turn"], activated=[True, False]
 )
@@ -118,20 +123,21 @@ def test_every_ratio_is_one_until_the_weights_change(family, kind, context, acti
     assert len(fresh) >= (len(turns) if kind is WordAgent else 2 / 3 * len(turns))
     recorded = [logprob for row in fresh for logprob in turns[row].reply.logprobs]
     now = agent.policy.evaluate(segments)
-    assert now.logprobs[fresh][now.mask[fresh]].tolist() == pytest.approx(recorded, abs=TOLERANCE)
-    assert now.values.tolist() == pytest.approx([turn.reply.value for turn in turns], abs=TOLERANCE)
+    assert now.logprobs[fresh][now.mask[fresh]].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
+    assert now.values.tolist() == pytest.approx([turn.reply.value for turn in turns], abs=LOGPROB_TOLERANCE)
     with torch.no_grad():
         for name, weight in agent.policy.model.named_parameters():
             if "lora_B" in name:
                 weight.add_(0.05)
     changed = agent.policy.evaluate(segments)
-    assert (changed.logprobs - now.logprobs).abs().max() > 50 * TOLERANCE
+    assert (changed.logprobs - now.logprobs).abs().max() > 50 * LOGPROB_TOLERANCE
     # What was read before the change is still right after it.
     forget(agent)
     anew = agent.policy.evaluate(segments)
-    assert torch.allclose(changed.logprobs, anew.logprobs, atol=TOLERANCE)
+    assert torch.allclose(changed.logprobs, anew.logprobs, atol=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.numerical
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent])
 def test_many_at_once_equal_one_at_a_time(family, kind):
     agent = make_agent(kind, family)
@@ -142,12 +148,13 @@ def test_many_at_once_equal_one_at_a_time(family, kind):
         alone = agent.policy.evaluate([segment])
         n, width = alone.logprobs.shape
         here = slice(rows, rows + n)
-        assert torch.allclose(together.logprobs[here, :width], alone.logprobs, atol=TOLERANCE)
-        assert torch.allclose(together.entropy[here, :width], alone.entropy, atol=TOLERANCE)
-        assert torch.allclose(together.values[here], alone.values, atol=TOLERANCE)
+        assert torch.allclose(together.logprobs[here, :width], alone.logprobs, atol=LOGPROB_TOLERANCE)
+        assert torch.allclose(together.entropy[here, :width], alone.entropy, atol=LOGPROB_TOLERANCE)
+        assert torch.allclose(together.values[here], alone.values, atol=LOGPROB_TOLERANCE)
         rows += n
 
 
+@pytest.mark.numerical
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent], activated=[True, False])
 def test_gradients_with_a_shared_prefix_equal_those_without(family, kind, activated):
     agent = make_agent(kind, family, activated)
@@ -182,9 +189,9 @@ def test_an_episode_as_one_sequence_equals_turn_by_turn(family, kind):
             alone = replace(turn, prompt=replace(turn.prompt, ids=tuple(ids), starts_context=True))
             part = agent.policy.evaluate([Segment((alone,))])
             width = part.logprobs.shape[1]
-            assert torch.allclose(whole.logprobs[index, :width], part.logprobs[0], atol=TOLERANCE)
-            assert torch.allclose(whole.entropy[index, :width], part.entropy[0], atol=TOLERANCE)
-            assert whole.values[index].item() == pytest.approx(part.values[0].item(), abs=TOLERANCE)
+            assert torch.allclose(whole.logprobs[index, :width], part.logprobs[0], atol=LOGPROB_TOLERANCE)
+            assert torch.allclose(whole.entropy[index, :width], part.entropy[0], atol=LOGPROB_TOLERANCE)
+            assert whole.values[index].item() == pytest.approx(part.values[0].item(), abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.pairwise(family=FAMILIES)
@@ -206,7 +213,7 @@ def test_histories_are_read_once_and_recalled_exactly(family):
     forget(agent)
     backbone._trunk, backbone._top, backbone._first_top_layer = None, backbone._body, 0
     recomputed = policy.evaluate(segments)
-    assert torch.allclose(first.logprobs, recomputed.logprobs, atol=TOLERANCE)
+    assert torch.allclose(first.logprobs, recomputed.logprobs, atol=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
@@ -218,7 +225,7 @@ def test_the_reference_is_the_model_without_its_adapter(family, activated):
         expected = plain_logprobs(agent, context_ids(segment), 0)
     start = len(segment.turns[0].prompt.ids) - 1
     wanted = [expected[start + i, token].item() for i, token in enumerate(segment.turns[0].reply.ids)]
-    assert reference.logprobs[0].tolist() == pytest.approx(wanted, abs=TOLERANCE)
+    assert reference.logprobs[0].tolist() == pytest.approx(wanted, abs=LOGPROB_TOLERANCE)
 
 
 def test_a_node_sees_its_context_and_its_ancestors_and_nothing_else():
@@ -254,7 +261,7 @@ def test_the_live_model_generates_as_the_agent_replies(family):
     )
     assert output[0, prompt.shape[1] :].tolist() == list(turn.reply.ids)
     without = agent.policy.evaluate([Segment((turn,))], reference=True)
-    assert (without.logprobs - torch.tensor([turn.reply.logprobs])).abs().max() > 50 * TOLERANCE
+    assert (without.logprobs - torch.tensor([turn.reply.logprobs])).abs().max() > 50 * LOGPROB_TOLERANCE
 
 
 def test_same_observation_costs_once():

@@ -30,6 +30,7 @@ def slow_advantage(rewards: list[float], values: list[float], final: float, gamm
     return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
 
 
+@pytest.mark.numerical
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=6),
@@ -95,6 +96,7 @@ def test_value_loss_takes_the_worse_of_clipped_and_unclipped():
     assert result.clip_fraction.item() == 0.5
 
 
+@pytest.mark.numerical
 def test_kl_estimators_on_a_distribution():
     policy, reference = torch.tensor([0.7, 0.3]), torch.tensor([0.4, 0.6])
     exact = (policy * (policy / reference).log()).sum().item()
@@ -109,6 +111,7 @@ def test_kl_estimators_on_a_distribution():
     )
 
 
+@pytest.mark.numerical
 def test_binary_kl_bounds_that_of_many_outcomes_and_is_not_ruled_by_rare_ones():
     policy, reference = torch.tensor([0.6, 0.3999, 0.0001]), torch.tensor([0.5, 0.45, 0.05])
     exact = (policy * (policy / reference).log()).sum().item()

@@ -12,6 +12,7 @@ from torch import nn
 from llamagym.engine.cpu import packing
 from llamagym.engine.cpu.packing import Packed
 from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.rounding import assert_within_rounding, in_float64, rounding_noise
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = [
@@ -50,6 +51,7 @@ def frozen_layer(bias=True, inputs=24, outputs=40, rounding="half"):
     return ROUNDINGS[rounding](nn.Linear(inputs, outputs, bias=bias)).requires_grad_(False)
 
 
+@pytest.mark.numerical
 @pytest.mark.pairwise(shape=[(1, 24), (0, 24), (3, 7, 24)], bias=[True, False], rounding=ROUNDINGS)
 def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products):
     if rounding == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -57,20 +59,26 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
     layer = frozen_layer(bias, rounding=rounding)
     inputs = torch.randn(shape).to(layer.weight)
 
-    def outputs_and_gradient():
+    def outputs_and_gradient(layer, inputs):
         leaf = inputs.clone().requires_grad_()
         output = layer(leaf)
         output.square().sum().backward()
         with torch.no_grad():
-            return output, layer(inputs.transpose(0, -2)), leaf.grad
+            return output.detach(), layer(inputs.transpose(0, -2)), leaf.grad
 
-    expected = outputs_and_gradient()
+    expected = outputs_and_gradient(copy.deepcopy(layer).double(), inputs.double())
+    usual = outputs_and_gradient(layer, inputs)
     with Packed(layer, AMPLE):
-        received = outputs_and_gradient()
+        received = outputs_and_gradient(layer, inputs)
     assert len(products) == (3 if len(inputs) else 0)
-    for one, other in zip(received, expected, strict=True):
-        assert one.dtype == layer.weight.dtype
-        assert torch.allclose(one, other, atol=0.02 if rounding == "bfloat16" else 1e-5)
+    dtype = layer.weight.dtype
+    # Sums over 24 inputs, then over 40 outputs; in bfloat16 a product, its sum with a bias, its double and the gradient
+    # are rounded.
+    terms = 24 + 40 if dtype == torch.float32 else 4
+    for one, other, exact in zip(received, usual, expected, strict=True):
+        assert one.dtype == dtype
+        assert_within_rounding(one, exact, dtype, terms)
+        assert_within_rounding(other, exact, dtype, terms)
 
 
 def test_a_bias_learns_beside_a_frozen_weight(products):
@@ -94,6 +102,7 @@ def test_outside_the_context_the_model_is_as_it_was(products):
     copy.deepcopy(layer)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize(
     ("change", "is_packed"),
     [
@@ -117,7 +126,8 @@ def test_a_copy_follows_its_weight(change, is_packed, products):
     with packed:
         inputs = torch.randn(3, 24, dtype=layer.weight.dtype)
         received = layer(inputs)
-    assert torch.allclose(received, layer(inputs), atol=1e-5, rtol=1e-4)
+    exact = copy.deepcopy(layer).double()(inputs.double())
+    assert_within_rounding(received.detach(), exact.detach(), received.dtype, 24 + 1)
     assert bool(products) == is_packed
 
 
@@ -151,7 +161,8 @@ def test_copies_take_a_share_of_the_memory(room, is_packed, products):
         hidden = first(inputs)
         output = second(hidden)
     assert [any(given is fed for given in products) for fed in (inputs, hidden)] == is_packed
-    assert torch.allclose(output, second(first(inputs)), atol=1e-5)
+    exact = copy.deepcopy(nn.Sequential(first, second)).double()(inputs.double())
+    assert_within_rounding(output, exact, torch.float32, 24 + 40 + 2)
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
@@ -161,7 +172,9 @@ def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products):
     with Packed(layer, room * layer.weight.nbytes // 2):
         layer(leaf).sum().backward()
     assert len(products) == room
-    assert torch.allclose(leaf.grad, layer.weight.sum(0).expand(3, -1), atol=1e-5)
+    weight = layer.weight.double()
+    exact, scale = (rows.sum(0).expand(3, -1) for rows in (weight, weight.abs()))
+    assert_within_rounding(leaf.grad, exact, torch.float32, 40, scale)
 
 
 def test_temporary_copies_are_dropped_and_others_stay(products):
@@ -215,6 +228,15 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind, mon
     assert len(made) == len(copies) + watched
 
 
+@torch.no_grad()
+def assert_as_exact(logits, model, ids):
+    """Fail if logits are further from those of a float64 copy of the model than rounding explains."""
+    exact = in_float64(model)
+    allowed = rounding_noise(lambda: exact(ids).logits, exact, torch.float32, terms=64)
+    assert (logits - exact(ids).logits).norm() <= allowed
+
+
+@pytest.mark.numerical
 @pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], family=FAMILIES)
 def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(kind, family, products):
     agent = make_agent(kind, family)
@@ -222,11 +244,11 @@ def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(kind, family
     agent.act("x")
     assert products
     model, ids = agent.policy.model.pretrained_model.get_base_model(), torch.tensor([[1, 2, 3, 4]])
-    with torch.no_grad():
-        expected, before = model(ids).logits, len(products)
-        with agent.policy._backbone._acceleration._packed:
-            assert torch.allclose(model(ids).logits, expected, atol=1e-4)
+    before = len(products)
+    with torch.no_grad(), agent.policy._backbone._acceleration._packed:
+        received = model(ids).logits
     assert len(products) > before
+    assert_as_exact(received, model, ids)
 
 
 @pytest.mark.parametrize("safely", [True, False])
@@ -239,10 +261,10 @@ def test_an_adapter_can_be_merged_and_taken_out_again(safely, products):
 
     @torch.no_grad()
     def check():
-        expected = model(ids).logits
         products.clear()
         with packed:
-            assert torch.allclose(model(ids).logits, expected, atol=1e-4)
+            received = model(ids).logits
+        assert_as_exact(received, model, ids)
         return len(products)
 
     beside = check()

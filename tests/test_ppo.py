@@ -78,6 +78,7 @@ def test_minibatches_cover_every_segment_once_and_small_remainders_join(size, si
     assert [len(group) for group in groups] == sizes
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 def test_microbatches_change_nothing_but_memory(kind):
     weights = []

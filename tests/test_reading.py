@@ -6,15 +6,20 @@ import pytest
 import torch
 
 from llamagym.engine.transformer import Transformer
+from tests.rounding import assert_within_rounding
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.equivalence
 
 
+@pytest.mark.numerical
 def test_words_logits_keep_what_bfloat16_would_round_away():
     transformer = Transformer(tiny_model("llama").bfloat16())
     hidden, words = 5 * torch.randn(9, 32).bfloat16(), torch.randint(200, (9, 3))
     received = transformer.logits_of(hidden, words)
     weights = transformer._head.weight.detach().double()
-    assert torch.allclose(received.double(), (hidden.double() @ weights.T).gather(1, words), atol=1e-4)
+    exact = (hidden.double() @ weights.T).gather(1, words)
+    assert_within_rounding(
+        received, exact, torch.float32, 32, (hidden.double().abs() @ weights.T.abs()).gather(1, words)
+    )
     assert not torch.equal(received, received.bfloat16().float())

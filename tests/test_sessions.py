@@ -9,9 +9,8 @@ from llamagym.conversation.episode import Episode, Segment
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.engine.token_tree import TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent, settled, touch_weights
+from tests.rounding import LOGPROB_TOLERANCE
 from tests.tiny import FAMILIES
-
-TOLERANCE = 2e-4
 
 
 class SingleTokens(ChoiceAgent):
@@ -82,7 +81,7 @@ def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
     recorded = [logprob for turn in agent.conversation(0).turns for logprob in turn.reply.logprobs]
     backbone.forget_all()
     now = agent.policy.evaluate([agent.conversation(0).current_segment()])
-    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.equivalence
@@ -105,7 +104,7 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     anew = agent.policy.evaluate(segments)
     handle.remove()
     assert passes
-    assert torch.allclose(now.logprobs, anew.logprobs, atol=TOLERANCE)
+    assert torch.allclose(now.logprobs, anew.logprobs, atol=LOGPROB_TOLERANCE)
 
 
 def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers():
@@ -121,7 +120,7 @@ def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers()
     step(agent, "b")
     assert len(passes) == 1
     first, second = (turn.reply for turn in agent.conversation(0).turns[-2:])
-    assert (first.ids, first.logprobs) == (second.ids, pytest.approx(second.logprobs, abs=TOLERANCE))
+    assert (first.ids, first.logprobs) == (second.ids, pytest.approx(second.logprobs, abs=LOGPROB_TOLERANCE))
 
 
 def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
@@ -136,7 +135,7 @@ def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
     after = agent.policy.choice_logprobs([second])[0]
     agent.policy._backbone.forget_all()
     agent.policy._choice_cache.clear()
-    assert torch.allclose(after, agent.policy.choice_logprobs([second])[0], atol=TOLERANCE)
+    assert torch.allclose(after, agent.policy.choice_logprobs([second])[0], atol=LOGPROB_TOLERANCE)
 
 
 def test_the_first_turn_reads_the_system_prompt_once_for_all():
@@ -167,10 +166,10 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
     policy._backbone.forget_all()
     assert max(tree.context_length for tree in trees) > 64
     for one, other in zip(grown, entries_of(policy._backbone, trees), strict=True):
-        assert torch.allclose(one, other, atol=TOLERANCE)
+        assert torch.allclose(one, other, atol=LOGPROB_TOLERANCE)
     recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
     now = policy.evaluate(segments)
-    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
 
 
 class OneWord(SingleTokens):
@@ -192,7 +191,7 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
     together = entries_of(backbone, trees)
     for tree, entries in zip(trees, together, strict=True):
         backbone.forget_all()
-        assert torch.allclose(entries_of(backbone, [tree])[0], entries, atol=TOLERANCE)
+        assert torch.allclose(entries_of(backbone, [tree])[0], entries, atol=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.pairwise(activated=[True, False])
@@ -215,7 +214,7 @@ def test_what_does_not_fit_is_read_again():
     conversation = agent.conversation(0)
     recorded = [turn.reply.logprobs[0] for turn in conversation.turns]
     now = agent.policy.evaluate([Segment(tuple(conversation.turns))])
-    assert now.logprobs[:, 0].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+    assert now.logprobs[:, 0].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.equivalence
@@ -241,5 +240,5 @@ def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(famil
     assert len(segments) == len(starts)
     assert max(TokenTree.from_segment(segment).context_length for segment in segments) < 300
     now = agent.policy.evaluate(segments)
-    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=TOLERANCE)
+    assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
     assert agent.terminate_episode()["turns"] == 20

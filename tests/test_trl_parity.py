@@ -268,6 +268,7 @@ def test_every_minibatch_is_clipped() -> None:
         assert (value - before[name]).abs().max() <= 4 * 1e-4 * config.learning_rate + 1e-7, name
 
 
+@pytest.mark.numerical
 def test_first_ratio_is_one_and_a_longer_row_changes_nothing_for_a_shorter_one() -> None:
     # One minibatch of two rows, the second much longer, must report the two rows' own numbers, weighted by tokens.
     (query, *_), (response, *_), _ = batch()

@@ -43,6 +43,7 @@ def assert_same_outputs(left: AutoModelForCausalLMWithValueHead, right: AutoMode
         torch.testing.assert_close(received, expected, rtol=0, atol=0)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_gives_the_model_s_logits_its_loss_and_values_of_the_last_hidden_state(family: str) -> None:
     model = AutoModelForCausalLMWithValueHead(tiny_base_model(family))

@@ -7,9 +7,8 @@ import torch
 
 from llamagym.policy.sampling import draw, draw_choices
 from tests.agents import WordAgent, make_agent, touch_weights
+from tests.rounding import LOGPROB_TOLERANCE
 from tests.tiny import FAMILIES
-
-TOLERANCE = 2e-4
 
 
 def speaker(family="llama", temperature=1.0, **options):
@@ -44,7 +43,7 @@ def test_replies_that_part_ways_are_recorded_as_they_are_evaluated(family, activ
     recorded = [agent.conversation(env).turns[-1].reply.logprobs for env in range(24)]
     assert len({agent.conversation(env).turns[-1].reply.ids for env in range(24)}) > 3
     now = agent.policy.evaluate(segments)
-    assert now.logprobs[now.mask].tolist() == pytest.approx([p for row in recorded for p in row], abs=TOLERANCE)
+    assert now.logprobs[now.mask].tolist() == pytest.approx([p for row in recorded for p in row], abs=LOGPROB_TOLERANCE)
 
 
 def test_a_reply_given_before_costs_nothing_until_the_weights_change():
@@ -68,7 +67,7 @@ def test_what_was_forgotten_in_between_is_written_again():
         (expected, _), (received, _) = (say(one, ["x", "yy"] * 4) for one in (agent, forgetful))
         assert [reply.ids for reply in expected] == [reply.ids for reply in received]
         for one, other in zip(expected, received, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.equivalence

@@ -100,8 +100,10 @@ def attend_in_parts(
     (rows, heads, length, size), groups, dtype = query.shape, key.shape[1], sum_dtype(value)
     shared_key, shared_value = value.new_empty(2, groups, 0, size, dtype=dtype) if shared is None else shared.to(dtype)
     own_key, own_value, before = key.to(dtype), value.to(dtype), shared_key.shape[1]
-    # Heads that share keys stand beside each other: (B, K, N/K T, D). The kernels take the scaling in float32.
-    grouped = (torch.tensor(scaling) * query.to(dtype)).reshape(rows, groups, -1, size)
+    # The kernels take the scaling in float32.
+    factor = torch.tensor(scaling, dtype=torch.promote_types(value.dtype, torch.float32))
+    # Heads that share keys stand beside each other: (B, K, N/K T, D).
+    grouped = (factor * query.to(dtype)).reshape(rows, groups, -1, size)
     of_shared = _rows_together(grouped) @ shared_key.mT
     of_own = (own_key @ grouped.mT).mT
     scores = torch.cat([_rows_apart(of_shared, rows), of_own], dim=-1)
