@@ -113,7 +113,7 @@ def rounding_noise(
     try:
         for _ in range(samples):
             for weight, original in zip(weights, kept, strict=True):
-                signs = torch.randint(2, original.shape, generator=rng) * 2 - 1
+                signs = torch.randint(2, original.shape, generator=rng, dtype=original.dtype) * 2 - 1
                 weight.copy_(original * (1 + relative * signs))
             moved.append((compute() - exact).norm().item())
     finally:
