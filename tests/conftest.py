@@ -15,29 +15,6 @@ from tests.pairwise import pairwise
 torch.set_num_threads(int(os.environ.get("LLAMAGYM_TEST_THREADS", "1")))
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--each-value-once",
-        action="store_true",
-        help="of each test's combinations of parameters, run those with which every single value occurs",
-    )
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave out tests whose every parameter has had its value before, with `--each-value-once`."""
-    if not config.getoption("--each-value-once"):
-        return
-    met, chosen = set(), []
-    for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        values = {(item.path, item.originalname, name, id(value)) for name, value in parameters.items()}
-        if not values or not values <= met:
-            chosen.append(item)
-        met |= values
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
-
-
 def pytest_generate_tests(metafunc):
     """Run `pairwise` tests in combinations of their parameters, those of `equivalence` with and without kernels.
 
