@@ -49,7 +49,7 @@ def main() -> None:
     agent = script.load(args, Clerk, "episode", generate_config_dict={"max_new_tokens": 8})
     baselines = {"random": random_calls(), "optimum": 1.0}
     warm_start = [WarmStart(lambda: agent.sft_from_jsonl(FORMAT))]
-    script.learn(args, agent, AddressBook, script.played(AddressBook, args), baselines, warm_start)
+    script.learn(args, agent, AddressBook, script.evaluation(AddressBook, args), baselines, warm_start)
 
 
 if __name__ == "__main__":

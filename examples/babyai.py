@@ -17,7 +17,7 @@ from gymnasium.wrappers import TransformReward
 from imitation import WarmStart, imitate
 from memory_player import make_player
 
-from llamagym import Agent
+from llamagym import Agent, evaluate
 from llamagym.envs.babyai import ACTIONS, MOVES, make_babyai
 
 THING = re.compile(r"(?:red|green|blue|purple|yellow|grey) (?:ball|box|door|key)")
@@ -69,12 +69,12 @@ def main() -> None:
     # In a conversation the mission is said once.
     how = args.level, args.all_actions, args.context == "turn", args.max_steps
     train_in, score_in = functools.partial(make_babyai, *how), functools.partial(make_scored, *how)
-    baselines = {"random": script.random_return(score_in), "optimum": 1.0}
+    baselines = {"random": evaluate("random", score_in, 200, script.HELD_OUT_SEED).mean, "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
     agent = script.load(args, kind, args.context)
     imitation = WarmStart(lambda: imitate(agent, train_in(), make_player, args.shown_episodes))
     warm_start = [imitation] if args.shown_episodes else []
-    script.learn(args, agent, train_in, script.played(score_in, args), baselines, warm_start)
+    script.learn(args, agent, train_in, script.evaluation(score_in, args), baselines, warm_start)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from llamagym import Agent, demonstrations_path, parse_choice
 
 
 class BlackjackAgent(Agent):
-    """Sees its sum, the dealer's card and whether an ace is usable; says stick or hit."""
+    """Sees its sum, the dealer's card and whether an ace is usable; answers stick or hit."""
 
     free_text = False
 
@@ -43,9 +43,9 @@ def hit_probabilities(agent: BlackjackAgent, greedy: bool = False) -> dict[State
         hits = np.array([probability["hit"] for probability in agent.action_probabilities(STATES)])
         return dict(zip(STATES, ((hits > 0.5) * 1.0 if greedy else hits).tolist(), strict=True))
     agent.eval(greedy)
-    tables = [[(sample, state) for state in STATES] for sample in range(1 if greedy else 20)]
-    actions = [agent.act_batch(STATES, ids) for ids in tables]
-    agent.discard_episodes([table for ids in tables for table in ids])
+    episode_ids = [[(sample, state) for state in STATES] for sample in range(1 if greedy else 20)]
+    actions = [agent.act_batch(STATES, ids) for ids in episode_ids]
+    agent.discard_episodes([table for ids in episode_ids for table in ids])
     agent.train()
     return dict(zip(STATES, np.mean(actions, axis=0).tolist(), strict=True))
 
@@ -56,7 +56,7 @@ def exact_return(agent: BlackjackAgent, greedy: bool) -> float:
 
 
 def strategy(agent: BlackjackAgent) -> str:
-    """What the agent does in each state, as a table."""
+    """The agent's strategy as a table."""
     return strategy_table(hit_probabilities(agent))
 
 
@@ -68,8 +68,8 @@ def main() -> None:
     args = script.parse(options, minutes=2.5)
     agent = script.load(args, BlackjackAgent, generate_config_dict={"max_new_tokens": 4})
     agent.free_text = args.free_text
-    shown = demonstrations_path("format_blackjack" if args.free_text else "demo_blackjack")
-    warm_start = [WarmStart(lambda: agent.sft_from_jsonl(shown))] if args.sft_warm_start else []
+    demonstrations = demonstrations_path("format_blackjack" if args.free_text else "demo_blackjack")
+    warm_start = [WarmStart(lambda: agent.sft_from_jsonl(demonstrations))] if args.sft_warm_start else []
     # The usual rules; the registered default, sab=True, is another game.
     env = gym.make("Blackjack-v1", natural=False, sab=False)
     script.learn(args, agent, env, exact_return, baseline_returns(), warm_start, strategy)

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import script
 
-from llamagym import Agent
+from llamagym import Agent, evaluate
 
 # Cart position (m) and velocity (m/s), pole angle (degrees) and angular velocity (degrees/s): each is rounded to a
 # multiple of its step and held within its limit. A linear controller that sees only that balances for 500 steps.
@@ -93,8 +93,8 @@ def main() -> None:
     options.add_argument("--two-decimals", action="store_true", help="show the environment's own numbers, not cells")
     args = script.parse(options, episodes=4000)
     agent = script.load(args, TwoDecimalsAgent if args.two_decimals else CartPoleAgent)
-    baselines = {"random": script.random_return(make), "optimum": 500.0}
-    script.learn(args, agent, make, script.played(make, args), baselines)
+    baselines = {"random": evaluate("random", make, 200, script.HELD_OUT_SEED).mean, "optimum": 500.0}
+    script.learn(args, agent, make, script.evaluation(make, args), baselines)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import script
 
-from llamagym import Agent
+from llamagym import Agent, evaluate
 from llamagym.envs.guess_number import GuessTheNumber
 
 NUMBERS = [str(number) for number in range(1, 17)]
@@ -36,9 +36,9 @@ class Guesser(Agent):
 def main() -> None:
     """Load, learn, and report."""
     args = script.parse(script.parser(__doc__, eval_every=10, eval_episodes=256), episodes=20_000)
-    baselines = {"random": script.random_return(GuessTheNumber), "optimum": 1.0}
+    baselines = {"random": evaluate("random", GuessTheNumber, 200, script.HELD_OUT_SEED).mean, "optimum": 1.0}
     agent = script.load(args, Guesser, "episode")
-    script.learn(args, agent, GuessTheNumber, script.played(GuessTheNumber, args), baselines)
+    script.learn(args, agent, GuessTheNumber, script.evaluation(GuessTheNumber, args), baselines)
 
 
 if __name__ == "__main__":

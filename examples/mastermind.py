@@ -13,7 +13,7 @@ import gymnasium
 import script
 from imitation import WarmStart, imitate
 
-from llamagym import Agent
+from llamagym import Agent, evaluate
 from llamagym.envs.mastermind import Mastermind, compare
 
 CODES = Mastermind().codes
@@ -64,13 +64,13 @@ def main() -> None:
     options = script.parser(__doc__, eval_every=10, eval_episodes=256)
     options.add_argument("--shown-games", type=int, default=0, help="number of games to imitate first")
     args = script.parse(options, episodes=40_000)
-    baselines = {"random": script.random_return(Mastermind), "optimum": 1.0}
+    baselines = {"random": evaluate("random", Mastermind, 200, script.HELD_OUT_SEED).mean, "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
     # A game's one reward tells too little to learn from; scored is only whether the code is found.
     train_in = functools.partial(Mastermind, reward_consistent=True)
     imitation = WarmStart(lambda: imitate(agent, Mastermind(), Player, args.shown_games))
     warm_start = [imitation] if args.shown_games else []
-    script.learn(args, agent, train_in, script.played(Mastermind, args), baselines, warm_start)
+    script.learn(args, agent, train_in, script.evaluation(Mastermind, args), baselines, warm_start)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share: options, an agent made from them, and a run that ends with `summary.json` and a report."""
+"""Shared by the examples: command-line options, the agent, and a run that ends with `summary.json` and a report."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import llamagym as lg
 
-HELD_OUT_SEED = 1_000_000  # for the episodes of evaluations; training derives the seeds of its own from --seed
+HELD_OUT_SEED = 1_000_000  # of evaluation episodes; training episodes derive their seeds from --seed
 LEARNER = {"batch_size": int, "mini_batch_size": int, "learning_rate": float, "target_kl": float, "entropy_coef": float}
 
 
@@ -24,7 +23,9 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--load-in-8bit", action="store_true", help="quantized weights; needs a GPU")
     options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="stop after this many")
-    options.add_argument("--minutes", type=float, help="stop after this time; the first of both limits counts")
+    options.add_argument(
+        "--minutes", type=float, help="stop after this time; the limit reached first ends the training"
+    )
     options.add_argument("--num-envs", type=int, help="environments that are stepped together")
     for name, kind in LEARNER.items():
         options.add_argument(f"--{name.replace('_', '-')}", type=kind, help="option of PPOConfig or GRPOConfig")
@@ -43,6 +44,8 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
 def parse(options: argparse.ArgumentParser, **budget: float) -> argparse.Namespace:
     """Read the command line; the default `budget` (episodes or minutes) holds unless the user sets one."""
     args = options.parse_args()
+    if args.resume and not args.run_dir.is_dir():
+        options.error("--resume needs --run-dir, the folder of the run to continue")
     if args.episodes is None and args.minutes is None:
         vars(args).update(budget)
     return args
@@ -82,19 +85,16 @@ def summarize(args: Any, agent: Any, result: Any, scores: Any, greedy: Any, base
     print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {result.report}")
 
 
-def played(env: Any, args: argparse.Namespace) -> Callable:
+def evaluation(env: Any, args: argparse.Namespace) -> Any:
     """A score for `learn`: held-out episodes that the agent plays, `--eval-episodes` of them."""
     return lambda agent, greedy: lg.evaluate(agent, env, args.eval_episodes, HELD_OUT_SEED, args.num_envs, greedy)
 
 
-def random_return(env: Any) -> float:
-    """Mean return of random actions in 200 held-out episodes."""
-    return lg.evaluate("random", env, 200, HELD_OUT_SEED).mean
-
-
-def run(main: Callable[[], None]) -> None:
+def run(main: Any) -> None:
     """Run an example; the library's own errors end it with one line."""
     try:
         main()
     except lg.LlamaGymError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import script
 
-from llamagym import Agent
+from llamagym import Agent, evaluate
 
 ACTIONS = ("south", "north", "east", "west", "pick up", "drop off")
 """By the environment's number."""
@@ -70,9 +70,9 @@ def main() -> None:
     """Load, learn, and report."""
     options = script.parser(__doc__, eval_every=10, eval_episodes=256)
     args = script.parse(options, episodes=100_000, minutes=15)
-    baselines = {"random": script.random_return(make), "optimum": best_return()}
+    baselines = {"random": evaluate("random", make, 200, script.HELD_OUT_SEED).mean, "optimum": best_return()}
     agent = script.load(args, Driver)
-    script.learn(args, agent, make, script.played(make, args), baselines)
+    script.learn(args, agent, make, script.evaluation(make, args), baselines)
 
 
 if __name__ == "__main__":

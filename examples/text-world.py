@@ -89,7 +89,7 @@ def main() -> None:
     train_in = functools.partial(TextWorldEnv, seen, args.max_steps)
     commands = WarmStart(lambda: agent.sft_from_jsonl(demonstrations_path("format_text-world_commands")))
     warm_start = [commands] if args.free_text else []
-    script.learn(args, agent, train_in, script.played(test_in, args), baselines, warm_start)
+    script.learn(args, agent, train_in, script.evaluation(test_in, args), baselines, warm_start)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,11 @@ def install(steps: list[Step], stamps: Stamps, run: Callable[[list[str]], int], 
         label = f"[bootstrap] {number}/{len(waiting)} {step.name}"
         print(f"{label}: installing {' '.join(step.pip)}", flush=True)
         started = time.perf_counter()
-        code = run([*installer(python), *step.pip])
+        command = installer(python)
+        code = run([*command, *step.pip])
+        if code != 0 and command[0] != str(python):
+            print(f"{label}: {command[0]} failed with code {code}, trying pip", flush=True)
+            code = run([str(python), *_PIP, *step.pip])
         if code == 0:
             stamps.record(step)
             print(f"{label}: done in {time.perf_counter() - started:.0f} s", flush=True)
@@ -222,9 +226,9 @@ def run_tests(python: Path, commands: tuple[tuple[str, ...], ...] = TEST_COMMAND
     """Run every check, even after one has failed; 0 if all pass."""
     failed: list[str] = []
     for command in commands:
-        # Said before pytest, whose own summary is to be the last line.
+        # Printed before pytest, whose own summary is to be the last line.
         if failed and command is commands[-1]:
-            print(f"[bootstrap] failed: {', '.join(failed)}; pytest runs all the same", flush=True)
+            print(f"[bootstrap] failed: {', '.join(failed)}; pytest still runs", flush=True)
         variables = dict(word.split("=", 1) for word in command if "=" in word)
         if call([str(python), "-m", *(word for word in command if "=" not in word)], variables) != 0:
             failed.append(" ".join(command))

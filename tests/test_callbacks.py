@@ -101,8 +101,8 @@ def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
     assert after.heard[:8] == [*before.heard[:-1], "loaded"]
     assert after.heard[8:] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
     with caplog.at_level(logging.WARNING):
-        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Callback(), after], resume=True, **where)
-    assert "Recorder begins anew" in caplog.text
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Renamed(), after], resume=True, **where)
+    assert "The checkpoint has no state for Recorder" in caplog.text
 
 
 def test_what_is_no_callback():

@@ -157,7 +157,7 @@ def test_a_signal_lets_the_step_end_saves_and_exits(tmp_path, number, caplog):
     with pytest.raises(SystemExit) as exit_:
         stop_after_steps(tmp_path, 7, number)
     assert exit_.value.code == 130
-    assert "finishing the step and saving" in caplog.text
+    assert "stopping after the current step and saving" in caplog.text
     assert f"the same train(...) with checkpoint_dir={str(tmp_path)!r}, resume=True" in caplog.text
     _, whole = learning(tmp_path / "whole")
     _, resumed = learning(tmp_path, resume=True)
@@ -237,7 +237,7 @@ def broken(**attributes: Any) -> Any:
 def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_path, steps, caplog):
     with pytest.raises(ValueError, match="out of cards"):
         learning(tmp_path, env=broken(fails_at=steps))
-    assert "failed in copy 1 of the environment; its last whole state is saved" in caplog.text
+    assert "failed in copy 1 of the environment; the last complete state is saved in" in caplog.text
     _, resumed = learning(tmp_path, resume=True)
     _, whole = learning(tmp_path / "whole")
     assert resumed.returns == whole.returns
@@ -249,7 +249,7 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
         learning(tmp_path, agent, lambda: type("Broken", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0)
-    assert "its last whole state is saved" in caplog.text
+    assert "the last complete state is saved in" in caplog.text
     _, resumed = learning(tmp_path, resume=True)
     assert len(resumed.returns) == 12
 
@@ -469,7 +469,7 @@ def test_a_later_version_s_checkpoint_is_not_deleted(tmp_path):
 def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):
     learning(tmp_path / "run", episodes=20)
     before = sorted((tmp_path / "run").iterdir())
-    with pytest.raises(CheckpointError, match=r"of an earlier run. Pass resume=True"):
+    with pytest.raises(CheckpointError, match=r"of an earlier run, the newest is .*Pass resume=True"):
         learning(tmp_path / "run", episodes=20)
     assert sorted((tmp_path / "run").iterdir()) == before
 

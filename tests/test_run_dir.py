@@ -183,3 +183,69 @@ def test_rejects_a_score_that_is_not_a_number():
         scored(lambda agent: {"mean": 1})
     with pytest.raises(ConfigError, match="every=0"):
         ScoreCallback(lambda agent: 0.0, every=0)
+
+
+# Faults of users and of their machines
+
+
+def test_a_score_added_on_resume_can_be_resumed_again(tmp_path):
+    learning(tmp_path, episodes=4)
+    learning(tmp_path, episodes=8, callbacks=ScoreCallback(lambda agent: 1.0), resume=True)
+    score = ScoreCallback(lambda agent: 1.0)
+    learning(tmp_path, episodes=12, callbacks=score, resume=True)
+    assert score.before is None
+    assert score.after == Score(1.0)
+
+
+def test_callbacks_in_another_order_find_their_states(tmp_path):
+    learning(tmp_path, callbacks=[Counting(), ScoreCallback(lambda agent: 1.0)])
+    counting, score = Counting(), ScoreCallback(lambda agent: 2.0)
+    learning(tmp_path, callbacks=[score, counting], resume=True)
+    assert counting.prepared == 1
+    assert score.before == Score(1.0)
+
+
+def test_does_not_mix_the_metrics_of_two_runs(tmp_path):
+    learning(tmp_path / "run", checkpoint_dir=tmp_path / "elsewhere")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    # The folder has no checkpoint, so nothing can be resumed.
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        learning(tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics
+
+
+def test_an_interrupt_after_the_last_step_ends_the_program_too(tmp_path, caplog):
+    class Late(Callback):
+        def on_training_end(self, run: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit):
+        learning(tmp_path, callbacks=Late())
+    assert "Stopped and saved" in caplog.text
+    assert len(learning(tmp_path, resume=True).returns) == 12
+
+
+def test_logs_that_nothing_is_left_to_do(tmp_path, caplog):
+    learning(tmp_path)
+    learning(tmp_path, resume=True)
+    assert "The budget is used up already: 12 episodes" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["", "file", "file/below", "~nobody_of_this_name/run"])
+def test_rejects_paths_that_cannot_be_folders(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    for name in ("run_dir", "checkpoint_dir"):
+        with pytest.raises(ConfigError, match=f"{name}={path!r}"):
+            train(make_agent(ChoiceAgent), DiceEnv, 2, **{name: path})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_rejects_a_single_name_of_a_tracker(tmp_path):
+    with pytest.raises(ConfigError, match=r"log_with must be a list of names, got 'csv' \(str\)"):
+        learning(tmp_path, log_with="csv")
+
+
+def test_trains_without_a_stderr(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert len(learning(None).updates) > 1

@@ -29,8 +29,8 @@ def require_none(root: Path) -> None:
     """
     if found := _all(root):
         raise CheckpointError(
-            f"{str(root)!r} holds {len(found)} checkpoints of an earlier run. Pass resume=True to go on with it, or "
-            "another checkpoint_dir."
+            f"{str(root)!r} holds checkpoints of an earlier run, the newest is {found[-1].name}. Pass resume=True to "
+            "continue it, or another folder."
         )
 
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -22,6 +23,11 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is an open terminal; a program without a console has None for stderr."""
+    return stream is not None and not stream.closed and stream.isatty()
+
+
 @contextmanager
 def loading_quietly(reads_gguf: bool = False) -> Iterator[None]:
     """While open, only a terminal gets transformers' progress bars, and PEFT's deprecations are silent.
@@ -29,7 +35,7 @@ def loading_quietly(reads_gguf: bool = False) -> Iterator[None]:
     Args:
         reads_gguf: Whether a GGUF file is read, which has a bar of its own.
     """
-    hides_bar = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    hides_bar = transformers_logging.is_progress_bar_enabled() and not is_terminal(sys.stderr)
     with warnings.catch_warnings():
         # PEFT 0.21 asks transformers 5 for a property under its old name whenever it wraps a model.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

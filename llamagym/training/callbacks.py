@@ -111,14 +111,16 @@ class Callbacks(Callback):
         return {"callbacks": [[type(callback).__name__, callback.state_dict()] for callback in self._callbacks]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give back to each what it saved; one that stands where another one stood begins anew, which is said."""
-        saved = state["callbacks"]
-        for index, callback in enumerate(self._callbacks):
-            name, its_state = saved[index] if index < len(saved) else (None, {})
-            if name == type(callback).__name__:
-                callback.load_state_dict(its_state)
+        """Restore each callback's state by the name of its class; several of one class in their order."""
+        saved = list(state["callbacks"])
+        for callback in self._callbacks:
+            name = type(callback).__name__
+            match = next((entry for entry in saved if entry[0] == name), None)
+            if match is not None:
+                saved.remove(match)
+                callback.load_state_dict(match[1])
             elif callback.state_dict():
-                logger.warning("%s begins anew: the checkpoint holds no state of it.", type(callback).__name__)
+                logger.warning("The checkpoint has no state for %s; it starts fresh.", name)
 
     def _go_on(self, tell: Callable[[Callback], bool | None]) -> bool:
         answers = [tell(callback) for callback in self._callbacks]

@@ -39,7 +39,10 @@ class Interrupts:
         self.stops = True
         # Handlers that were there before act on the next one.
         self._restore()
-        logger.warning("%s: finishing the step and saving. Once more stops at once.", signal.Signals(number).name)
+        logger.warning(
+            "%s: stopping after the current step and saving. Press Ctrl-C again to stop immediately.",
+            signal.Signals(number).name,
+        )
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +41,7 @@ _FEWEST_COPIES = 16
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What `train` did, before it was resumed as well.
+    """Result of `train`, including the part before a resume.
 
     Attributes:
         returns: Undiscounted return of each finished episode, in the order of their ends.
@@ -49,9 +49,9 @@ class TrainingResult:
         turns: Environment steps taken.
         message: Why no update ran; empty if one did.
         successes: Whether each episode succeeded; None where the environment does not say.
-        minutes: How long it took, without the time in which it was stopped.
+        minutes: Training time, without pauses.
         report: The HTML report in `run_dir`; None without a folder or an update.
-        success_rate: Share of those that did, of all of which it is known; None if it is of none.
+        success_rate: Share of successful episodes among those with a known outcome; None if none is known.
     """
 
     returns: list[float]
@@ -108,17 +108,17 @@ def train(
     tracker, to the terminal. An error in one ends all, which go on from the last checkpoint.
 
     Args:
-        agent: Who learns; switched to `train()`.
+        agent: The agent to train; switched to `train()`.
         env: An environment's id, an environment, a function that makes one, or a `SyncVectorEnv` or `AsyncVectorEnv`
             of any autoreset mode, wrapped or not. With `num_envs` > 1 an environment must have a spec to be copied
             from. What is made here is closed at the end; what was passed stays open.
         episodes: Stop when this many have ended; unfinished ones are dropped. None: no limit. Of several budgets
             (`episodes`, `turns`, `minutes`) the one that is spent first ends the training.
-        num_envs: Copies that are acted in at once. None: 64, fewer if groups of episodes do not divide that, or 1 of an
-            environment that cannot be copied. Unless groups are compared or steps overlap, 16 of them begin, and after
-            each update as many go on, 16 at least, as a batch holds episodes. More would grow old together where
-            episodes are long: hardly any of them begins, so how to begin is hardly ever learnt from.
-        seed: Of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
+        num_envs: Number of environments that are stepped together. None: 1 for an environment that cannot be made
+            several times, else up to 64 in whole groups. Unless groups are compared or steps overlap, 16 of them run at
+            first, and after each update as many as a batch holds episodes, at least 16: with more, few episodes would
+            start per batch, and early turns would hardly be trained on.
+        seed: Base seed of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update, after callbacks and tracker; returning True ends the
             training.
         tracker: Receives them with what callbacks added, and the minutes so far. If it fails, that is said, and
@@ -143,6 +143,7 @@ def train(
         resume: Whether to continue from the newest intact checkpoint; without any, training begins.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
             resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
+            Without effect outside the main thread, since Python delivers signals there only.
         env_timeout: Seconds that a step or reset may take, when episodes are played again too; copies then run in
             processes of their own. None sets no limit, and steps them in this one unless `overlap` says otherwise.
         overlap: For slow environments: copies run in processes of their own, in two halves, and the agent acts in one
@@ -184,8 +185,8 @@ def train(
         raise ConfigError(
             f"overlap=True needs two halves, and num_envs={num_envs} is one group of {size}. Pass {2 * size} or more."
         )
-    run_dir = None if run_dir is None else Path(run_dir).expanduser()
-    checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir).expanduser()
+    run_dir = _folder("run_dir", run_dir)
+    checkpoint_dir = _folder("checkpoint_dir", checkpoint_dir)
     if log_with and run_dir is None:
         raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
     if run_dir is not None and checkpoint_dir is None:
@@ -195,10 +196,7 @@ def train(
     if checkpoint_dir is not None and not resume:
         with ranks.main_process_first():
             require_none(checkpoint_dir)
-    if run_dir is not None and not resume:
-        _require_no_metrics(run_dir)
     agent.train()
-    settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
         opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
@@ -206,15 +204,10 @@ def train(
         run.paces_learner(),
         # A judge rewards turns at the end of their episode.
         agent.cutting_episodes(ids) if judge is None else nullcontext(),
-        # Once the environments are there: a call that fails before leaves no files.
-        closing(_tracker_of_run(run_dir, agent, settings, log_with)) as run_tracker,
+        ExitStack() as run_files,
         Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
     ):
-        own_trackers = [] if run_dir is None else [run_tracker]
-        # What was passed is not closed here.
-        passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
-        trackers = MultiTracker(*own_trackers, *passed_trackers)
         entropy = agent.draw_seed() if seed is None else seed
         play = Play(agent, parts, ids, entropy, size, judge, (ranks.rank(), ranks.count()))
 
@@ -227,6 +220,16 @@ def train(
 
         saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
         before = saved.read() if saved and resume else None
+        own_trackers = []
+        if run_dir is not None:
+            if before is None:
+                _require_no_metrics(run_dir)
+            # Now that nothing can be wrong with the call: one that fails leaves no files.
+            settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
+            own_trackers.append(run_files.enter_context(closing(_tracker_of_run(run_dir, agent, settings, log_with))))
+        # What was passed is not closed here.
+        passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
+        trackers = MultiTracker(*own_trackers, *passed_trackers)
         if before is None:
             if finds_copies:
                 play.rest(np.arange(num_envs) >= _FEWEST_COPIES)
@@ -257,8 +260,10 @@ def train(
                 state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": told.state_dict()}
                 saved.write(state, run.turns, run.updates)
 
-        with _told(told, run, before), saved_on_error(save if saved else None):
+        with _told(told, run, before), saved_on_error(save if saved else None, checkpoint_dir):
             is_over = any(ranks.gather_objects(run.is_over))
+            if is_over:
+                logger.warning("The budget is used up already: %s. Pass a larger one to continue.", run)
             if callbacks and before is None:
                 save()
             while not is_over:
@@ -274,6 +279,12 @@ def train(
                     save()
                 if stops and saved is not None:
                     _stop_interrupted(run, run_dir, saved.root)
+        # An interrupt that came after the last step, such as during the last evaluation.
+        if interrupts.stops:
+            if saved is None:
+                saved = run_saved_in(_folder_of_interrupted(agent))
+                save()
+            _stop_interrupted(run, run_dir, saved.root)
     message = "" if run.updates else agent.why_no_update()
     if message:
         logger.warning(message)
@@ -296,12 +307,26 @@ def _require_no_metrics(run_dir: Path) -> None:
         )
 
 
-def _tracker_of_run(
-    run_dir: Path | None, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]
-) -> MultiTracker:
-    """What writes a run's folder; without a folder, nothing."""
-    if run_dir is None:
-        return MultiTracker()
+def _folder(name: str, path: str | Path | None) -> Path | None:
+    """A folder that was passed as an argument, with `~` expanded.
+
+    Raises:
+        ConfigError: The path is empty, names something that is not a folder, or an unknown user's home.
+    """
+    if path is None:
+        return None
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{name}={str(path)!r}: {error} Pass another path.") from error
+    blocking = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
+    if not str(path) or (blocking.exists() and not blocking.is_dir()):
+        raise ConfigError(f"{name}={str(path)!r} is not a folder and cannot be created. Pass the path of a folder.")
+    return folder
+
+
+def _tracker_of_run(run_dir: Path, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]) -> MultiTracker:
+    """The trackers that write a run's folder."""
     whole = {"agent": type(agent).__name__, **settings, **agent.learner.config.given()}
     return default_tracker(run_dir, whole, agent=agent, log_with=log_with)
 
@@ -309,8 +334,12 @@ def _tracker_of_run(
 def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoReturn:
     """Log how to continue an interrupted run that has been saved, and end the program or the cell."""
     folder = f"checkpoint_dir={str(checkpoints)!r}" if run_dir is None else f"run_dir={str(run_dir)!r}"
+    script = "" if run_dir is None else f" (in a script with such options: --run-dir '{run_dir}' --resume)"
     logger.warning(
-        "Stopped and saved after %d turns. To continue: the same train(...) with %s, resume=True.", run.turns, folder
+        "Stopped and saved after %d turns. To continue: the same train(...) with %s, resume=True%s.",
+        run.turns,
+        folder,
+        script,
     )
     raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..learners import ranks
+from ..models.quiet import is_terminal
 
 # A line is printed after this many seconds without one: an update of a large model may take a minute.
 _LONGEST_SILENCE_S = 10.0
@@ -48,7 +50,7 @@ class Progress:
 
         Args:
             episodes: Total number of episodes; None if unknown.
-            unit: What an episode is called, such as "hand".
+            unit: Name of an episode in the output, such as "hand".
             window: Number of latest episodes in the mean return.
             share: Returns the share of the run's budget that is used up, 0 to 1; None is the share of `episodes`.
         """
@@ -114,7 +116,9 @@ class Progress:
             self._last_line = time.perf_counter()
             if self._has_bar:
                 self._bar.write(line, file=sys.stderr)
-            else:
+                return
+            # A run does not end because nobody reads it any more: a closed pipe, or no stderr at all.
+            with suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(line + "\n")
                 sys.stderr.flush()
 
@@ -175,7 +179,7 @@ def _make_bar() -> Any:
         from IPython.display import display
 
         return tqdm(total=100, bar_format=_BAR_FORMAT, file=_CellOutput(display), ncols=_NOTEBOOK_COLUMNS)
-    return tqdm(total=100, bar_format=_BAR_FORMAT, disable=not sys.stderr.isatty())
+    return tqdm(total=100, bar_format=_BAR_FORMAT, disable=not is_terminal(sys.stderr))
 
 
 class _CellOutput:

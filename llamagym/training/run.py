@@ -52,6 +52,10 @@ class Run:
         self._uncounted = 0
         self._was_stopped = False
 
+    def __str__(self) -> str:
+        """What has been done so far."""
+        return f"{len(self.returns):,} episodes, {self.turns:,} turns, {self.minutes:.1f} minutes"
+
     @property
     def minutes(self) -> float:
         """Since the run began, without the time in which it was stopped."""

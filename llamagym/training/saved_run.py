@@ -74,18 +74,18 @@ class SavedRun:
         with ranks.main_process_first():
             path = newest(self.root)
         if path is None:
-            logger.info("no checkpoint in %s: training begins", self.root)
+            logger.info("No checkpoint in %s; starting a new run", self.root)
             return None
         check_options(path, "train", self._options)
         loop = self._agent.load_checkpoint(path, keep_episodes=True)
         self._play.resume(loop["play"])
-        logger.info("going on from %s, after %d turns", path, loop["turns"])
+        logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
 
 
 @contextmanager
-def saved_on_error(save: Callable[[], None] | None) -> Iterator[None]:
-    """While open, an exception saves what there was before the step that failed, if there is a way to."""
+def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iterator[None]:
+    """While open, an exception saves the state before the step that failed, if there is a folder for checkpoints."""
     try:
         yield
     except Exception as error:
@@ -94,7 +94,11 @@ def saved_on_error(save: Callable[[], None] | None) -> Iterator[None]:
         # Of several processes none can save alone; they go on from the last checkpoint.
         if save is not None and ranks.count() == 1:
             save()
-            logger.error("Training has failed%s; its last whole state is saved.", where)
+            logger.error(
+                "Training has failed%s; the last complete state is saved in %s. To continue, pass resume=True.",
+                where,
+                folder,
+            )
         elif where:
             logger.error("Training has failed%s.", where)
         raise

@@ -33,7 +33,7 @@ class ScoreCallback(Callback):
     run keeps the score from before its first step.
 
     Attributes:
-        before: Score before the first step; None until then.
+        before: Score before the first step; None until then, and in a run that was started without this callback.
         after: Latest score; that of the trained agent once the training is over.
     """
 
@@ -84,8 +84,8 @@ class ScoreCallback(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.before = Score(*state["before"])
-        self.after = Score(*state["after"])
+        self.before = None if state["before"] is None else Score(*state["before"])
+        self.after = None if state["after"] is None else Score(*state["after"])
         self._last_update = state["last_update"]
 
     def _score(self, run: Run) -> Score:
@@ -94,7 +94,8 @@ class ScoreCallback(Callback):
         if isinstance(result, EvaluationResult):
             return Score(result.mean, result.standard_error)
         try:
-            return Score(float(result))
+            # float() would read a text, too.
+            return Score(float(None if isinstance(result, str) else result))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"The score function returned {result!r} ({type(result).__name__}). Return a number, or the result of "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..agent import Agent
+from ..errors import ConfigError
 from ..learners import ranks
 from ..options import as_json
 from .services import ServiceTracker
@@ -193,6 +194,8 @@ def default_tracker(
     Raises:
         ConfigError: A tracker is unknown, or its package is missing.
     """
+    if isinstance(log_with, str):
+        raise ConfigError(f"log_with must be a list of names, got {log_with!r} (str). Pass [{log_with!r}].")
     if not ranks.is_main_process():
         return MultiTracker()
     folder = Path(run_dir).expanduser()

@@ -28,7 +28,7 @@ def timed(command: list[str], clone: Path, home: Path) -> tuple[float, str, floa
     """Run a command in the clone with caches of its own.
 
     Returns:
-        Seconds in all; what it printed; the longest silence, in seconds, after the set-up was ready.
+        Seconds in all; the output; the longest time between two lines, in seconds, once the set-up is ready.
     """
     # What other runs on this machine have cached or set counts for nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "NUMBA_", "OMP_"))}
@@ -42,7 +42,7 @@ def timed(command: list[str], clone: Path, home: Path) -> tuple[float, str, floa
         assert process.stdout is not None
         for line in process.stdout:
             now = time.perf_counter()
-            if lines and not lines[-1].startswith("[bootstrap]"):
+            if any("ready after" in printed for printed in lines):
                 silence = max(silence, now - latest)
             latest = now
             lines.append(line)
