@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache
 from ..errors import ModelLoadError
 from ..models.hardware import check_one_device, pass_tokens
 from ..models.peft_internals import acting_on_every_token
-from ..models.transformers_internals import attention_of
+from ..models.transformers_internals import attention_of, cache_argument
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import for_any_shape, register, sharing
@@ -53,6 +53,7 @@ class Transformer:
         self._lm = lm
         self._weights: int = sum(weight.numel() for weight in lm.parameters())
         self._body: Any = getattr(lm, lm.base_model_prefix)
+        self._cache_argument = cache_argument(self._body)
         self._head: nn.Module = lm.get_output_embeddings()
         config = lm.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -158,15 +159,10 @@ class Transformer:
             hidden = self._body.get_input_embeddings()(tokens.inputs)
             return hidden
         mask = attention_mask(tokens, self._window, self._layer_types, self._lm.dtype)
+        inputs_argument = "inputs_embeds" if tokens.inputs.is_floating_point() else "input_ids"
+        arguments = {inputs_argument: tokens.inputs, self._cache_argument: cache}
         with self.ready(), sharing(self._body, cache) as shared:
-            output = part(
-                **{"inputs_embeds" if tokens.inputs.is_floating_point() else "input_ids": tokens.inputs},
-                position_ids=tokens.positions,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **shared,
-            )
+            output = part(**arguments, position_ids=tokens.positions, attention_mask=mask, use_cache=True, **shared)
         hidden = output.last_hidden_state
         return hidden
 

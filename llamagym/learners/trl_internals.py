@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-VERSIONS = ">=1.14,<1.17"
+VERSIONS = ">=1.14"
 """Versions of TRL that this file is known to fit."""
 
 

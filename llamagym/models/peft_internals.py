@@ -15,7 +15,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-VERSIONS = ">=0.21,<0.22"
+VERSIONS = ">=0.21"
 """Versions of PEFT that this file is known to fit."""
 
 LowRank = tuple[tuple[Tensor, Tensor, float], ...]

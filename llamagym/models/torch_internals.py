@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VERSIONS = ">=2.11,<2.14"
+VERSIONS = ">=2.11"
 """Versions of PyTorch that this file is known to fit."""
 
 Product = Callable[[Tensor], Tensor]

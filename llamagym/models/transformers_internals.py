@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,17 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer as DynamicLayer
 
-VERSIONS = ">=5.20,<5.24"
+VERSIONS = ">=5.20"
 """Versions of transformers that this file is known to fit."""
+
+
+def cache_argument(module: Any) -> str:
+    """The name of the argument by which a model or decoder layer takes its KV cache.
+
+    It is `cache` since transformers 5.24, where `past_key_values` is deprecated. Models whose code lies outside of
+    transformers keep the name that they were written with.
+    """
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:

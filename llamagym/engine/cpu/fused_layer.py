@@ -20,7 +20,13 @@ from transformers import Cache
 from ...models.hardware import sum_dtype
 from ...models.peft_internals import base_of, is_low_rank, low_rank_of
 from ...models.torch_internals import hooks_of
-from ...models.transformers_internals import attention_function, attention_of, has_attention, rotate
+from ...models.transformers_internals import (
+    attention_function,
+    attention_of,
+    cache_argument,
+    has_attention,
+    rotate,
+)
 from .attention_backward import attend_with_gradients
 from .attention_kernel import attend
 from .compiling import has_kernels
@@ -83,18 +89,21 @@ class _Layer:
         self._layer, self._packed = layer, packed
         self._may_hold_scores, self._attend_in_parts = may_hold_scores, attend_in_parts
         attention = layer.self_attn
+        self._cache_argument = cache_argument(layer)
         self._in, self._out, self._gate_up, self._down = _projections(layer)
         self._norms = [layer.input_layernorm, layer.post_attention_layernorm]
         self._norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         inner = [module for module in layer.modules() if module is not layer]
         self.hooks = [hooks for module in inner for hooks in hooks_of(module)]
 
-    def __call__(self, hidden: Tensor, past_key_values: Cache | None = None, **others: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """The layer's output for hidden states (B, T, H); takes the layer's own arguments."""
-        if past_key_values is not None and self._can_run(hidden, past_key_values):
-            return self._run(hidden, past_key_values, **others)
+        cache: Cache | None = arguments.get(self._cache_argument)
+        if cache is not None and self._can_run(hidden, cache):
+            del arguments[self._cache_argument]
+            return self._run(hidden, cache, **arguments)
         layer = self._layer
-        result: Tensor = type(layer).forward(layer, hidden, past_key_values=past_key_values, **others)
+        result: Tensor = type(layer).forward(layer, hidden, **arguments)
         return result
 
     def _can_run(self, hidden: Tensor, cache: Cache) -> bool:

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray as carray
 
-VERSIONS = ">=0.61,<0.69"
+VERSIONS = ">=0.61"
 """Versions of numba that this file is known to fit."""
 
 
