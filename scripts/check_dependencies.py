@@ -80,7 +80,7 @@ def run_tests(python: Path, tests: Sequence[str]) -> dict[str, Any]:
 def counts(report: ElementTree.Element) -> dict[str, Any]:
     """Counts of a JUnit report.
 
-    >>> counts(ElementTree.fromstring('<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'))
+    >>> counts(ElementTree.fromstring('<testsuite><testcase classname="a" name="b"/></testsuite>'))
     {'passed': 1, 'failed': 0, 'skipped': 0, 'failures': []}
     """
     cases = list(report.iter("testcase"))

@@ -20,8 +20,9 @@ from transformers import Cache, DynamicCache
 
 from ..errors import ModelLoadError
 from ..models.hardware import check_one_device, pass_tokens
-from ..models.peft_internals import acting_on_every_token
-from ..models.transformers_internals import attention_of, cache_argument
+from ..models.peft_internals import acting_on_every_token, require_activation
+from ..models.torch_internals import CONTAINERS
+from ..models.transformers_internals import CACHE_LAYER, attention_of, cache_argument
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import for_any_shape, register, sharing
@@ -49,6 +50,8 @@ class Transformer:
         check_one_device(model)
         pretrained: Any = model.pretrained_model
         lm: Any = pretrained.get_base_model() if model.is_peft_model else pretrained
+        CACHE_LAYER.require()
+        require_activation(pretrained)
         register()
         self._lm = lm
         self._weights: int = sum(weight.numel() for weight in lm.parameters())
@@ -72,8 +75,7 @@ class Transformer:
         part = first_layers(self._body, 2)
         alone = self._read_alone(part)
         if not self._sees_as(part, alone, is_shared=False):
-            logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
-            self._acceleration.unfuse()
+            self._acceleration.unfuse(f"layers of {type(self._lm).__name__} compute something else")
         is_sdpa = attention_of(self._body.config) == "sdpa"
         # On a processor, where it was measured; in learning and acting.
         self._can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(part, alone, is_shared=True)
@@ -210,7 +212,7 @@ class Transformer:
     def _split(self) -> None:
         """Split the body at the first trained layer, where that gives the same hidden states."""
         first = first_trained_layer(self._body)
-        if first == 0:
+        if first == 0 or not CONTAINERS.works:
             return
         trunk, top = split(self._body, first)
         tokens = probe()

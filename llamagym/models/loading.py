@@ -27,6 +27,7 @@ from ..errors import ConfigError, ModelLoadError, did_you_mean
 from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import ADAPTER_CONFIG, EMBEDDED_PACKAGE, INSTALL_EMBEDDED, ask_hub, find_file, first_line
+from .peft_internals import ACTIVATION
 from .quantization import is_quantized, quantization_config
 from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, ModelEntry, lookup, lookup_by_architecture, lora_config
 from .value_head import AutoModelForCausalLMWithValueHead
@@ -139,7 +140,7 @@ def load_model_and_tokenizer(
     else:
         lora = peft_config or None
         if peft_config is None:
-            lora = lora_config(entry, config, invocation_tokens(tokenizer))
+            lora = lora_config(entry, config, invocation_tokens(tokenizer) if ACTIVATION.works else None)
         model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
         model.lora_depth_is_open = peft_config is None and lora_layer_fraction is None
     if entry.name == EMBEDDED_NAME and entry.hub_id:
