@@ -141,6 +141,7 @@ def has_frozen_half(model: nn.Module) -> bool:
 
 def mask_frozen_gradients_(model: nn.Module) -> None:
     """Zero the gradients of LoRA's frozen half by hooks, in a deep copy of a model as well, which has none yet."""
+    down: Any
     for down, up in projections(model):
         # A deep copy is another tensor, without the original's hooks.
         if hasattr(down, "learns") and getattr(down, "masked_weight", None) != id(down.weight):

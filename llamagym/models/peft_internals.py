@@ -204,8 +204,8 @@ def _small_adapter(**options: Any) -> Any:
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         config = LoraConfig(r=2, lora_alpha=6, target_modules=["0"], init_lora_weights=False, **options)
-        layer: Any = inject_adapter_in_model(config, nn.Sequential(nn.Linear(3, 4))).eval()[0]
-    return layer
+        model: Any = inject_adapter_in_model(config, nn.Sequential(nn.Linear(3, 4)))
+    return model.eval()[0]
 
 
 @torch.no_grad()
@@ -214,10 +214,10 @@ def _layers_are_as_expected() -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layer, inputs = _small_adapter(), torch.ones(1, 3, device="cpu")
-    (low_rank,) = _low_rank_of(layer) or (None,)
-    if low_rank is None or not (isinstance(layer, LoraLayer) and isinstance(layer, BaseTunerLayer)):
+    low_rank = _low_rank_of(layer)
+    if not low_rank or not issubclass(LoraLayer, BaseTunerLayer) or LoraLayer not in type(layer).mro():
         return False
-    down, up, scale = low_rank
+    ((down, up, scale),) = low_rank
     product = layer.base_layer(inputs) + scale * (inputs @ down.T @ up.T)
     state = layer.disable_adapters, layer.active_adapters, layer.merged_adapters, layer.r, layer.scaling
     is_known = state == (False, ["default"], [], {"default": 2}, {"default": 3.0})

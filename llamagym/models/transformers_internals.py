@@ -114,7 +114,8 @@ def parts_of(layer: Any) -> LlamaLayer:
 
 
 def _names_can_be_set() -> bool:
-    config = PretrainedConfig(attn_implementation="eager")
+    config = PretrainedConfig()
+    config._attn_implementation = "eager"
     before = config._attn_implementation
     with attending_by(config, "sdpa"):
         within = config._attn_implementation
@@ -131,7 +132,7 @@ def _layers_are_initialized() -> bool:
 @torch.no_grad()
 def _layer_is_as_expected() -> bool:
     """Whether a small layer computes what it is taken for, here for one token, which attends to itself alone."""
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig  # type: ignore[attr-defined]
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     config = LlamaConfig(

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import prange
 from torch import Tensor
 
 from ...models.hardware import sum_dtype
 from .attention_kernel import of_rows, rotate
 from .compiling import as_element, compiled, exponential, inlined, kind_of, new_sums, summand, sums_at
-from .numba_internals import pointer
+from .numba_internals import carray, pointer
 
 
 def attend_with_gradients(

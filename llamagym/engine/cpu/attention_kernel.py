@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import prange
 from torch import Tensor
 
 from .compiling import as_element, compiled, exponential, inlined, kind_of, new_sums, summand
-from .numba_internals import pointer
+from .numba_internals import carray, pointer
 
 
 def attend(

@@ -29,11 +29,11 @@ import numba
 import numpy as np
 import torch
 from llvmlite.binding import get_host_cpu_name
-from numba import carray, njit, typeof, types
+from numba import njit, typeof, types
 from numba.extending import overload
 from torch import Tensor
 
-from .numba_internals import cache_folder, cache_on_disk, has_thread_pool, pointer
+from .numba_internals import cache_folder, cache_on_disk, carray, has_thread_pool, pointer
 
 # Empty arrays: they tell kernels which dtype lies at an address.
 _KINDS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import prange
 from torch import Tensor
 
 from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
-from .numba_internals import pointer
+from .numba_internals import carray, pointer
 
 # Of log-probabilities, the engine's.
 _LEAST = np.float32(-(torch.finfo(torch.float32).max ** 0.5))

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# Documented, but numba's type hints do not export it.
+from numba import carray as carray  # type: ignore[attr-defined]
 from numba import njit, types
 from numba.extending import intrinsic
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import prange
 from torch import Tensor
 
 from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
-from .numba_internals import pointer
+from .numba_internals import carray, pointer
 
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
