@@ -65,7 +65,7 @@ def installed(python: Path) -> dict[str, str]:
 
 
 def run_tests(python: Path, tests: Sequence[str]) -> dict[str, Any]:
-    """Run pytest in one process; returns its counts, and the names of tests that failed."""
+    """Run pytest in one process; returns its exit code (2 if interrupted), counts, and names of tests that failed."""
     # Two threads that share a core wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def run_tests(python: Path, tests: Sequence[str]) -> dict[str, Any]:
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if not report.exists():
             raise SystemExit(f"check_dependencies: pytest ended with code {code} and without a report, see above.")
-        return counts(ElementTree.parse(report).getroot())
+        return {"exit_code": code, **counts(ElementTree.parse(report).getroot())}
 
 
 def counts(report: ElementTree.Element) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def check(name: str, folder: Path, tests: Sequence[str], installs: bool) -> bool
     path = RESULTS / f"dependencies-{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"[{name}] {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped: {path}")
-    return result["failed"] == 0
+    return result["exit_code"] == 0
 
 
 def main(argv: Sequence[str]) -> int:

@@ -93,5 +93,5 @@ def test_a_set_is_installed_and_its_result_written(script, monkeypatch, tmp_path
     assert ("--upgrade" in installed) == (name == "current")
     assert commands[-1][-1] == "tests/test_agent.py"
     result = script.json.loads((tmp_path / f"dependencies-{name}.json").read_text())
-    assert (result["passed"], result["failed"], result["commit"]) == (1, 0, "c")
+    assert (result["exit_code"], result["passed"], result["failed"], result["commit"]) == (0, 1, 0, "c")
     assert result["versions"]["torch"] == "2.0"
