@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import ast
-import copy
-import re
-from importlib.metadata import version
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
 import torch
-from packaging.specifiers import SpecifierSet
 from torch import nn
 
 import llamagym
-from llamagym.engine.cpu import numba_internals
+from llamagym.engine.cpu import fused_layer, numba_internals
 from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
 from tests.rounding import assert_within_rounding
 from tests.tiny import tiny_model, tiny_tokenizer
 
-PROJECT = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
-INTERNALS = {
-    "numba": numba_internals,
-    "peft": peft_internals,
-    "torch": torch_internals,
-    "transformers": transformers_internals,
-    "trl": trl_internals,
-}
 # Attributes with an underscore that belong to Python or to PyTorch's documented way to subclass.
 OURS = {"_asdict", "_exit", "_replace"}
-
-
-@pytest.mark.parametrize("library", INTERNALS)
-def test_the_installed_version_is_one_that_its_file_is_known_to_fit(library):
-    known = SpecifierSet(INTERNALS[library].VERSIONS)
-    installed = version(library).split("+")[0]
-    assert installed in known, (
-        f"{library} {installed} is none of {known}: run these tests, and if they pass widen VERSIONS in "
-        f"{Path(str(INTERNALS[library].__file__)).name}"
-    )
-
-
-@pytest.mark.parametrize("library", INTERNALS)
-def test_no_other_version_is_installed_with_the_package(library):
-    (wanted,) = re.findall(rf'"{library}([<>=!][^";]*)"', PROJECT)
-    assert SpecifierSet(wanted) == SpecifierSet(INTERNALS[library].VERSIONS)
 
 
 def test_the_bar_of_reading_a_gguf_file_is_hidden_and_comes_back(monkeypatch):
@@ -183,8 +155,8 @@ def test_attention_functions_are_known_by_name():
 def test_rotary_positions_turn_halves_of_heads():
     query, key = torch.randn(2, 1, 1, 3, 4).unbind()
     angle = torch.rand(1, 3, 2).repeat(1, 1, 2)
-    turned = transformers_internals.rotate(query, key, (angle.cos(), angle.sin()))
-    for before, after in zip((query, key), turned, strict=True):
+    angles = angle.cos(), angle.sin()
+    for before, after in ((part, fused_layer._rotate(part, angles)) for part in (query, key)):
         low, high = before.double().chunk(2, -1)
         cosines, sines = angle.cos()[:, None, :, :2], angle.sin()[:, None, :, :2]
         expected = torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1)
@@ -216,7 +188,7 @@ def test_kernels_read_tensors_by_address_and_are_kept_on_disk(tmp_path, monkeypa
 
     @numba.njit
     def add_one(address, kind):
-        numbers = numba_internals.carray(numba_internals.pointer(address), (3,), kind.dtype)
+        numbers = numba.carray(numba_internals.pointer(address), (3,), kind.dtype)
         numbers += 1
 
     assert numba_internals.cache_folder(add_one) is None
@@ -239,10 +211,6 @@ def test_changes_in_place_and_hooks_are_seen():
     with torch.no_grad():
         layer.weight.add_(1)
     assert torch_internals.versions_of([layer.weight]) > before
-    assert not torch_internals.has_hooks(layer.weight)
-    layer.weight.register_hook(print)
-    assert torch_internals.has_hooks(layer.weight)
-    assert not torch_internals.has_hooks(copy.deepcopy(layer).weight)
     assert layer.weight in torch_internals.held_by(layer)[1].values()
     assert layer in torch_internals.held_by(nn.Sequential(layer))[0].values()
     assert not any(torch_internals.hooks_of(layer))

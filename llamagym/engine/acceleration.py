@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models.hardware import PACKED_SHARE, memory_bytes
+from ..models.torch_internals import HOOKS
+from ..models.transformers_internals import ATTENTION_NAME, DECODER_LAYER
 from .attention import attend_in_parts, may_hold_scores
 
 
@@ -44,7 +46,8 @@ class Acceleration:
             from .cpu.packing import Packed
 
             self._packed = Packed(lm, int(PACKED_SHARE * memory_bytes(torch.device("cpu"))))
-            self._fused = Fused(body, self._packed, may_hold_scores, attend_in_parts)
+            if HOOKS.works and ATTENTION_NAME.works:
+                self._fused = Fused(body, self._packed, may_hold_scores, attend_in_parts)
 
     def __enter__(self) -> None:
         """Use the kernels; weights that changed outside of the context are packed anew."""
@@ -65,6 +68,12 @@ class Acceleration:
         """Drop the packed weights that are made while this is open, and no others, when it closes."""
         return nullcontext() if self._packed is None else self._packed.temporary()
 
-    def unfuse(self) -> None:
-        """Run all layers unfused from now on."""
+    def unfuse(self, fault: str | None = None) -> None:
+        """Run all layers unfused from now on.
+
+        Args:
+            fault: What is wrong with fused layers, if anything: then other models' run unfused as well.
+        """
+        if fault is not None and self._fused is not None and self._fused.has_layers:
+            DECODER_LAYER.disable(fault)
         self._fused = None

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicLayer
 
-from ..models.transformers_internals import DynamicLayer, InitializedLayer
+from ..models.transformers_internals import InitializedLayer
 from .kv_cache import BufferCache
 from .radix_tree import Activations
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicLayer
 
-from ..models.transformers_internals import DynamicLayer, InitializedLayer
+from ..models.transformers_internals import InitializedLayer
 from .radix_tree import Activations
 
 

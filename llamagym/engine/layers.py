@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..models.torch_internals import shallow_copy
+from ..models.torch_internals import CONTAINERS, shallow_copy
 
 
 def first_trained_layer(body: nn.Module) -> int:
@@ -28,8 +28,8 @@ def split(body: Any, first: int) -> tuple[Any, Any]:
 
 
 def first_layers(body: Any, count: int) -> Any:
-    """The body's layers below `count`, without the final norm; the whole body where it keeps its layers elsewhere."""
-    if not hasattr(body, "layers"):
+    """The body's layers below `count`, without the final norm; the whole body where it cannot be taken apart."""
+    if not (hasattr(body, "layers") and CONTAINERS.works):
         return body
     part = _part(body, slice(0, count))
     for norm in ("norm", "final_layernorm"):

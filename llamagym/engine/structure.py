@@ -1,4 +1,4 @@
-"""What decides how a model computes, but for its weights: agents on models alike in it are checked once a process."""
+"""A key for models that compute alike except for their weights, so that one check per process holds for all of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.peft_internals import adapter_state, lora_layers, tuner_layers
-from ..models.torch_internals import hooks_of
+from ..models.peft_internals import adapter_state, lora_layers, tuner_layers, variant_types
+from ..models.torch_internals import HOOKS, hooks_of
 from ..models.transformers_internals import attention_function, attention_of, has_attention
 from .acceleration import is_enabled
 
@@ -20,6 +20,8 @@ def structure_of(lm: nn.Module) -> Hashable | None:
     Returns:
         None if a hook, or a method of a single module, may compute anything.
     """
+    if not HOOKS.works:
+        return None
     modules: list[Hashable] = []
     for name, module in lm.named_modules():
         if any(hooks_of(module)) or "forward" in vars(module):
@@ -30,7 +32,7 @@ def structure_of(lm: nn.Module) -> Hashable | None:
         (name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
         for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]
     )
-    variants = tuple((name, type(of)) for layer in lora_layers(lm) for name, of in layer.lora_variant.items())
+    variants = tuple(map(variant_types, lora_layers(lm)))
     config: Any = lm.config
     attention = attention_of(config)
     return (

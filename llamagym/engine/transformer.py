@@ -21,8 +21,9 @@ from transformers import Cache, DynamicCache
 
 from ..errors import ModelLoadError
 from ..models.hardware import check_one_device, pass_tokens
-from ..models.peft_internals import acting_on_every_token
-from ..models.transformers_internals import attention_of
+from ..models.peft_internals import acting_on_every_token, require_activation
+from ..models.torch_internals import CONTAINERS
+from ..models.transformers_internals import CACHE_LAYER, attention_of, cache_argument
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import for_any_shape, register, sharing
@@ -74,10 +75,13 @@ class Transformer:
         check_one_device(model)
         pretrained: Any = model.pretrained_model
         lm: Any = pretrained.get_base_model() if model.is_peft_model else pretrained
+        CACHE_LAYER.require()
+        require_activation(pretrained)
         register()
         self._lm = lm
         self._weights: int = sum(weight.numel() for weight in lm.parameters())
         self._body: Any = getattr(lm, lm.base_model_prefix)
+        self._cache_argument = cache_argument(self._body)
         self._head: nn.Module = lm.get_output_embeddings()
         config = lm.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -181,15 +185,10 @@ class Transformer:
             hidden = self._body.get_input_embeddings()(tokens.inputs)
             return hidden
         mask = attention_mask(tokens, self._window, self._layer_types, self._lm.dtype)
+        inputs_argument = "inputs_embeds" if tokens.inputs.is_floating_point() else "input_ids"
+        arguments = {inputs_argument: tokens.inputs, self._cache_argument: cache}
         with self.ready(), sharing(self._body, cache) as shared:
-            output = part(
-                **{"inputs_embeds" if tokens.inputs.is_floating_point() else "input_ids": tokens.inputs},
-                position_ids=tokens.positions,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **shared,
-            )
+            output = part(**arguments, position_ids=tokens.positions, attention_mask=mask, use_cache=True, **shared)
         hidden = output.last_hidden_state
         return hidden
 
@@ -202,8 +201,7 @@ class Transformer:
         alone = self._read_alone(part)
         is_fused = self._sees_as(part, alone, is_shared=False)
         if not is_fused:
-            logger.info("layers of %s do not run as one function each", type(self._lm).__name__)
-            self._acceleration.unfuse()
+            self._acceleration.unfuse(f"layers of {type(self._lm).__name__} compute something else")
         is_sdpa = attention_of(self._body.config) == "sdpa"
         # On a processor, where it was measured; in learning and acting.
         can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(part, alone, is_shared=True)
@@ -254,7 +252,7 @@ class Transformer:
     def _split(self) -> None:
         """Split the body at the first trained layer, where that gives the same hidden states."""
         first = first_trained_layer(self._body)
-        if first == 0:
+        if first == 0 or not CONTAINERS.works:
             return
         trunk, top = split(self._body, first)
         if self._checked.can_split is None:

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..models.peft_internals import adapter_state, tuner_layers
-from ..models.torch_internals import held_by, versions_of
+from ..models.torch_internals import CONTAINERS, held_by, versions_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 
 # Called for each tensor before every forward pass, so they are functions of C.
@@ -56,6 +56,8 @@ class WeightsState:
 
     def change(self) -> Change:
         """What has changed since the last state that was accepted."""
+        if not CONTAINERS.works:
+            self._look_at_holders()
         if self._sizes != list(map(len, self._holders)):
             return Change.PARTS
         held = chain.from_iterable(map(dict.values, self._filled))
@@ -86,9 +88,8 @@ class WeightsState:
 
     def keep(self) -> None:
         """Take the weights as they are now for the same state: what changed does not change the policy."""
-        modules = list(self._model.modules())
-        self._holders: list[dict[str, Any]] = [holder for module in modules for holder in held_by(module)]
-        self._sizes, self._filled = list(map(len, self._holders)), list(filter(None, self._holders))
+        self._look_at_holders()
+        self._sizes = list(map(len, self._holders))
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [part for part in self._held if isinstance(part, Tensor)]
         of_head = {id(part) for part in (*self._model.v_head.parameters(), *self._model.v_head.buffers())}
@@ -98,6 +99,11 @@ class WeightsState:
         self._kinds = list(map(_KIND, self._tensors))
         self._versions, self._places = self._versions_now()
         self._adapters = [adapter_state(layer) for layer in self._tuners]
+
+    def _look_at_holders(self) -> None:
+        modules = list(self._model.modules())
+        self._holders: list[dict[str, Any]] = [holder for module in modules for holder in held_by(module)]
+        self._filled = list(filter(None, self._holders))
 
     def _versions_now(self) -> tuple[list[int], list[int]]:
         return versions_of(self._tensors), list(map(Tensor.data_ptr, self._tensors))

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from ..models import peft_internals, torch_internals, transformers_internals
+from ..models.private_apis import changed
 from .learning_actor import LearningActor
 from .probes import FaultError, OutOfTimeError, Probes
 
-_KNOWN = {"torch": torch_internals, "transformers": transformers_internals, "peft": peft_internals}
 # Of half a minute that checks may take, what is left once the last of them has begun.
 _SECONDS = 25.0
 
@@ -125,13 +122,9 @@ def _untouched(actor: LearningActor) -> Iterator[None]:
 
 
 def _versions() -> str:
-    found = {library: version(library).split("+")[0] for library in _KNOWN}
-    strange = {
-        library: installed
-        for library, installed in found.items()
-        if installed not in SpecifierSet(_KNOWN[library].VERSIONS)
-    }
-    if strange:
-        known = ", ".join(f"{library}{_KNOWN[library].VERSIONS}" for library in strange)
-        raise FaultError(f"{strange} have not been tested. Install {known}, or run the tests and see.")
-    return ", ".join(f"{library} {installed}" for library, installed in found.items())
+    if broken := changed():
+        raise FaultError(
+            f"These private APIs have changed, and what they make faster is switched off: {'; '.join(broken)}. Install "
+            "versions that this version of llamagym was tested with, or a later llamagym."
+        )
+    return ", ".join(f"{library} {version(library)}" for library in ("torch", "transformers", "peft"))

@@ -27,7 +27,7 @@ from ..models.lora import freeze_and_extend_, is_fresh
 from ..options import Options
 from ..policy.policy import Policy
 from .guard import diverged
-from .trl_internals import LossTrainer, nothing_but_weights_changed, trainer_config
+from .trl_internals import TRAINER, LossTrainer, nothing_but_weights_changed, trainer_config
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,10 @@ def fine_tune(
 
     Raises:
         ConfigError: Several processes run at once.
+        ModelLoadError: The installed TRL's trainer has changed.
         DivergedError: What the model says afterwards is not finite; the caller puts the weights back.
     """
+    TRAINER.require()
     started = time.perf_counter()
     segments = segments_of(episodes)
     logger.info("Learning from %d demonstrations, %d times.", len(episodes), config.epochs)

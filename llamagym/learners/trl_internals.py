@@ -1,10 +1,11 @@
 """What this library needs of TRL, and of the trainer that it extends, beyond their documented interface.
 
-`tests/test_internals.py` checks each of these against the installed version, and names the one that broke.
+`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,9 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
-VERSIONS = ">=1.14,<1.17"
-"""Versions of TRL that this file is known to fit."""
+from ..models.private_apis import PrivateApi
 
 
 class _Config(SFTConfig):
@@ -98,6 +97,24 @@ class LossTrainer(SFTTrainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: there is no rectangle of ids to count them by."""
         return 0
+
+
+def _trainer_is_as_expected() -> bool:
+    # To build a configuration would reset the process's Accelerator, which the learner uses.
+    count: Any = SFTConfig.n_gpu
+    reads_count = "_n_gpu" in count.fget.__code__.co_names
+    has_hooks = callable(SFTTrainer.floating_point_ops) and SFTConfig.place_model_on_device is not None
+    taken = inspect.signature(SFTTrainer.compute_loss).parameters
+    return reads_count and has_hooks and [*taken][:3] == ["self", "model", "inputs"]
+
+
+TRAINER = PrivateApi(
+    "trl",
+    "SFTTrainer.compute_loss, floating_point_ops, SFTConfig._n_gpu, place_model_on_device",
+    "Demonstrations cannot be learned from: install a version of TRL that this version of llamagym was tested with "
+    "(see requirements/base.txt).",
+    _trainer_is_as_expected,
+)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from .hub import (
     first_line,
     local_path,
 )
+from .peft_internals import ACTIVATION
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
 from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, ModelEntry, lookup, lookup_by_architecture, lora_config
@@ -159,7 +160,7 @@ def load_model_and_tokenizer(
     else:
         lora = peft_config or None
         if peft_config is None:
-            lora = lora_config(entry, config, invocation_tokens(tokenizer))
+            lora = lora_config(entry, config, invocation_tokens(tokenizer) if ACTIVATION.works else None)
         model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
         model.lora_depth_is_open = peft_config is None and lora_layer_fraction is None
     if entry.name == EMBEDDED_NAME and entry.hub_id:

@@ -33,8 +33,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .peft_internals import count_active, double_ranks_, is_low_rank, keep_layers_, projections
-from .torch_internals import has_hooks
+from .peft_internals import (
+    ADAPTER_LAYERS,
+    TARGETS,
+    count_active,
+    double_ranks_,
+    is_low_rank,
+    keep_layers_,
+    projections,
+)
 
 if TYPE_CHECKING:
     from .value_head import AutoModelForCausalLMWithValueHead
@@ -79,7 +86,7 @@ def settle_depth_(model: AutoModelForCausalLMWithValueHead, sees_one_turn: bool)
     if not (is_open and sees_one_turn and is_fresh(model.pretrained_model)):
         return
     config: Any = model.pretrained_model.active_peft_config
-    if (layers := config.layers_to_transform) is not None:
+    if (layers := config.layers_to_transform) is not None and TARGETS.works:
         config.layers_to_transform = layers[-max(1, round(len(layers) / 2)) :]
         keep_layers_(model.pretrained_model, set(config.layers_to_transform))
 
@@ -106,6 +113,7 @@ def freeze_and_extend_(model: nn.Module) -> None:
     Args:
         model: A PEFT model with LoRA on linear layers alone.
     """
+    ADAPTER_LAYERS.require()
     for down, up in projections(model):
         rank = down.out_features
         # As PEFT begins: A at random, as large as it was, and B at zero.
@@ -133,10 +141,13 @@ def has_frozen_half(model: nn.Module) -> bool:
 
 def mask_frozen_gradients_(model: nn.Module) -> None:
     """Zero the gradients of LoRA's frozen half by hooks, in a deep copy of a model as well, which has none yet."""
+    down: Any
     for down, up in projections(model):
-        if hasattr(down, "learns") and not has_hooks(down.weight):
+        # A deep copy is another tensor, without the original's hooks.
+        if hasattr(down, "learns") and getattr(down, "masked_weight", None) != id(down.weight):
             down.weight.register_hook(lambda grad, down=down: grad * down.learns[:, None])
             up.weight.register_hook(lambda grad, down=down: grad * down.learns)
+            down.masked_weight = id(down.weight)
 
 
 @contextmanager

@@ -1,40 +1,60 @@
 """What this library needs of transformers beyond its documented interface, all in one file.
 
-`tests/test_internals.py` checks each of these against the installed version, and names the one that broke.
+`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer as DynamicLayer
+import torch
+from torch import Tensor, nn
+from transformers import DynamicLayer, PretrainedConfig
 
-VERSIONS = ">=5.20,<5.24"
-"""Versions of transformers that this file is known to fit."""
+from .private_apis import PrivateApi
+
+_LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+
+
+def cache_argument(module: Any) -> str:
+    """The name of the argument by which a model or decoder layer takes its KV cache.
+
+    It is `cache` since transformers 5.24, where `past_key_values` is deprecated. Models whose code lies outside of
+    transformers keep the name that they were written with.
+    """
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Make an attention function known under a name."""
-    _attention_functions().register(name, function)
+    from transformers import AttentionInterface  # takes more than a second to import
+
+    AttentionInterface.register(name, function)
 
 
 def attention_function(name: str) -> Callable[..., Any]:
     """The attention function of a name."""
-    function: Callable[..., Any] = _attention_functions()[name]
+    from transformers import AttentionInterface
+
+    function: Callable[..., Any] = AttentionInterface()[name]
     return function
 
 
 def has_attention(name: str) -> bool:
     """Whether there is an attention function of a name; there is none where a model's layers attend by themselves."""
-    return name in _attention_functions()
+    from transformers import AttentionInterface
+
+    return name in AttentionInterface()
 
 
 def attention_of(config: Any) -> str:
-    """The name of the attention function that a model uses."""
+    """The name of the attention function that a model uses; empty if that cannot be told."""
+    if not ATTENTION_NAME.works:
+        return ""
     name: str = config._attn_implementation
     return name
 
@@ -67,14 +87,6 @@ def attending_by(config: Any, name: str) -> Iterator[None]:
         config._attn_implementation = usual
 
 
-def rotate(query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotary positions as Llama has them: queries and keys (B, heads, T, D), cosines and sines (B, T, D)."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(query, key, *angles)
-    return rotated
-
-
 class InitializedLayer(DynamicLayer):
     """A cache layer whose dtype and device are given, not inferred from the first keys and values."""
 
@@ -85,7 +97,97 @@ class InitializedLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
 
 
-def _attention_functions() -> Any:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes more than a second to import
+class LlamaLayer(NamedTuple):
+    """The parts of a decoder layer of Llama's kind.
 
-    return ALL_ATTENTION_FUNCTIONS
+    Attributes:
+        attention: The attention module, with `config`, `head_dim`, `layer_idx` and `scaling`.
+        projections: Linear layers in the order in which they run, grouped by their inputs.
+        norms: RMS norms, each with `weight` and `variance_epsilon`: before attention, before the feed-forward block,
+            and those of queries and keys where the family has them.
+    """
+
+    attention: Any
+    projections: tuple[tuple[Any, ...], ...]
+    norms: tuple[Any, ...]
+
+
+def is_llama_layer(layer: Any) -> bool:
+    """Whether a module is a decoder layer of Llama's kind."""
+    return type(layer).__name__ in _LAYERS and DECODER_LAYER.works
+
+
+def parts_of(layer: Any) -> LlamaLayer:
+    """The parts of a decoder layer of Llama's kind."""
+    attention, feed_forward = layer.self_attn, layer.mlp
+    projections = (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (feed_forward.gate_proj, feed_forward.up_proj),
+        (feed_forward.down_proj,),
+    )
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    return LlamaLayer(attention, projections, tuple(norms))
+
+
+def _names_can_be_set() -> bool:
+    config = PretrainedConfig()
+    config._attn_implementation = "eager"
+    before = config._attn_implementation
+    with attending_by(config, "sdpa"):
+        within = config._attn_implementation
+    return (before, within, config._attn_implementation) == ("eager", "sdpa", "eager")
+
+
+def _layers_are_initialized() -> bool:
+    layer = InitializedLayer(torch.zeros(1, device="cpu"))
+    layer.keys = layer.values = torch.ones(1, 1, 2, 2, device="cpu")
+    keys, values = layer.update(*torch.zeros(2, 1, 1, 3, 2, device="cpu").unbind())
+    return keys.shape == values.shape == (1, 1, 5, 2) and layer.get_seq_length() == 5
+
+
+@torch.no_grad()
+def _layer_is_as_expected() -> bool:
+    """Whether a small layer computes what it is taken for, here for one token, which attends to itself alone."""
+    from transformers import LlamaConfig  # type: ignore[attr-defined]
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = LlamaConfig(
+        hidden_size=4, intermediate_size=4, num_attention_heads=1, num_key_value_heads=1, attn_implementation="sdpa"
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        layer: Any = LlamaDecoderLayer(config, 0).float().eval()
+    attention, ((_, _, value), (out,), (gate, up), (down,)), norms = parts_of(layer)
+    hidden, angles = torch.arange(4.0, device="cpu").view(1, 1, 4), torch.ones(2, 1, 1, 4, device="cpu").unbind()
+    received = layer(hidden, attention_mask=None, position_embeddings=angles)
+
+    def normalize(norm: Any, states: Tensor) -> Tensor:
+        mean_square = states.square().mean(-1, keepdim=True)
+        return norm.weight * states * (mean_square + norm.variance_epsilon).rsqrt()
+
+    expected = hidden + out(value(normalize(norms[0], hidden)))
+    inputs = normalize(norms[1], expected)
+    expected = expected + down(nn.functional.silu(gate(inputs)) * up(inputs))
+    known = attention.config is config and (attention.head_dim, attention.layer_idx, attention.scaling) == (4, 0, 0.5)
+    return known and torch.allclose(received, expected, atol=1e-5)
+
+
+ATTENTION_NAME = PrivateApi(
+    "transformers",
+    "PretrainedConfig._attn_implementation",
+    "Prompts that begin alike are copied for each row, and decoder layers run unfused: everything takes longer.",
+    _names_can_be_set,
+)
+CACHE_LAYER = PrivateApi(
+    "transformers",
+    "DynamicLayer: dtype, device, is_initialized, keys, values",
+    "Install a version of transformers that this version of llamagym was tested with (see requirements/base.txt).",
+    _layers_are_initialized,
+)
+DECODER_LAYER = PrivateApi(
+    "transformers",
+    "LlamaDecoderLayer: self_attn, mlp, input_layernorm, post_attention_layernorm and their parts",
+    "Decoder layers run unfused, which takes longer.",
+    _layer_is_as_expected,
+)

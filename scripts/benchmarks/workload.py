@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from common import ROOT, Work
 from gymnasium.vector import AutoresetMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from llamagym import Agent, load_model_and_tokenizer
 from llamagym.conversation.episode import Context
 from llamagym.models.loading import embedded_model_folder
+from llamagym.models.transformers_internals import cache_argument
 
 sys.path.insert(0, str(ROOT / "examples"))
 from blackjack import BlackjackAgent
@@ -111,7 +112,9 @@ def bare_works(model: Any, batch: int, length: int) -> dict[str, Work]:
     ids = torch.randint(1000, 40_000, (batch, length), generator=torch.Generator().manual_seed(0))
     prompt_length = length - MAX_NEW_TOKENS
     with torch.no_grad():
-        cache = model(ids[:, :prompt_length], use_cache=True).past_key_values
+        cache = DynamicCache()
+        as_cache = {cache_argument(model): cache}
+        model(ids[:, :prompt_length], use_cache=True, **as_cache)
 
     @torch.no_grad()
     def body() -> float:
@@ -126,7 +129,7 @@ def bare_works(model: Any, batch: int, length: int) -> dict[str, Work]:
     @torch.no_grad()
     def decode() -> float:
         for position in range(prompt_length, length):
-            model(ids[:, position : position + 1], past_key_values=cache)
+            model(ids[:, position : position + 1], **as_cache)
         cache.crop(-MAX_NEW_TOKENS)
         return batch * MAX_NEW_TOKENS
 

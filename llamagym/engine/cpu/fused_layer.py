@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, H width, O outputs of a projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,14 @@ from transformers import Cache
 from ...models.hardware import sum_dtype
 from ...models.peft_internals import base_of, is_low_rank, low_rank_of
 from ...models.torch_internals import hooks_of
-from ...models.transformers_internals import attention_function, attention_of, has_attention, rotate
+from ...models.transformers_internals import (
+    attention_function,
+    attention_of,
+    cache_argument,
+    has_attention,
+    is_llama_layer,
+    parts_of,
+)
 from .attention_backward import attend_with_gradients
 from .attention_kernel import attend
 from .compiling import has_kernels
@@ -30,7 +37,6 @@ from .rowwise import gated, normalize
 
 # Without gradients, PyTorch's attention is faster than the compiled kernel from so many tokens and columns on.
 _MANY_TOKENS, _MANY_COLUMNS = 8, 256
-_KINDS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
 class Fused:
@@ -54,8 +60,13 @@ class Fused:
         self._layers = {
             layer: _Layer(layer, packed, may_hold_scores, attend_in_parts)
             for layer in body.modules()
-            if _is_llama_layer(layer)
+            if is_llama_layer(layer) and _can_be_fused(layer)
         }
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether any layer can be fused."""
+        return bool(self._layers)
 
     def __enter__(self) -> None:
         """Let the layers run fused, except those with a replaced `forward` or with hooks on an inner module."""
@@ -82,19 +93,20 @@ class _Layer:
     ) -> None:
         self._layer, self._packed = layer, packed
         self._may_hold_scores, self._attend_in_parts = may_hold_scores, attend_in_parts
-        attention = layer.self_attn
-        self._in, self._out, self._gate_up, self._down = _projections(layer)
-        self._norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        self._norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+        self._cache_argument = cache_argument(layer)
+        self._attention, projections, self._norms = parts_of(layer)
+        self._in, self._out, self._gate_up, self._down = projections
         inner = [module for module in layer.modules() if module is not layer]
         self.hooks = [hooks for module in inner for hooks in hooks_of(module)]
 
-    def __call__(self, hidden: Tensor, past_key_values: Cache | None = None, **others: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """The layer's output for hidden states (B, T, H); takes the layer's own arguments."""
-        if past_key_values is not None and self._can_run(hidden, past_key_values):
-            return self._run(hidden, past_key_values, **others)
+        cache: Cache | None = arguments.get(self._cache_argument)
+        if cache is not None and self._can_run(hidden, cache):
+            del arguments[self._cache_argument]
+            return self._run(hidden, cache, **arguments)
         layer = self._layer
-        result: Tensor = type(layer).forward(layer, hidden, past_key_values=past_key_values, **others)
+        result: Tensor = type(layer).forward(layer, hidden, **arguments)
         return result
 
     def _can_run(self, hidden: Tensor, cache: Cache) -> bool:
@@ -103,18 +115,17 @@ class _Layer:
         if not torch.is_grad_enabled():
             return hasattr(cache, "grow")
         are_frozen = not any(norm.weight.requires_grad for norm in self._norms)
-        return are_frozen and has_attention(attention_of(self._layer.self_attn.config))
+        return are_frozen and has_attention(attention_of(self._attention.config))
 
     def _run(
         self, hidden: Tensor, cache: Any, *, attention_mask: Tensor, position_embeddings: Any, **others: Any
     ) -> Tensor:
-        attention = self._layer.self_attn
-        before, after = self._norms[:2]
+        before, after, *of_heads = self._norms
         _, inputs = normalize(hidden, before.weight, before.variance_epsilon)
         query, key, value = self._project(self._in, inputs)
-        if hasattr(attention, "q_norm"):
-            query = _normalize_heads(query, attention.q_norm, attention.head_dim)
-            key = _normalize_heads(key, attention.k_norm, attention.head_dim)
+        if of_heads:
+            query = _normalize_heads(query, of_heads[0], self._attention.head_dim)
+            key = _normalize_heads(key, of_heads[1], self._attention.head_dim)
         attended = self._attend((query, key, value), position_embeddings, cache, attention_mask, **others)
         (added,) = self._project(self._out, attended)
         hidden, inputs = normalize(hidden, after.weight, after.variance_epsilon, added)
@@ -125,7 +136,7 @@ class _Layer:
         self, projected: tuple[Tensor, Tensor, Tensor], angles: Any, cache: Any, mask: Tensor, **others: Any
     ) -> Tensor:
         """The heads' outputs (B, T, N D): from a compiled kernel, or from PyTorch where that is faster or needed."""
-        attention, (_, tokens, width) = self._layer.self_attn, projected[0].shape
+        attention, (_, tokens, width) = self._attention, projected[0].shape
         fits, shared = self._may_hold_scores(mask, width // attention.head_dim), others.get("shared_prefix")
         of_layer = None if shared is None else shared[attention.layer_idx]
         if (kernel := self._kernel_for(mask, cache, fits)) is not None:
@@ -133,10 +144,10 @@ class _Layer:
             return kernel(*projected, angles, kept, of_layer, mask, attention.scaling)
         query, key, value = (part.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in projected)
         if fits and _sums_in_float64(mask):
-            query, key = rotate(query.double(), key.double(), tuple(part.double() for part in angles))
+            query, key = (_rotate(part.double(), [angle.double() for angle in angles]) for part in (query, key))
             key, value = cache.update(key.to(value.dtype), value, attention.layer_idx)
             return self._attend_in_parts(query, key, value, mask, attention.scaling, of_layer).flatten(2)
-        query, key = rotate(query, key, angles)
+        query, key = (_rotate(part, angles) for part in (query, key))
         key, value = cache.update(key, value, attention.layer_idx)
         by_pytorch = attention_function(attention_of(attention.config))
         attended: Tensor = by_pytorch(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
@@ -163,19 +174,15 @@ class _Layer:
         return tuple(add_low_rank(product, inputs, low_rank) for product, low_rank in zip(products, added, strict=True))
 
 
-def _projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
-    """A layer's projections in the order in which they run, grouped by their inputs."""
-    attention, feed_forward = layer.self_attn, layer.mlp
-    return (
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (attention.o_proj,),
-        (feed_forward.gate_proj, feed_forward.up_proj),
-        (feed_forward.down_proj,),
-    )
-
-
 def _sums_in_float64(states: Tensor) -> bool:
     return sum_dtype(states) == torch.float64
+
+
+def _rotate(states: Tensor, angles: Sequence[Tensor]) -> Tensor:
+    """Rotary positions: queries or keys (B, heads, T, D), cosines and sines (B, T, D)."""
+    cosines, sines = (part[:, None] for part in angles)
+    first, second = states.chunk(2, -1)
+    return states * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
 def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
@@ -183,12 +190,12 @@ def _normalize_heads(heads: Tensor, norm: Any, size: int) -> Tensor:
     return normalize(heads.unflatten(-1, (-1, size)), norm.weight, norm.variance_epsilon)[1].flatten(2)
 
 
-def _is_llama_layer(layer: Any) -> bool:
-    """Whether a module is a decoder layer of Llama's kind, and no module in it has a replaced `forward`."""
+def _can_be_fused(layer: Any) -> bool:
+    """Whether a decoder layer of Llama's kind is an ordinary one, and no module in it has a replaced `forward`."""
+    attention, projections, _ = parts_of(layer)
     return (
-        type(layer).__name__ in _KINDS
-        and layer.self_attn.config.hidden_act == "silu"
+        attention.config.hidden_act == "silu"
         and len({weight.dtype for name, weight in layer.named_parameters() if not is_low_rank(name)}) == 1
         and not any("forward" in vars(module) for module in layer.modules())
-        and all(type(base_of(module)) is nn.Linear for modules in _projections(layer) for module in modules)
+        and all(type(base_of(module)) is nn.Linear for modules in projections for module in modules)
     )

@@ -1,6 +1,6 @@
 """What this library needs of numba beyond its documented interface, all in one file.
 
-`tests/test_internals.py` checks each of these against the installed version, and names the one that broke.
+`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
 """
 
 from __future__ import annotations
@@ -8,36 +8,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from numba import types
-from numba.core import cgutils
+# Documented, but numba's type hints do not export it.
+from numba import carray as carray  # type: ignore[attr-defined]
+from numba import njit, types
 from numba.extending import intrinsic
-from numba.np.numpy_support import carray as carray
 
-VERSIONS = ">=0.61,<0.69"
-"""Versions of numba that this file is known to fit."""
+from ...models.private_apis import PrivateApi
+
+_POOLS = "numba.np.ufunc"
 
 
 def has_thread_pool() -> bool:
     """Whether numba's thread pool is OpenMP's or TBB's; its own must not be used by several threads at once."""
+    if not THREAD_POOLS.works:
+        return False
     for pool in ("tbbpool", "omppool"):
         with suppress(ImportError):
-            import_module(f"numba.np.ufunc.{pool}")
+            import_module(f"{_POOLS}.{pool}")
             return True
     return False
 
 
 def cache_on_disk(kernel: Any) -> None:
     """Keep the machine code of a kernel in a folder, if there is one that may be written to."""
-    with suppress(RuntimeError):
-        kernel.enable_caching()
+    if CACHE.works:
+        with suppress(RuntimeError):
+            kernel.enable_caching()
 
 
 def cache_folder(kernel: Any) -> Path | None:
     """Where a kernel's machine code is kept; None if it is not."""
-    path = kernel.stats.cache_path
+    path = kernel.stats.cache_path if CACHE.works else None
     return None if path is None else Path(path)
 
 
@@ -45,9 +50,42 @@ def _compile_pointer(typing_context: Any, address: Any) -> tuple[Any, Callable[.
     """An address as a pointer, which `carray` turns into an array."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], cgutils.voidptr_t)
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(address), generate
 
 
 pointer: Any = intrinsic(_compile_pointer)
+
+
+def _pools_are_there() -> bool:
+    # numba's own pool is built for every platform, the others where their libraries are.
+    return find_spec(f"{_POOLS}.workqueue") is not None
+
+
+def _kernels_are_cached() -> bool:
+    kernel: Any = njit(_nothing)
+    before = kernel.stats.cache_path
+    with suppress(RuntimeError):
+        kernel.enable_caching()
+        return before is None and isinstance(kernel.stats.cache_path, str)
+    # No folder may be written to.
+    return True
+
+
+def _nothing() -> None:
+    """A kernel to try the cache with."""
+
+
+THREAD_POOLS = PrivateApi(
+    "numba",
+    f"{_POOLS}.tbbpool, omppool",
+    "Kernels run in one thread, which takes longer.",
+    _pools_are_there,
+)
+CACHE = PrivateApi(
+    "numba",
+    "Dispatcher.enable_caching, Dispatcher.stats.cache_path",
+    "Kernels are compiled by every process, which takes seconds.",
+    _kernels_are_cached,
+)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.peft_internals import adapters_by_module, merged_into
-from ...models.torch_internals import Product, can_pack, pack, pack_float16, versions_of
+from ...models.torch_internals import FLOAT16_PACKING, PACKING, Product, can_pack, pack, pack_float16, versions_of
 
 # The error that float16 may cause, relative to a matrix's norm: float32's own rounding. bfloat16's smallest numbers,
 # far below a matrix's others, underflow in float16.
@@ -130,8 +130,9 @@ def _pack(weight: Tensor, room: int) -> _Copy | None:
     is_held = weight.dtype == torch.float32 and bool(
         torch.linalg.vector_norm(weight - weight.half()) <= _TOLERANCE * weight.norm()
     )
+    is_held = is_held and FLOAT16_PACKING.works
     nbytes = 2 * weight.numel() if is_held else weight.nbytes
-    if nbytes > room:
+    if nbytes > room or not (is_held or PACKING.works):
         return None
     return _Copy(pack_float16(weight) if is_held else pack(weight), nbytes)
 
