@@ -352,7 +352,13 @@ def _load_adapter(
         # The caller's revision is one of the adapter's repository; the adapter knows its base's.
         revision = {} if base_model or not config.revision else {"revision": config.revision}
         options = {key: value for key, value in kwargs.items() if key != "revision"} | revision
-        base_model = _load_base(_source(where), options)
+        try:
+            base = _source(where)
+        except ModelLoadError as error:
+            raise ModelLoadError(
+                f"the base of the adapter in {str(source)!r} is missing: {error} If it has moved, pass base_model."
+            ) from error
+        base_model = _load_base(base, options)
     return PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
 
 
