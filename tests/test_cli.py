@@ -181,7 +181,7 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["train", LAKE], 2, "Say how long to train"),
+        (["train", LAKE], 2, "train needs a budget"),
         (["train", LAKE, "--minutes", "1", "--resume"], 2, "needs --run-dir"),
         (["train", "FrozenLike-v1", "--minutes", "1"], 1, "env='FrozenLike-v1' cannot be made"),
         (["train", "no_such_package:Env-v0", "--minutes", "1"], 1, "No module named 'no_such_package'"),

@@ -79,7 +79,7 @@ def test_what_cannot_be_reported_is_said(tmp_path):
     with pytest.raises(ConfigError, match="no update has run yet"):
         write_report([tmp_path], tmp_path / "report.html")
     metrics.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match=r"Line 2 of .* is no JSON"):
+    with pytest.raises(ConfigError, match=r"Line 2 of .* is not valid JSON"):
         write_report([tmp_path], tmp_path / "report.html")
     # A run that was killed while it wrote its last line.
     metrics.write_text('{"step": 1, "entropy": 1.0}\n{"step": 2, "ent')

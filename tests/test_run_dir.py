@@ -60,11 +60,14 @@ def test_log_with_adds_a_tracker_and_needs_a_folder(tmp_path):
     assert (tmp_path / "run" / "metrics.csv").is_file()
     with pytest.raises(ConfigError, match="needs the run_dir"):
         learning(None, log_with=["csv"])
+    with pytest.raises(ConfigError, match="log_with names 'nope'"):
+        learning(tmp_path / "other", log_with=["csv", "nope"])
+    assert not (tmp_path / "other").exists()
 
 
 def test_rejects_the_folder_of_another_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"holds the metrics of a run\. Pass resume=True"):
+    with pytest.raises(ConfigError, match=r"holds the metrics of a run, and no checkpoint.*Pass another"):
         learning(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 

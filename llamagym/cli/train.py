@@ -1,4 +1,4 @@
-"""The command `train`: from an environment's id to an agent that has learnt in it, measured before and after."""
+"""The command `train`: trains an agent in an environment named by its id, and measures it before and after."""
 
 from __future__ import annotations
 
@@ -22,19 +22,27 @@ from .runs import AGENT, EVALUATION_SEED, UserPath, copy_prompt
 
 @click.command()
 @click.argument("env_id")
-@click.option("--minutes", type=float, help="Stop after so many minutes of training.")
-@click.option("--episodes", type=int, help="Stop after so many episodes.")
-@click.option("--turns", type=int, help="Stop after so many turns, over all copies.")
+@click.option("--minutes", type=float, help="Stop after this many minutes of training.")
+@click.option("--episodes", type=int, help="Stop after this many episodes.")
+@click.option("--turns", type=int, help="Stop after this many turns in all environments.")
 @click.option("--model", default=EMBEDDED_NAME, show_default=True, help="Registered name, folder or hub id.")
 @click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words: a .yaml or .py file.")
-@click.option("--context", type=click.Choice(["turn", "episode"]), help="What the model sees.  [default: it depends]")
-@click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: as suits the episodes]")
-@click.option("--batch-size", type=int, help="Turns per update.  [default: it follows from the task]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
-@click.option("--eval-episodes", type=int, default=100, show_default=True, help="Episodes before, and after.")
+@click.option(
+    "--context",
+    type=click.Choice(["turn", "episode"]),
+    help="What the model sees.  [default: episode for texts, else turn]",
+)
+@click.option(
+    "--num-envs", type=int, help="Environments stepped together.  [default: as many as a batch holds episodes]"
+)
+@click.option("--batch-size", type=int, help="Turns per update.  [default: it depends on the task]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed.")
+@click.option(
+    "--eval-episodes", type=int, default=100, show_default=True, help="Evaluation episodes, before and after."
+)
 @click.option("--run-dir", type=UserPath(file_okay=False, path_type=Path), help="[default: runs/ENV-TIME]")
 @click.option("--checkpoint-dir", type=UserPath(file_okay=False, path_type=Path), help="[default: RUN_DIR/checkpoints]")
-@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir, given the same options.")
+@click.option("--resume", is_flag=True, help="Continue the run in --run-dir; needs the same options.")
 def train(
     env_id: str,
     minutes: float | None,
@@ -57,13 +65,13 @@ def train(
     the agent is saved, and compared with what it was before and with random actions.
     """
     if minutes is None and episodes is None and turns is None:
-        raise click.UsageError("Say how long to train: --minutes, --episodes or --turns.")
+        raise click.UsageError("train needs a budget. Pass --minutes, --episodes or --turns.")
     if resume and run_dir is None:
-        raise click.UsageError("--resume needs --run-dir, the folder of the run to go on with.")
+        raise click.UsageError("--resume needs --run-dir, the folder of the run to continue.")
     settings = dict(locals())
     run_dir = run_dir or Path("runs") / time.strftime(f"{env_id.replace('/', '-').replace(':', '-')}-%Y%m%d-%H%M%S")
     if not resume and (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to go on with it, or another --run-dir.")
+        raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to continue it, or another --run-dir.")
     env = made(env_id)
     kind = agent_class(env, prompt)
     context = context or default_context(env)

@@ -168,7 +168,7 @@ def train(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
     )
-    told = Callbacks(callbacks)
+    all_callbacks = Callbacks(callbacks)
     run = Run(agent, episodes, turns, minutes)
     seed = as_seed(seed)
     size = agent.learner.group_size if group_size is None else group_size
@@ -208,21 +208,21 @@ def train(
         Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
     ):
-        entropy = agent.draw_seed() if seed is None else seed
-        play = Play(agent, parts, ids, entropy, size, judge, (ranks.rank(), ranks.count()))
+        base_seed = agent.draw_seed() if seed is None else seed
+        play = Play(agent, parts, ids, base_seed, size, judge, (ranks.rank(), ranks.count()))
 
         def run_saved_in(folder: Path) -> SavedRun:
             # Without an id nothing tells one environment from another.
-            where = {"env": parts[0].spec_id} if parts[0].spec_id else {}
-            what = {"system_prompt": agent.get_system_prompt(), **where}
-            options = {"num_envs": num_envs, "group_size": size, "seed": seed, "overlap": overlap, **what}
+            env_id = {"env": parts[0].spec_id} if parts[0].spec_id else {}
+            options = {"num_envs": num_envs, "group_size": size, "seed": seed, "overlap": overlap, **env_id}
+            options["system_prompt"] = agent.get_system_prompt()
             return SavedRun(folder, keep_checkpoints, agent, play, options)
 
         saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
-        before = saved.read() if saved and resume else None
+        saved_state = saved.read() if saved and resume else None
         own_trackers = []
         if run_dir is not None:
-            if before is None:
+            if saved_state is None:
                 _require_no_metrics(run_dir)
             # Now that nothing can be wrong with the call: one that fails leaves no files.
             settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
@@ -230,13 +230,13 @@ def train(
         # What was passed is not closed here.
         passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
         trackers = MultiTracker(*own_trackers, *passed_trackers)
-        if before is None:
+        if saved_state is None:
             if finds_copies:
                 play.rest(np.arange(num_envs) >= _FEWEST_COPIES)
             play.begin()
         else:
-            run.load_state_dict(before)
-            trackers.rewind(before["tracker"])
+            run.load_state_dict(saved_state)
+            trackers.rewind(saved_state["tracker"])
             progress.resume(run.returns, len(run.updates))
         if play.awaits_free_text() and not (agent.has_fallback or agent.takes_any_reply):
             logger.warning(
@@ -246,7 +246,7 @@ def train(
         def take(taken: Taken) -> None:
             taken = taken.with_others()
             counted = run.take(taken.ended, taken.stats, taken.turns)
-            _tell(told, run, counted, taken.stats)
+            _notify(all_callbacks, run, counted, taken.stats)
             progress.advance([episode.total_reward for episode in counted], taken.stats)
             if taken.stats:
                 if finds_copies:
@@ -257,14 +257,14 @@ def train(
 
         def save() -> None:
             if saved is not None:
-                state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": told.state_dict()}
+                state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": all_callbacks.state_dict()}
                 saved.write(state, run.turns, run.updates)
 
-        with _told(told, run, before), saved_on_error(save if saved else None, checkpoint_dir):
+        with _notified(all_callbacks, run, saved_state), saved_on_error(save if saved else None, checkpoint_dir):
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
                 logger.warning("The budget is used up already: %s. Pass a larger one to continue.", run)
-            if callbacks and before is None:
+            if callbacks and saved_state is None:
                 save()
             while not is_over:
                 taken = play.step()
@@ -280,7 +280,7 @@ def train(
                 if stops and saved is not None:
                     _stop_interrupted(run, run_dir, saved.root)
         # An interrupt that came after the last step, such as during the last evaluation.
-        if interrupts.stops:
+        if any(ranks.gather_objects(interrupts.stops)):
             if saved is None:
                 saved = run_saved_in(_folder_of_interrupted(agent))
                 save()
@@ -303,7 +303,8 @@ def _require_no_metrics(run_dir: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
         raise ConfigError(
-            f"run_dir={str(run_dir)!r} holds the metrics of a run. Pass resume=True to continue it, or another run_dir."
+            f"run_dir={str(run_dir)!r} holds the metrics of a run, and no checkpoint to continue from. Pass another "
+            "run_dir, or resume=True with the checkpoint_dir of that run."
         )
 
 
@@ -327,8 +328,8 @@ def _folder(name: str, path: str | Path | None) -> Path | None:
 
 def _tracker_of_run(run_dir: Path, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]) -> MultiTracker:
     """The trackers that write a run's folder."""
-    whole = {"agent": type(agent).__name__, **settings, **agent.learner.config.given()}
-    return default_tracker(run_dir, whole, agent=agent, log_with=log_with)
+    config = {"agent": type(agent).__name__, **settings, **agent.learner.config.given()}
+    return default_tracker(run_dir, config, agent=agent, log_with=log_with)
 
 
 def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoReturn:
@@ -351,7 +352,7 @@ def _folder_of_interrupted(agent: Agent) -> Path:
 
 
 def _is_interactive() -> bool:
-    """Whether this is a Python prompt, which SystemExit would end, or a notebook, where it is no way to stop a cell."""
+    """Whether this is a Python prompt, which SystemExit would end, or a notebook, where it only prints a warning."""
     ipython = sys.modules.get("IPython")
     return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
@@ -363,19 +364,19 @@ def _copies_for_batches(learner: Learner, stats: Stats) -> int:
 
 
 @contextmanager
-def _told(callbacks: Callbacks, run: Run, before: Mapping[str, Any] | None) -> Iterator[None]:
-    """Tell callbacks of the training's start and, whatever ends it, of its end."""
+def _notified(callbacks: Callbacks, run: Run, saved_state: Mapping[str, Any] | None) -> Iterator[None]:
+    """Call the callbacks at the start of the training and, whatever ends it, at its end."""
     callbacks.on_training_start(run)
-    if before is not None and "callbacks" in before:
-        callbacks.load_state_dict(before["callbacks"])
+    if saved_state is not None and "callbacks" in saved_state:
+        callbacks.load_state_dict(saved_state["callbacks"])
     try:
         yield
     finally:
         callbacks.on_training_end(run)
 
 
-def _tell(callbacks: Callbacks, run: Run, ended: Sequence[PlayedEpisode], stats: Stats) -> None:
-    """Tell callbacks of a step, which all of them hear of before one can end the training."""
+def _notify(callbacks: Callbacks, run: Run, ended: Sequence[PlayedEpisode], stats: Stats) -> None:
+    """Call the callbacks after a step; all of them are called before one can end the training."""
     answers = [callbacks.on_step(run), *(callbacks.on_episode_end(run, episode) for episode in ended)]
     if stats:
         answers.append(callbacks.on_update(run, stats))

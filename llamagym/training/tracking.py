@@ -179,41 +179,44 @@ def default_tracker(
     agent: Agent | None = None,
     log_with: Sequence[str] = (),
 ) -> MultiTracker:
-    """What a run writes to its folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and more if asked for.
+    """The trackers of a run's folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and others by name.
 
-    Of several processes that learn together, only the first writes any.
+    Of several processes that learn together, only the main one writes.
 
     Args:
         run_dir: The folder.
         config: The run's settings.
-        project: Of Weights & Biases, which is used if one is named here or in `WANDB_PROJECT`.
-        mode: Of Weights & Biases: "online", "offline" or "disabled"; None honours `WANDB_MODE`.
-        agent: Whose transcripts are recorded; None records none.
+        project: Project in Weights & Biases, which is used if a project is named here or in `WANDB_PROJECT`.
+        mode: Mode of Weights & Biases: "online", "offline" or "disabled"; None honors `WANDB_MODE`.
+        agent: The agent whose transcripts are recorded; None records none.
         log_with: "csv", or trackers that accelerate knows: "tensorboard", "wandb", "trackio", "mlflow", ...
 
     Raises:
-        ConfigError: A tracker is unknown, or its package is missing.
+        ConfigError: A tracker is unknown, or its package is missing; then no file has been written.
     """
     if isinstance(log_with, str):
         raise ConfigError(f"log_with must be a list of names, got {log_with!r} (str). Pass [{log_with!r}].")
     if not ranks.is_main_process():
         return MultiTracker()
     folder = Path(run_dir).expanduser()
-    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
     settings = as_json(dict(config))
     if agent is not None:
-        trackers.append(TranscriptTracker(folder / "transcripts.jsonl", agent))
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
     project = project or os.environ.get("WANDB_PROJECT")
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
+    trackers: list[Tracker] = []
     with ExitStack() as on_error:
         on_error.callback(lambda: MultiTracker(*trackers).close())
+        # Those that may fail come first.
         for name in names:
-            if name == "csv":
-                trackers.append(CsvTracker(folder / "metrics.csv"))
-            else:
+            if name != "csv":
                 options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
                 trackers.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
         on_error.pop_all()
-    return MultiTracker(*trackers)
+    files: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
+    if agent is not None:
+        files.append(TranscriptTracker(folder / "transcripts.jsonl", agent))
+    if "csv" in names:
+        files.append(CsvTracker(folder / "metrics.csv"))
+    (folder / "config.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
+    return MultiTracker(*files, *trackers)

@@ -1,4 +1,4 @@
-"""Puts what runs have written into one page: the template is `page.html`, the data goes in as JSON."""
+"""Renders the files of runs as one HTML page: the template is `page.html`, the data is embedded as JSON."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _alarms(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
-    """What the log warned of, by the number of the update: the same rules over the same statistics."""
+    """Alarms by the number of the update, from the same rules over the same statistics as in the log."""
     alarms = Alarms(torch.float32 if dtype in ("", "float32") else torch.bfloat16)
     return [{"update": index, "text": text} for index, row in enumerate(rows) for text in alarms.check(row)]
 
@@ -84,5 +84,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):
                 break
-            raise ConfigError(f"Line {number} of {str(path)!r} is no JSON: {error}. Delete the line.") from error
+            raise ConfigError(f"Line {number} of {str(path)!r} is not valid JSON: {error}. Delete the line.") from error
     return rows

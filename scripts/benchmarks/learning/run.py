@@ -56,9 +56,9 @@ def run_seed(args: argparse.Namespace, seed: int, options: list[str]) -> dict[st
     if args.variant:
         program = ["scripts/benchmarks/learning/variant.py", args.variant, args.example]
     command = ["python", *program, "--seed", str(seed), *options]
-    kept = (args.keep / f"seed{seed}").resolve() if args.keep else None
+    keep_dir = (args.keep / f"seed{seed}").resolve() if args.keep else None
     where = setting()
-    with nullcontext(kept) if kept else tempfile.TemporaryDirectory() as parent:
+    with nullcontext(keep_dir) if keep_dir else tempfile.TemporaryDirectory() as parent:
         run_dir = Path(parent) / "run"
         is_resumed = (run_dir / "checkpoints").is_dir()
         resume = ["--resume"] if is_resumed else []
@@ -77,7 +77,7 @@ def main() -> None:
         type=Path,
         help="folder for the runs' files; a run that was stopped there continues",
     )
-    parser.add_argument("--variant", help="of the agent, see variant.py; its command line is the example's")
+    parser.add_argument("--variant", help="change the agent: bare-numbers or no-calibration, see variant.py")
     # argparse itself would refuse them: `--seeds` takes all values there are.
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]

@@ -23,7 +23,7 @@ VARIANTS = ("bare-numbers", "no-calibration")
 
 
 def numbers_only(agent: Agent, observation: Any) -> str:
-    """The environment's own numbers without words, to see what words are worth."""
+    """The environment's own numbers without words; measures the effect of textual observations."""
     return " ".join(map(str, np.ravel(observation)))
 
 
