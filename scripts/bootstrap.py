@@ -211,6 +211,16 @@ def compile_bytecode(folder: Path, python: Path) -> None:
     call([str(python), "-m", "compileall", "-qq", "-j", "0", str(folder / ("Lib" if os.name == "nt" else "lib"))])
 
 
+def convert_model(python: Path) -> None:
+    """Convert the embedded model's weights into the user's cache, which otherwise a first run would do in silence.
+
+    A failure is left to that run, which reports it.
+    """
+    print("[bootstrap] converting the weights of the embedded model, once", flush=True)
+    code = "import llamagym; llamagym.load_model_and_tokenizer('smollm2-135m', device='cpu')"
+    subprocess.run([str(python), "-c", code], cwd=ROOT, capture_output=True, check=False)
+
+
 def call(command: list[str], variables: dict[str, str] | None = None) -> int:
     """Run a command in the repository's folder; its exit code, 128 + n if signal n ended it.
 
@@ -281,10 +291,12 @@ def main(argv: list[str]) -> int:
     prepare_venv(VENV)
     if install(steps, Stamps(VENV), call, python):
         compile_bytecode(VENV, python)
+        convert_model(python)
         print(f"[bootstrap] ready after {time.perf_counter() - started:.0f} s", flush=True)
     if args.test:
         return run_tests(python, test_commands)
     if args.run:
+        print(f"[bootstrap] running {args.run[0]}; a first run also compiles kernels before it starts", flush=True)
         return call([str(python), *args.run])
     return 0
 
