@@ -133,8 +133,8 @@ def test_every_ratio_is_one_until_the_weights_change(family, kind, context, acti
     assert (changed.logprobs - now.logprobs).abs().max() > 50 * LOGPROB_TOLERANCE
     # What was read before the change is still right after it.
     forget(agent)
-    anew = agent.policy.evaluate(segments)
-    assert torch.allclose(changed.logprobs, anew.logprobs, atol=LOGPROB_TOLERANCE)
+    recomputed = agent.policy.evaluate(segments)
+    assert torch.allclose(changed.logprobs, recomputed.logprobs, atol=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.numerical

@@ -11,6 +11,7 @@ import struct
 import pytest
 
 from llamagym import ConfigError, train
+from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, TranscriptTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 
@@ -91,6 +92,7 @@ def test_offline_wandb_logs_read_back_with_transcripts_as_a_table(tmp_path, monk
 def test_an_unknown_tracker_and_a_missing_package_are_named(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
         default_tracker(tmp_path, {}, log_with=["tensorbord"])
+    assert tmp_path.is_dir()
     if importlib.util.find_spec("swanlab") is None:
         with pytest.raises(ConfigError, match="pip install swanlab"):
             default_tracker(tmp_path, {}, log_with=["swanlab"])
@@ -177,3 +179,19 @@ def test_an_update_that_fails_leaves_the_sample_as_it_was(monkeypatch):
     monkeypatch.undo()
     assert agent.terminate_episode()
     assert [transcript["return"] for transcript in agent.transcripts] == [2.0, 1.0]
+
+
+def test_the_folder_of_a_service_exists_when_it_starts(tmp_path, monkeypatch):
+    """W&B writes to a temporary folder if the one that it is given does not exist."""
+    existed = []
+
+    class Service:
+        def __init__(self, name, run_dir, *settings, **options):
+            existed.append(run_dir.is_dir())
+
+        def close(self):
+            """Nothing is open."""
+
+    monkeypatch.setattr(tracking, "ServiceTracker", Service)
+    default_tracker(tmp_path / "run", {}, log_with=["wandb"]).close()
+    assert existed == [True]

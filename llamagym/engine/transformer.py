@@ -47,7 +47,7 @@ class _Checked:
         nothing: Keys and values of no tokens, (2L, heads, 0, head size).
         is_fused: Whether layers may run as one function each.
         can_share: Whether rows may attend to one shared prefix.
-        can_split: Whether the body may be split at the first trained layer; None as long as nobody has asked.
+        can_split: Whether the body may be split at the first trained layer; None until a model is split.
     """
 
     nothing: Tensor
@@ -258,7 +258,9 @@ class Transformer:
         if self._checked.can_split is None:
             self._checked.can_split = self._is_split(trunk, top)
         if self._checked.can_split:
-            self._trunk, self._top, self._first_top_layer = trunk, top, first
+            self._trunk = trunk
+            self._top = top
+            self._first_top_layer = first
         else:
             logger.info("%s cannot be split at layer %d; every pass runs all layers", type(self._lm).__name__, first)
 

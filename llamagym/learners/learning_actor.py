@@ -115,7 +115,8 @@ class LearningActor(Actor):
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": dict(loop or {})}
         of_others = ranks.gather_objects(own)[1:]
         if ranks.is_main_process():
-            target, about = Path(os.path.expanduser(folder)), {"options": self._identity, **(facts or {})}
+            target = Path(os.path.expanduser(folder))
+            about = {"options": self._identity, **(facts or {})}
             with written_whole(target, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather_objects(None)

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -170,6 +170,12 @@ class MultiTracker:
             tracker.close()
 
 
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder that nothing was written to."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def default_tracker(
     run_dir: str | Path,
     config: Mapping[str, Any],
@@ -207,6 +213,10 @@ def default_tracker(
     trackers: list[Tracker] = []
     with ExitStack() as on_error:
         on_error.callback(lambda: MultiTracker(*trackers).close())
+        # Services need their folder, and W&B writes elsewhere without it.
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            on_error.callback(_remove_if_empty, folder)
         # Those that may fail come first.
         for name in names:
             if name != "csv":
