@@ -1,9 +1,10 @@
 """Measures a newcomer's first minutes on a fresh clone with empty caches: the README's commands and its first snippet.
 
 python scripts/benchmarks/first_minutes.py                          three repetitions of everything; takes 40 minutes
-python scripts/benchmarks/first_minutes.py --repetitions 1 --skip tests
+python scripts/benchmarks/first_minutes.py --skip blackjack snippet --name first-minutes-tests
 
-Run it on an idle machine. It clones the commit at HEAD, so commit first. Writes results/first-minutes.json.
+Run it on an idle machine. It clones the commit at HEAD, so commit first. Writes results/first-minutes.json, or another
+file of that folder with --name, so that parts can be measured one after the other.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--skip", nargs="+", choices=PARTS, default=[], help="parts to leave out")
+    parser.add_argument("--name", default="first-minutes", help="name of the result file (default: first-minutes)")
     args = parser.parse_args()
     measured: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS if part not in args.skip}
     for repetition in range(args.repetitions):
@@ -110,7 +112,7 @@ def main() -> None:
                 measured["snippet"].append(snippet(clone, home, seed=repetition))
             if "tests" in measured:
                 measured["tests"].append(tests(clone, home))
-        save("first-minutes", measured)
+        save(args.name, measured)
 
 
 if __name__ == "__main__":
