@@ -2,12 +2,13 @@
 
 A processor with AVX-512 can also compute as one with AVX2 or with neither: environment variables tell PyTorch, MKL and
 oneDNN which instructions to use. Each combination of instruction set, number of threads and kernels on or off is one
-run of pytest, two at a time. A line per combination says what came of it; the exit code is 1 if any test failed.
+run of pytest, two at a time. One line per combination reports its result; the exit code is 1 if any test failed.
 
-`--numerical` runs only the tests that compare numbers computed in different ways, in a few minutes. Without it
-all tests run in all combinations, which takes hours.
+`--tests` selects the tests: `numerical` ones, which compare numbers computed in different ways (a few minutes), those of
+the `short` or the `long` run, or `all` (hours). A result file is written after each combination. If it exists and is of
+the same commit, combinations in which no test failed are not run again, so an interrupted run can be continued.
 
-    python scripts/test_processors.py --numerical --out result.json
+    python scripts/test_processors.py --tests numerical --out result.json
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -85,6 +87,9 @@ def best_instructions() -> str:
 def run(combination: Combination, selection: list[str]) -> str:
     """Run the tests in a combination and note the counts; returns pytest's output."""
     started = time.monotonic()
+    combination.passed = combination.failed = combination.skipped = 0
+    combination.processor_seconds = 0.0
+    combination.failures = []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *selection]
@@ -115,34 +120,75 @@ def _count(combination: Combination, case: ElementTree.Element) -> None:
         combination.passed += 1
 
 
+def selection_of(tests: str) -> list[str]:
+    """Arguments with which pytest runs the `numerical` tests, the `short` run, the `long` one or `all` of them."""
+    if tests == "numerical":
+        return [*_numerical_files(), "-m", "numerical and not long"]
+    markers = {"short": ["-m", "not long"], "long": ["-m", "long"], "all": []}
+    return markers[tests]
+
+
+class Result:
+    """The combinations and their results, written to a file after each of them.
+
+    Attributes:
+        combinations: All that this processor offers.
+        pending: Those that still have to run.
+    """
+
+    def __init__(self, tests: str, path: Path | None) -> None:
+        """Take over what a file of the same commit and tests holds of combinations that passed."""
+        names = list(INSTRUCTIONS)
+        offered = names[: names.index(best_instructions()) + 1]
+        self.skipped_instructions = names[len(offered) :]
+        self.combinations = [Combination(*of) for of in itertools.product(offered, THREADS, (True, False))]
+        self._path = path
+        self._about = {"command": f"python scripts/test_processors.py --tests {tests}", **setting()}
+        self._lock = threading.Lock()
+        earlier = json.loads(path.read_text("utf-8")) if path is not None and path.exists() else {}
+        if all(earlier.get(key) == value for key, value in self._about.items()):
+            passed = {str(each): each for each in (Combination(**record) for record in earlier["combinations"])}
+            self.combinations = [passed.get(str(each), each) for each in self.combinations]
+        self.pending = [each for each in self.combinations if each.failed or not each.passed]
+
+    def save(self) -> None:
+        """Write the combinations that have run."""
+        if self._path is None:
+            return
+        done = [asdict(each) for each in self.combinations if each.failed or each.passed]
+        result = {
+            **self._about,
+            "tools": versions("numba", "pytest"),
+            "skipped_instructions": self.skipped_instructions,
+            "combinations": done,
+        }
+        with self._lock:
+            self._path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+
 def main() -> int:
     """Run the tests in every combination that the processor offers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numerical", action="store_true", help="run only the tests marked `numerical`")
+    parser.add_argument("--tests", choices=("numerical", "short", "long", "all"), default="all", help="default: all")
     parser.add_argument("--out", type=Path, help="a file to write the result to, as JSON")
     arguments = parser.parse_args()
-    selection = [*_numerical_files(), "-m", "numerical and not long"] if arguments.numerical else []
-    names = list(INSTRUCTIONS)
-    offered = names[: names.index(best_instructions()) + 1]
+    selection = selection_of(arguments.tests)
+    result = Result(arguments.tests, arguments.out)
     print(f"{processor()}, {os.cpu_count()} cores", flush=True)
-    for name in names[len(offered) :]:
+    for name in result.skipped_instructions:
         print(f"{name}: skipped, this processor lacks it", flush=True)
-    combinations = [Combination(*of) for of in itertools.product(offered, THREADS, (True, False))]
+
+    def run_and_save(combination: Combination) -> str:
+        output = _run_and_report(combination, selection)
+        result.save()
+        return output
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        outputs = list(pool.map(lambda combination: _run_and_report(combination, selection), combinations))
-    for combination, output in zip(combinations, outputs, strict=True):
+        outputs = list(pool.map(run_and_save, result.pending))
+    for combination, output in zip(result.pending, outputs, strict=True):
         if combination.failed:
             print(f"\n{combination}:\n{output}")
-    if arguments.out:
-        result = {
-            "command": " ".join(["python scripts/test_processors.py", *["--numerical"] * arguments.numerical]),
-            **setting(),
-            "tools": versions("numba", "pytest"),
-            "skipped_instructions": names[len(offered) :],
-            "combinations": [asdict(combination) for combination in combinations],
-        }
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    return int(any(combination.failed for combination in combinations))
+    return int(any(combination.failed for combination in result.combinations))
 
 
 def _numerical_files() -> list[str]:

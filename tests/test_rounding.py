@@ -76,3 +76,17 @@ def test_a_combination_whose_tests_do_not_start_has_failed(tmp_path):
     combination = processors.Combination("default", 1, kernels=True)
     processors.run(combination, [str(tmp_path / "missing.py")])
     assert combination.failed == 1
+
+
+def test_an_interrupted_run_of_all_combinations_continues_with_those_that_are_missing(tmp_path):
+    path = tmp_path / "result.json"
+    result = processors.Result("short", path)
+    assert result.pending == result.combinations
+    first, second, *others = result.combinations
+    first.passed, second.failed = 3, 1
+    result.save()
+    continued = processors.Result("short", path)
+    assert list(map(str, continued.pending)) == list(map(str, (second, *others)))
+    assert continued.combinations[0].passed == 3
+    # Other tests are another run.
+    assert len(processors.Result("long", path).pending) == len(result.combinations)
