@@ -156,15 +156,16 @@ def test_value_is_bootstrapped_after_truncation_and_never_after_termination():
     cut, ended = agent._buffer
     assert (cut.truncated, cut.terminated) == (True, False)
     assert (ended.truncated, ended.terminated) == (False, True)
-    assert ended.final_value == 0.0
+    assert ended.final_prompt is None
     # Independently: the final observation's context, through the model's own forward pass and value head.
     ids = [*cut.turns[0].prompt.ids, *cut.turns[0].reply.ids]
     end = cut.turns[0].reply.ids[-1] if cut.turns[0].reply.finish_reason == "eos" else None
     ids += agent.chat_template.next_prompt("Observation the end", end)
     with torch.no_grad():
         values = agent.policy.model(torch.tensor([ids]))[2]
-    assert cut.final_value == pytest.approx(values[0, -1].item(), abs=1e-4)
-    assert cut.final_value != 0.0
+    (value,) = agent.policy.values([cut.final_segment()])
+    assert value == pytest.approx(values[0, -1].item(), abs=1e-4)
+    assert value != 0.0
 
 
 def test_truncation_without_the_final_observation_is_refused_and_loses_nothing():

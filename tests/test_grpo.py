@@ -111,7 +111,7 @@ def test_nothing_to_compare_is_an_error():
 def test_a_truncated_episode_needs_no_final_observation_and_is_not_valued():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo=BIG)
     play(agent, [1.0], truncated=True)
-    assert (agent._buffer[0].truncated, agent._buffer[0].final_value) == (True, 0.0)
+    assert (agent._buffer[0].truncated, agent._buffer[0].final_prompt) == (True, None)
 
 
 def test_batches_are_whole_groups_and_the_incomplete_wait():

@@ -64,7 +64,7 @@ def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode,
     def played(env: Any, count: int | None = None) -> tuple[Any, ...]:
         agent = make_agent(Noting, context="turn", ppo={"batch_size": 1000})
         result = train(agent, env, 6, count, seed=0)
-        ends = [(len(episode.turns), episode.truncated, episode.final_value) for episode in agent._buffer]
+        ends = [(len(episode.turns), episode.truncated, episode.final_prompt) for episode in agent._buffer]
         return agent.seen, result.returns, result.successes, result.turns, ends
 
     make = functools.partial(Timed, truncates)

@@ -192,12 +192,12 @@ def test_the_learning_rate_follows_the_kl_within_bounds():
 
 
 @pytest.mark.parametrize(("share", "scale"), [(1.0, 0.15), (1e-4, 0.1)])
-def test_a_batch_that_tells_nothing_does_not_raise_the_learning_rate(share, scale):
+def test_a_batch_of_small_advantages_does_not_raise_the_learning_rate(share, scale):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 100.0, "warmup_steps": 1})
     agent.learner.update(fill(agent, 3, 2)[-3:])
     agent.learner._rate.scale = 0.1
-    # What was usual before decides what is next to nothing.
-    agent.learner._whiten._latest = [agent.learner._whiten._latest[0] / share]
+    # Small is measured by the usual deviation, here of many batches like the first one.
+    agent.learner._whiten._deviations = 20 * [agent.learner._whiten._deviations[0] / share]
     agent.learner.update(fill(agent, 3, 2)[-3:])
     assert agent.learner._rate.scale == pytest.approx(scale)
 

@@ -62,8 +62,8 @@ def test_within_an_episode_only_valid_replies_are_learnt_from():
     turns = agent.conversation(0).turns
     turns[1].valid = False
     recorded = [logprob for turn in (turns[0], turns[2]) for logprob in turn.reply.logprobs]
-    replay = Replay(agent.policy, ReplayConfig(steps=1))
-    stats = replay.update([Episode(tuple(turns), terminated=True, truncated=False)])
+    replay = Replay(agent.policy, ReplayConfig(episodes=1, steps=1))
+    stats = replay.update([Episode(tuple(turns), terminated=True, truncated=False), episode(0.0)])
     assert stats["replay_loss"] == pytest.approx(-sum(recorded) / len(recorded), abs=1e-4)
 
 
@@ -117,15 +117,16 @@ def test_replay_follows_the_update_and_is_off_by_default():
 
 def test_replay_follows_an_adapter_that_takes_the_place_of_another(caplog):
     """Else it would move the old one, and leave its gradients for the learner's next step on the new one."""
-    config = {"batch_size": 1, "mini_batch_size": 1, "learning_rate": 0.0}
+    config = {"batch_size": 2, "mini_batch_size": 2, "learning_rate": 0.0}
     agent = make_agent(ChoiceAgent, ppo=config, replay_config_dict={"steps": 1, "learning_rate": 1e-2})
     pretrained = agent.policy.model.pretrained_model
     pretrained.add_adapter("other", pretrained.peft_config["default"])
     pretrained.set_adapter("other")
     before = {name: weight.clone() for name, weight in pretrained.named_parameters()}
-    agent.act("a")
-    agent.assign_reward(1.0)
-    stats = agent.terminate_episode()
+    for reward in (0.0, 1.0):
+        agent.act("a")
+        agent.assign_reward(reward)
+        stats = agent.terminate_episode()
     moved = {name for name, weight in pretrained.named_parameters() if not torch.equal(weight, before[name])}
     assert stats["replay_grad_norm"] > 0
     assert moved
@@ -157,3 +158,21 @@ def test_bad_options_are_refused():
         make_agent(replay_config_dict={"steps": 0})
     with pytest.raises(ConfigError, match=r"learning_rate=0\.0 is not positive"):
         make_agent(replay_config_dict={"learning_rate": 0.0})
+
+
+def test_replay_learns_nothing_while_all_recent_episodes_have_earned_the_same():
+    agent = make_agent(ChoiceAgent)
+    replay = Replay(agent.policy, ReplayConfig(learning_rate=1e-2))
+
+    def played(reward: float) -> Episode:
+        agent.act("x")
+        agent.assign_reward(reward)
+        turns = tuple(agent.conversation(0).turns)
+        agent.discard_episodes([0])
+        return Episode(turns, terminated=True, truncated=False)
+
+    before = [weight.clone() for weight in agent.policy.model.parameters()]
+    assert [replay.update([played(1.0), played(1.0)]) for _ in range(2)] == [{}, {}]
+    assert all(map(torch.equal, agent.policy.model.parameters(), before))
+    assert replay.update([played(1.0), played(0.0)])["replay_episodes"] == 6
+    assert not all(map(torch.equal, agent.policy.model.parameters(), before))

@@ -47,7 +47,7 @@ def test_truncated_episodes_are_valued_at_their_final_observation():
     train(agent, functools.partial(CountdownEnv, 2, truncates=True), episodes=2, num_envs=2, seed=0)
     # 0 is the final observation of each copy; the next episode's first, 2, must not stand in for it.
     assert agent.seen == [2, 2, 1, 1, 0, 0]
-    assert all(episode.truncated and episode.final_value != 0.0 for episode in agent._buffer)
+    assert all(episode.truncated and episode.final_prompt is not None for episode in agent._buffer)
 
 
 def test_updates_reach_the_callback_and_the_tracker(tmp_path):

@@ -55,7 +55,7 @@ def test_every_turn_is_learnt_from_once(monkeypatch, critic):
     assert not all(map(is_over, batches))
 
 
-def test_the_last_turn_s_value_stands_for_the_rest(monkeypatch):
+def test_the_rest_is_valued_at_the_last_turn(monkeypatch):
     _, batches, ended, _ = learnt(monkeypatch)
     parts = [episode for batch in batches for episode in batch if not episode.is_over]
     whole = {id(turn): episode.turns for episode in ended for turn in episode.turns}
@@ -66,8 +66,8 @@ def test_the_last_turn_s_value_stands_for_the_rest(monkeypatch):
         start = next(number for number, turn in enumerate(turns) if turn is part.turns[0])
         stop = start + len(part.turns)
         assert part.turns == turns[start:stop]
-        assert part.final_value == turns[stop].reply.value
-    rest = [episode for batch in batches for episode in batch if episode.earlier]
+        assert part.final_prompt == turns[stop].prompt
+    rest = [episode for batch in batches for episode in batch if episode.earlier and episode.is_over]
     assert rest
     assert all(episode.is_over and episode.all_turns == whole[id(episode.turns[0])] for episode in rest)
 

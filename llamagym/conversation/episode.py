@@ -110,17 +110,18 @@ class Episode:
         turns: Its turns in order, at least one; without those that were learnt from while it was under way.
         terminated: Whether the environment reached a final state.
         truncated: Whether it was cut off. One under way is neither.
-        final_value: The critic's estimate of the state after the last turn; 0 after termination.
+        final_prompt: The prompt after the last turn, from which a critic values what was cut off; None after
+            termination, and where no critic learns.
         group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
             episode starts in the same state, or in one drawn from the same distribution.
         rank: Which of several processes played it.
-        earlier: The turns before them, that were learnt from while it was under way; empty as long as it is.
+        earlier: The turns before them, from which earlier updates learned.
     """
 
     turns: tuple[Turn, ...]
     terminated: bool
     truncated: bool
-    final_value: float = 0.0
+    final_prompt: Prompt | None = None
     group: Hashable | None = None
     rank: int = 0
     earlier: tuple[Turn, ...] = ()
@@ -143,6 +144,13 @@ class Episode:
     def segments(self) -> list[Segment]:
         """The episode cut wherever a turn starts a new context."""
         return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
+
+    def final_segment(self) -> Segment | None:
+        """The context that ends with the final prompt; None without one."""
+        if self.final_prompt is None:
+            return None
+        shown = [] if self.final_prompt.starts_context else _split_contexts(self.all_turns)[-1]
+        return Segment(tuple(shown), self.final_prompt)
 
 
 def segments_of(episodes: Iterable[Episode]) -> list[Segment]:
@@ -283,16 +291,22 @@ class Conversation:
         self.pending = None
         return turn
 
-    def finished(self, truncated: bool, final_value: float, group: Hashable | None) -> Episode:
-        """The episode that has ended here."""
+    def finished(self, truncated: bool, group: Hashable | None) -> Episode:
+        """The episode that has ended here; a pending prompt is the one after the last turn."""
         first = self.learnt_turns
-        turns, earlier = tuple(self.turns[first:]), tuple(self.turns[:first])
-        return Episode(turns, not truncated, truncated, final_value, group, earlier=earlier)
+        earlier = tuple(self.turns[:first])
+        return Episode(tuple(self.turns[first:]), not truncated, truncated, self.pending, group, earlier=earlier)
 
     def under_way(self) -> Episode:
-        """What can be learnt from before the episode ends: all but the last turn, whose value stands for the rest."""
-        turns = tuple(self.turns[self.learnt_turns : -1])
-        return Episode(turns, terminated=False, truncated=False, final_value=self.turns[-1].reply.value)
+        """The turns to learn from before the episode ends: all but the last, at whose prompt the rest is valued."""
+        first = self.learnt_turns
+        return Episode(
+            tuple(self.turns[first:-1]),
+            terminated=False,
+            truncated=False,
+            final_prompt=self.turns[-1].prompt,
+            earlier=tuple(self.turns[:first]),
+        )
 
     def reward(self, reward: float, turn: int = -1) -> None:
         """Add to a turn's reward, by default the last one's."""

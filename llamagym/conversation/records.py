@@ -53,7 +53,7 @@ def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
         "turns": [_turn_record(turn, table) for turn in episode.turns],
         "terminated": episode.terminated,
         "truncated": episode.truncated,
-        "final_value": episode.final_value,
+        "final_prompt": None if episode.final_prompt is None else _prompt_record(episode.final_prompt, table),
         "group": episode.group,
         "rank": episode.rank,
         "earlier": [_turn_record(turn, table) for turn in episode.earlier],
@@ -63,8 +63,10 @@ def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
 def episode_from(record: Mapping[str, Any], table: IdTable) -> Episode:
     """The episode that `episode_record` gave."""
     turns = tuple(_turn_from(turn, table) for turn in record["turns"])
-    ended = (record["terminated"], record["truncated"], record["final_value"])
-    # Older records have no rank, and no earlier turns.
+    # Older records have no final prompt, no rank and no earlier turns.
+    final = record.get("final_prompt")
+    final_prompt = None if final is None else _prompt_from(final, table)
+    ended = (record["terminated"], record["truncated"], final_prompt)
     earlier = tuple(_turn_from(turn, table) for turn in record.get("earlier", []))
     return Episode(turns, *ended, key_from(record["group"]), record.get("rank", 0), earlier)
 
@@ -96,9 +98,7 @@ def key_from(part: Any) -> Hashable:
 
 
 def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
-    prompt, reply = turn.prompt, turn.reply
-    choices = None if prompt.choices is None else [table.number(choice) for choice in prompt.choices]
-    of_prompt = [table.number(prompt.ids), prompt.starts_context, choices, prompt.shared_length, prompt.opening_length]
+    reply = turn.reply
     of_reply = [
         table.number(reply.ids),
         reply.logprobs,
@@ -107,11 +107,20 @@ def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
         reply.choice_index,
         reply.weights_version,
     ]
-    return [of_prompt, of_reply, turn.reward, turn.penalty, turn.valid]
+    return [_prompt_record(turn.prompt, table), of_reply, turn.reward, turn.penalty, turn.valid]
 
 
 def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
-    (ids, starts_context, choices, *lengths), (said, logprobs, *rest), *earned = record
+    prompt, (said, logprobs, *rest), *earned = record
+    return Turn(_prompt_from(prompt, table), Reply(table[said], tuple(logprobs), *rest), *earned)
+
+
+def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
+    choices = None if prompt.choices is None else [table.number(choice) for choice in prompt.choices]
+    return [table.number(prompt.ids), prompt.starts_context, choices, prompt.shared_length, prompt.opening_length]
+
+
+def _prompt_from(record: Sequence[Any], table: IdTable) -> Prompt:
+    ids, starts_context, choices, *lengths = record
     offered = None if choices is None else tuple(table[number] for number in choices)
-    prompt = Prompt(table[ids], starts_context, offered, *lengths)
-    return Turn(prompt, Reply(table[said], tuple(logprobs), *rest), *earned)
+    return Prompt(table[ids], starts_context, offered, *lengths)

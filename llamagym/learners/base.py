@@ -29,10 +29,11 @@ from ..models.lora import mask_frozen_gradients_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from . import ranks
+from .advantages import Information, Returns, Whitening, step_share
 from .batches import Batching
 from .checks import check_episodes, check_precision
 from .config import LearnerConfig
-from .controllers import AdaptiveKLController, Cooldown, EntropyController, RateController, Whitening
+from .controllers import AdaptiveKLController, Cooldown, RateController
 from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
@@ -47,10 +48,13 @@ logger = logging.getLogger(__name__)
 Stats = dict[str, float]
 # A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
 _ADAM_BETAS = (0.9, 0.95)
-# Of a batch, where no size is given.
-_MINIBATCHES = 4
+# Where no size is given: minibatches of a batch, and the fewest turns of one.
+_MINIBATCHES, _LEAST_TURNS = 4, 64
+# The entropy bonus weighs at most so much per unit of the mean absolute advantage. Without advantages to oppose it, it
+# alone would set the direction of Adam's steps, which have full size however small the coefficient.
+_LARGEST_BONUS = 0.1
 # What an update changes, beside weights and optimiser.
-_UPDATE_STATE = ("_steps", "_guard", "_whiten", "_rate", "_entropy", "_kl", "_rng")
+_UPDATE_STATE = ("_steps", "_guard", "_whiten", "_information", "_rate", "_entropy_coef", "_kl", "_rng")
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
 _ADAM_EPS = 1e-5
 
@@ -91,10 +95,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         ranks.take_first_(self._all_weights())
         self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
+        self._information = Information()
         self.advantages: dict[int, float] = {}
         self.reset_optimizer()
         self._rate = RateController(config.target_kl)
-        self._entropy = EntropyController(config.entropy_coef, config.entropy_decay, config.entropy_floor)
+        self._entropy_coef = config.entropy_coef
         self.cooldown = Cooldown(config.cooldown)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
@@ -131,6 +136,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """Whether crediting a batch takes the critic's features."""
         return False
 
+    @property
+    def _steps_critic(self) -> bool:
+        """Whether the value head learns by gradient steps."""
+        return False
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception restores weights, optimiser, controllers and counters."""
@@ -157,7 +167,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     @property
     def _bonus(self) -> float:
         """The weight of the entropy bonus, per nat."""
-        return self._entropy.value * self.cooldown.scale
+        return self._entropy_coef * self.cooldown.scale
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
         """One update on a batch, of which one episode at least is over; the same in all processes.
@@ -213,6 +223,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         ranks.check_alike(self._all_weights())
         return stats | {
             **outcomes(episodes),
+            "flat_batch": float(targets.is_flat),
             "updates": float(self.policy.num_updates),
             "learn_tokens": float(sum(ranks.gather_objects(self.policy.tokens_forwarded - forwarded))),
             "learn_s": time.perf_counter() - started,
@@ -222,11 +233,33 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[TargetsT, Stats]:
         """Say what each turn is trained towards, and what there is to report about it."""
 
+    def _scaled(self, advantages: Tensor, mask: Tensor, episodes: Sequence[Episode]) -> Tensor:
+        """Advantages, float (E, T), whitened if the options say so; all 0 if the episodes hold no information.
+
+        Args:
+            advantages: Float (E, T).
+            mask: True at turns, bool (E, T).
+            episodes: The batch.
+        """
+        returns = Returns(episodes, self.config.gamma)
+        if not self._information.is_in(returns, episodes):
+            return torch.zeros_like(advantages)
+        if not self.config.whiten_advantages:
+            return advantages
+        return self._whiten(advantages, mask, returns)
+
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
+        if targets.is_flat and not self._steps_critic:
+            return self._without_steps(segments, sampled, targets)
         sums: dict[str, list[float]] = defaultdict(list)
         ratio_error, largest_kl, steps, skipped = math.nan, 0.0, 0, 0
         region = self._trust_region
-        size = self.config.mini_batch_size or math.ceil(len(sampled.row) / _MINIBATCHES)
+        size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(sampled.row) / _MINIBATCHES))
+        share = (
+            1.0
+            if targets.is_flat
+            else step_share(targets.advantages, [turn for segment in segments for turn in segment.turns])
+        )
         for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
             stats, fresh_error = self._backward(minibatch, sampled, targets, first=not steps)
             if math.isnan(ratio_error):
@@ -238,19 +271,19 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             # Before the first step nothing has moved, and what differs is rounding.
             if steps:
                 largest_kl = farthest(largest_kl, stats["approx_kl"])
-            if region.is_left(largest_kl):
+            if region.is_left(largest_kl / share):
                 break
             for name, value in stats.items():
                 sums[name].append(value)
             region.enter()
-            sums["grad_norm"].append(self._step())
+            sums["grad_norm"].append(self._step(math.sqrt(share), targets.is_flat))
             steps += 1
         else:
             # No later minibatch shows where the last step led.
             if steps:
                 probe = minibatches(segments, size, self._rng)[0] if region.has_bounds else shortest_opening(segments)
                 largest_kl = farthest(largest_kl, measure_kl(self.policy, probe, sampled, self.pass_tokens))
-        if stopped := region.is_left(largest_kl):
+        if stopped := region.is_left(largest_kl / share):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
             self.optimizer.zero_grad()
@@ -259,16 +292,32 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             self._guard.settle(is_good)
             if not is_good:
                 steps, skipped = steps - 1, skipped + 1
-        self._rate.update(largest_kl, may_rise=self._steps >= self.config.warmup_steps and not self._whiten.is_flat)
-        means = {name: float(np.mean(values)) for name, values in sums.items()} | {"entropy_coef": self._bonus}
-        if sums:
-            self._entropy.update(means["entropy"])
+        may_rise = self._steps >= self.config.warmup_steps and not (targets.is_flat or self._whiten.is_small)
+        self._rate.update(largest_kl / share, may_rise)
+        means = {name: float(np.mean(values)) for name, values in sums.items()}
+        if not targets.is_flat:
+            self._entropy_coef *= self.config.entropy_decay
         return means | {
             "ratio_error": ratio_error,
-            "learning_rate": self.config.learning_rate * self._rate.scale * self.cooldown.scale,
+            "step_share": share,
+            "learning_rate": self.config.learning_rate * self._rate.scale * self.cooldown.scale * math.sqrt(share),
             "optimizer_steps": float(steps),
             "skipped_steps": float(skipped),
             "stopped_early": float(stopped),
+        }
+
+    @torch.no_grad()
+    def _without_steps(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
+        """Statistics of a batch without information, from which nothing is learned: Adam would take full steps."""
+        stats, ratio_error = self._backward(segments, sampled, targets, first=True)
+        return stats | {
+            "entropy_coef": 0.0,
+            "ratio_error": ratio_error,
+            "step_share": 0.0,
+            "learning_rate": 0.0,
+            "optimizer_steps": 0.0,
+            "skipped_steps": 0.0,
+            "stopped_early": 0.0,
         }
 
     def _backward(
@@ -285,7 +334,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             now = self.policy.evaluate(chunk)
             share = now.mask.sum().item() / decisions, len(rows) / turn_count
             loss, parts = self._loss(now, rows, sampled, targets, *share)
-            self.accelerator.backward(loss)
+            if loss.requires_grad:
+                self.accelerator.backward(loss)
             for name, value in parts.items():
                 stats[name] += value
             fresh = [i for i, row in enumerate(rows) if not sampled.outdated[row]]
@@ -317,7 +367,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         advantages = (targets.advantages[rows, None] * sampled.weights[rows, : mask.shape[1]]).to(device)
         policy = clipped_surrogate(now.logprobs, old, advantages, mask, config.cliprange)
         entropy = masked_mean(now.entropy, mask)
-        loss = by_decision * (policy.loss - self._bonus * entropy)
+        bonus = min(self._bonus, _LARGEST_BONUS * targets.mean_size)
+        loss = by_decision * (policy.loss - bonus * entropy)
         if config.kl_in_loss:
             reference = sampled.ref_logprobs[rows, : mask.shape[1]].to(device)
             # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.
@@ -327,19 +378,30 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         stats = {
             "policy_loss": by_decision * policy.loss.item(),
             "entropy": by_decision * entropy.item(),
+            "entropy_coef": by_decision * bonus,
             "approx_kl": by_decision * masked_mean(kl_estimate(old, now.logprobs.detach(), "binary"), mask).item(),
             "clip_fraction": by_decision * policy.clip_fraction.item(),
         }
         return loss, stats
 
-    def _step(self) -> float:
-        """One optimiser step on the gradients at hand; returns the norm of the policy's."""
+    def _step(self, rate_scale: float, only_critic: bool) -> float:
+        """One optimizer step on the gradients at hand; returns the norm of the policy's.
+
+        Args:
+            rate_scale: A factor of the policy's learning rate.
+            only_critic: Whether the policy stays as it is: without gradients Adam leaves its weights alone.
+        """
         groups = self.optimizer.param_groups
+        if only_critic:
+            for weight in groups[0]["params"]:
+                weight.grad = None
         # Each by its own norm: the value head's gradient is far the larger and would scale the policy's away.
         norms = [self.accelerator.clip_grad_norm_(group["params"], self.config.max_grad_norm) for group in groups]
         self._steps += 1
         schedule = min(1.0, self._steps / self.config.warmup_steps) * self.cooldown.scale
-        for group, rate, scale in zip(groups, self._rates, (self._rate.scale, self._value_unit), strict=False):
+        for group, rate, scale in zip(
+            groups, self._rates, (self._rate.scale * rate_scale, self._value_unit), strict=False
+        ):
             group["lr"] = rate * scale * schedule
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import ConfigError
 from ..options import Options
 
 _OWN_TRACKER = "Drop it: trackers are passed to train(), see llamagym.training.tracking."
 _OWN_BATCHES = "Drop it: microbatch_nodes bounds the tokens of a forward and backward pass."
-# Options of TRL 0.11's PPOConfig that have no equal here.
-_FROM_TRL = {
+# Options of earlier versions, and of TRL 0.11's PPOConfig, that have no equal here.
+_REMOVED = {
+    "entropy_floor": "Drop it, or pass a larger entropy_coef.",
     "kl_penalty": 'Drop it: kl_placement="reward" takes k1 off the rewards ("kl" of TRL), "loss" adds k3 to the loss.',
     "early_stopping": "Pass target_kl: a step that leads too far is undone and ends the update.",
     "score_clip": "Clip rewards before assign_reward().",
@@ -42,7 +42,8 @@ class LearnerConfig(Options):
         batch_size: An update runs when finished episodes, and in `train` what is learnt from of those under way, hold
             at least this many turns. None: 768 turns that differ, or 8,192 in all, since equal turns are computed once
             and more of them cost next to nothing.
-        mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step. None: a quarter of the batch.
+        mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step. None: a quarter of the batch, at
+            least 64.
         learning_rate: Of the policy's weights (Adam).
         warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure
             the gradient.
@@ -50,10 +51,9 @@ class LearnerConfig(Options):
             how far a run has come; nothing falls in a loop of your own.
         gamma: Discount per turn.
         cliprange: Epsilon of the clipped surrogate.
-        entropy_coef: Weight of the entropy bonus, per nat.
-        entropy_decay: What that is multiplied by after each update: much exploration first, little in the end.
-        entropy_floor: Entropy, in nats per decision, that the policy should keep: after an update below it the bonus
-            weighs more, up to 100 times `entropy_coef`, and less again after one above it. None leaves the weight.
+        entropy_coef: Weight of the entropy bonus, per nat; at most a tenth of the batch's mean absolute advantage, so
+            that the bonus alone never sets the direction of a step.
+        entropy_decay: Factor of that weight after each update: much exploration first, little in the end.
         init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
         target: KL to the reference, in nats per turn, that the coefficient steers to.
@@ -68,7 +68,7 @@ class LearnerConfig(Options):
         seed: Of the minibatches' order.
     """
 
-    advice: ClassVar[Mapping[str, str]] = _FROM_TRL
+    advice: ClassVar[Mapping[str, str]] = _REMOVED
 
     batch_size: int | None = None
     mini_batch_size: int | None = None
@@ -79,7 +79,6 @@ class LearnerConfig(Options):
     cliprange: float = 0.2
     entropy_coef: float = 0.02
     entropy_decay: float = 1.0
-    entropy_floor: float | None = None
     init_kl_coef: float = 0.0
     adap_kl_ctrl: bool = False
     target: float = 6.0
@@ -98,11 +97,6 @@ class LearnerConfig(Options):
         self._require_rate("learning_rate")
         self._require_positive("cliprange", "target", "horizon", "target_kl", "max_grad_norm")
         self._require_fraction("cooldown", "gamma", "entropy_decay")
-        if self.entropy_floor is not None and self.entropy_coef <= 0:
-            raise ConfigError(
-                f"entropy_floor={self.entropy_floor} needs a bonus to raise, received "
-                f"entropy_coef={self.entropy_coef}. Pass a small positive entropy_coef."
-            )
 
     @property
     def kl_in_loss(self) -> bool:

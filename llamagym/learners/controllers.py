@@ -1,61 +1,15 @@
-"""What is steered from one update to the next: the advantages' scale, the coefficients of KL and entropy, the rates."""
+"""Controllers that adapt from one update to the next: the KL coefficient and the learning rates."""
 
 from __future__ import annotations
 
 import math
-from statistics import median
 
-import torch
-from torch import Tensor
-
-from .losses import masked_var, masked_whiten
 from .state import Stateful
 
 # The learning rate moves in these steps, and falls to this share of its start (Schulman et al. 2017, section 4, steer
 # the KL's coefficient so): where every step leads too far and is undone, it must fall until one does not, or nothing is
 # learnt again. It never rises above its start: a policy that has learnt what there is to learn hardly moves.
 _RATE_STEP, _LEAST_RATE = 1.5, 0.001
-# Share of the usual deviation that a batch's advantages are taken to have at least.
-_LEAST_SHARE = 0.25
-# What is usual is the largest median of so many batches in a row (of the first few, the largest), so that a single
-# reward beyond all others soon does not count; and it is forgotten at this rate, to a half in 140 updates.
-_MEDIAN_OF, _KEPT = 5, 0.995
-# The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
-_ENTROPY_STEP, _ENTROPY_RANGE = 1.5, 100.0
-
-
-class Whitening(Stateful):
-    """Normalises a batch's advantages to mean 0 and deviation 1, or less where they say next to nothing.
-
-    Once every action earns the same, what is left of the advantages is the critic's error. Scaled to full size it would
-    drive the policy as hard as rewards did before, away from what it has learnt. So a deviation counts as no less than
-    a quarter of what was usual. Before the first reward there is nothing but that error, and they all count as 0.
-
-    Attributes:
-        is_flat: Whether the last batch's deviation was below that quarter.
-    """
-
-    saved = ("_usual", "_latest")
-
-    def __init__(self) -> None:
-        """Begin without a past."""
-        self._usual = 0.0
-        self.is_flat = False
-        self._latest: list[float] = []
-
-    def __call__(self, advantages: Tensor, real: Tensor, rewarded: bool = True) -> Tensor:
-        """Normalise advantages (E, T), of which `real` ones, bool (E, T), count; `rewarded` if a reward is in them."""
-        if not (rewarded or self._latest):
-            return torch.zeros_like(advantages)
-        deviation = masked_var(advantages, real).sqrt().item()
-        if math.isfinite(deviation):
-            self._latest = [*self._latest, deviation][-_MEDIAN_OF:]
-        if len(self._latest) < _MEDIAN_OF:
-            usual = max(self._latest, default=0.0)
-        else:
-            usual = self._usual = max(median(self._latest), _KEPT * self._usual)
-        self.is_flat = deviation < _LEAST_SHARE * usual
-        return masked_whiten(advantages, real, least_std=_LEAST_SHARE * usual)
 
 
 class AdaptiveKLController(Stateful):
@@ -99,29 +53,6 @@ class RateController(Stateful):
             self.scale = max(self.scale / _RATE_STEP, _LEAST_RATE)
         elif may_rise and kl < self._target / 2:
             self.scale = min(self.scale * _RATE_STEP, 1.0)
-
-
-class EntropyController(Stateful):
-    """Lets the weight of the entropy bonus decay, and raises it while the policy's entropy is below a floor."""
-
-    saved = ("value", "_least")
-
-    def __init__(self, entropy_coef: float, decay: float, floor: float | None) -> None:
-        """Start at `entropy_coef`, times `decay` after each update; a `floor` of None never raises it."""
-        self.value, self._least, self._decay, self._floor = entropy_coef, entropy_coef, decay, floor
-
-    def update(self, entropy: float) -> None:
-        """Move the weight after an update whose mean entropy, in nats, is given.
-
-        The step is in proportion to the distance: a weight that rises until entropy is back comes too late and stays
-        too long.
-        """
-        self._least *= self._decay
-        if self._floor is None or not math.isfinite(entropy):
-            self.value = self._least
-            return
-        error = max(1 - entropy / self._floor, -1.0)
-        self.value = min(max(self.value * _ENTROPY_STEP**error, self._least), self._least * _ENTROPY_RANGE)
 
 
 class Cooldown:

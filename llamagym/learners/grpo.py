@@ -132,8 +132,7 @@ class GRPO(Learner[Targets]):
                 advantages[members] = group_advantages(credits[members], config.baseline)
             flat = sum(bool((credits[members] == credits[members[0]]).all()) for members in compared)
             stats = {"groups": float(len(compared)), "flat_groups": flat / len(compared)}
-        if config.whiten_advantages:
-            advantages = self._whiten(advantages, sampled.real)
+        advantages = self._scaled(advantages, sampled.real, episodes)
         return Targets(advantages[sampled.real]), stats
 
 

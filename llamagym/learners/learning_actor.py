@@ -284,12 +284,12 @@ class LearningActor(Actor):
     ) -> list[Episode]:
         """The conversations of environments as episodes, but for those with turns that were not taken to learn from."""
         learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
-        to_value = [index for index in learnt if cut[index] and self.learner.has_critic]
-        values = self._final_values(to_value, env_ids, finals, infos)
         ended = []
         for index in learnt:
             conversation = self._conversations[env_ids[index]]
-            ended.append(conversation.finished(bool(cut[index]), values.get(index, 0.0), groups[index]))
+            if cut[index] and self.learner.has_critic:
+                conversation.observe(self.text_of(finals[index], infos[index]), self.response_prefix)
+            ended.append(conversation.finished(bool(cut[index]), groups[index]))
             self._sample.add(conversation, bool(cut[index]))
         return ended
 
@@ -313,18 +313,6 @@ class LearningActor(Actor):
         going_on = [each for each in self._cut if each not in ended and self._has_turns(each)]
         so_far = ((talk, talk.under_way()) for talk in map(self._conversations.__getitem__, going_on) if talk.learns)
         return [(conversation, episode) for conversation, episode in so_far if episode.turns]
-
-    def _final_values(
-        self, cut: list[int], env_ids: Sequence[Hashable], finals: Sequence[Any], infos: Sequence[Any]
-    ) -> dict[int, float]:
-        """The critic's estimate of each final observation, by index into `env_ids`."""
-        if not cut:
-            return {}
-        contexts = [
-            self._conversations[env_ids[index]].observe(self.text_of(finals[index], infos[index]), self.response_prefix)
-            for index in cut
-        ]
-        return dict(zip(cut, self.policy.values(contexts), strict=True))
 
     def _learn(self, ended: set[Hashable]) -> Stats:
         """Update once if there is a batch; episodes that have just `ended` are in the buffer."""

@@ -21,7 +21,7 @@ from ..policy.policy import Policy
 from .base import Learner, Stats
 from .config import LearnerConfig
 from .losses import clipped_value_loss, discounted_returns, explained_variance, gae, typical_size
-from .lstd import fit
+from .lstd import fit, split
 from .rollout import Sampled, Targets
 
 # The critic's learning rate and its clipping range where none is given, in units of the returns' size.
@@ -130,6 +130,11 @@ class PPO(Learner[ValueTargets]):
         return self.config.solves_for_values
 
     @property
+    def _steps_critic(self) -> bool:
+        """Whether the value head learns by gradient steps."""
+        return not self.config.solves_for_values
+
+    @property
     def _value_unit(self) -> float:
         """What the critic's learning rate is measured in, in reward units."""
         return self._size if self.config.value_learning_rate is None else 1.0
@@ -140,23 +145,26 @@ class PPO(Learner[ValueTargets]):
         rewards, values = sampled.rewards.clone(), torch.zeros_like(sampled.rewards)
         if config.init_kl_coef and config.kl_placement == "reward":
             rewards[real] -= self._kl.value * sampled.ref_kl
-        final = torch.tensor([episode.final_value for episode in episodes])
         if config.solves_for_values:
-            values[real] = fit(
+            fitted = fit(
                 self.policy.model.v_head,
                 sampled.features,
                 [len(episode.turns) for episode in episodes],
                 rewards[real],
-                final,
+                sampled.final_features,
+                sampled.bootstrapped,
+                split([episode.turns[0].prompt.ids for episode in episodes], self._rng),
                 config.gamma,
                 config.lam,
             )
+            values[real] = fitted.of_turns
+            final_values = fitted.of_finals
         else:
             values[real] = sampled.old_values
+            final_values = sampled.final_values
             self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
-        advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
-        if config.whiten_advantages:
-            advantages = self._whiten(advantages, real, bool(rewards[real].any()))
+        advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final_values)
+        advantages = self._scaled(advantages, real, episodes)
         targets = ValueTargets(advantages[real], returns[real])
         return targets, {"explained_variance": explained_variance(values[real], targets.returns)}
 

@@ -11,6 +11,7 @@ Where rewards are a matter of luck, the best episodes are the lucky ones; replay
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ class Replay:
         self.accelerator = ranks.accelerator(policy.device)
         self.reset_optimizer()
         self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
+        # The lowest score in each of these updates.
+        self._lowest: deque[float] = deque(maxlen=config.recent_updates)
         self._rng = np.random.default_rng(config.seed)
         self._guard = FiniteGuard()
 
@@ -98,12 +101,13 @@ class Replay:
 
     def undone_on_error(self) -> AbstractContextManager[None]:
         """While open, an exception puts buffer and optimiser back to where they were; weights are the learner's."""
-        return undone_on_error(self, {"_recent": copy, "_rng": deepcopy, "_guard": deepcopy}, ())
+        return undone_on_error(self, {"_recent": copy, "_lowest": copy, "_rng": deepcopy, "_guard": deepcopy}, ())
 
     def state_dict(self, table: IdTable) -> dict[str, Any]:
         """What to save; token ids go to `table`."""
         return {
             "recent": [[episode_record(episode, table) for episode in best] for best in self._recent],
+            "lowest": list(self._lowest),
             "learning": state_of(self, ("optimizer", "_rng", "_guard")),
         }
 
@@ -112,6 +116,8 @@ class Replay:
         self.reset_optimizer()
         recent = [[episode_from(record, table) for record in best] for best in state["recent"]]
         self._recent = deque(recent, maxlen=self.config.recent_updates)
+        # Older states lack it; then any episode kept counts as better than others.
+        self._lowest = deque(state.get("lowest", [-math.inf]), maxlen=self.config.recent_updates)
         restore(self, state["learning"])
 
     @property
@@ -125,8 +131,9 @@ class Replay:
         Returns:
             Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
             `replay_grad_norm`, `replay_skipped_steps` (whose losses or gradients were not finite), `replay_episodes`,
-            `replay_return_mean` and `replay_return_min` of the episodes learnt from, and `replay_s`. Turns whose reply
-            named no action are not learnt from; where no other is left, the statistics are empty.
+            `replay_return_mean` and `replay_return_min` of the episodes learned from, and `replay_s`. Turns whose reply
+            named no action are not learned from. Without any other turn, and while all recent episodes have earned
+            the same, so that none is better than another, nothing is learned and the statistics are empty.
         """
         started = time.perf_counter()
         if not holds_exactly(self.optimizer, self._learning_weights()):
@@ -136,7 +143,10 @@ class Replay:
         self.policy.model.zero_grad()
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))
+        self._lowest.append(min(map(_score, episodes)))
         kept = self.episodes
+        if _score(kept[0]) == min(self._lowest):
+            return {}
         contexts = segments_of(kept)
         segments = [segment for segment in contexts if any(turn.valid for turn in segment.turns)]
         if not segments:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ class Sampled:
         weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
         features: What these are read from, float (N, H); (N, 0) if they were not requested.
+        bootstrapped: True at episodes that were cut off and have a state to value after their last turn, bool (E,).
+        final_values: The critic's estimates of these states before the update, float (E,); 0 elsewhere.
+        final_features: What these are read from, float (E, H); (E, 0) if they were not requested.
         ref_logprobs: The same under the reference, where there is one.
         ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
         rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
@@ -53,6 +57,9 @@ class Sampled:
     weights: Tensor
     old_values: Tensor
     features: Tensor
+    bootstrapped: Tensor
+    final_values: Tensor
+    final_features: Tensor
     ref_logprobs: Tensor
     ref_kl: Tensor
     rewards: Tensor
@@ -64,10 +71,20 @@ class Targets:
     """What the turns of a batch are trained towards.
 
     Attributes:
-        advantages: How much better a turn did than expected, float (N,).
+        advantages: How much better a turn did than expected, float (N,). All 0 where a batch holds no information.
     """
 
     advantages: Tensor
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no turn did better or worse than another."""
+        return not self.advantages.any()
+
+    @cached_property
+    def mean_size(self) -> float:
+        """Mean absolute advantage."""
+        return self.advantages.abs().mean().item()
 
 
 def collect(
@@ -107,6 +124,15 @@ def collect(
             again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
         ranks.sum_([features, again, now_values])
         old[outdated], values[outdated] = again[outdated], now_values[outdated]
+    finals = [episode.final_segment() for episode in episodes]
+    bootstrapped = torch.tensor([final is not None for final in finals])
+    final_values = torch.zeros(len(episodes))
+    final_features = torch.zeros(len(episodes), features.shape[1])
+    if bootstrapped.any():
+        of_finals = policy.read_critic([final for final in finals if final is not None])
+        final_values[bootstrapped] = of_finals.values
+        if with_features:
+            final_features[bootstrapped] = of_finals.features
     weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
     reference, kl = old, torch.zeros(len(turns))
     if with_reference:
@@ -121,7 +147,22 @@ def collect(
     for index, episode in enumerate(episodes):
         rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
         real[index, : len(episode.turns)] = True
-    return Sampled(row, played_by, outdated, old, weights, values, features, reference, kl, rewards, real)
+    return Sampled(
+        row,
+        played_by,
+        outdated,
+        old,
+        weights,
+        values,
+        features,
+        bootstrapped,
+        final_values,
+        final_features,
+        reference,
+        kl,
+        rewards,
+        real,
+    )
 
 
 def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,18 @@ from .trees import Trees
 _INIT_CONTEXTS = 512
 # Keys and values of replies that are decoded together, each with room for its longest.
 _DECODE_BYTES = 2**30
+
+
+class CriticReading(NamedTuple):
+    """What the critic says of N contexts.
+
+    Attributes:
+        values: Its estimates, in reward units, float32 (N,).
+        features: What these are read from, float32 (N, H).
+    """
+
+    values: Tensor
+    features: Tensor
 
 
 class Policy:
@@ -221,15 +233,29 @@ class Policy:
 
     @alone
     @torch.no_grad()
-    def values(self, contexts: Sequence[Segment]) -> list[float]:
-        """The critic's estimate at each context's pending prompt, in reward units."""
+    def read_critic(self, contexts: Sequence[Segment]) -> CriticReading:
+        """The critic's estimate at each context's pending prompt, and its features there; contexts may be none."""
         self._notice_changes()
         trees = self.trees.of(contexts)
         check_room(trees, self.max_length)
-        results: dict[int, float] = {}
-        for rows in self._chunks(trees):
-            results |= dict(zip(rows, self._read([trees[row] for row in rows]).values.tolist(), strict=True))
-        return [results[row] for row in range(len(contexts))]
+        distinct = list(dict.fromkeys(trees))
+        values: dict[TokenTree, Tensor] = {}
+        features: dict[TokenTree, Tensor] = {}
+        for rows in self._chunks(distinct):
+            chunk = [distinct[row] for row in rows]
+            reading = self._read(chunk)
+            values |= dict(zip(chunk, reading.values.float().cpu(), strict=True))
+            features |= dict(zip(chunk, reading.features.float().cpu(), strict=True))
+        width = self.model.v_head.summary.in_features
+        return CriticReading(
+            torch.stack([values[tree] for tree in trees]) if trees else torch.zeros(0),
+            torch.stack([features[tree] for tree in trees]) if trees else torch.zeros(0, width),
+        )
+
+    def values(self, contexts: Sequence[Segment]) -> list[float]:
+        """The critic's estimate at each context's pending prompt, in reward units."""
+        values: list[float] = self.read_critic(contexts).values.tolist()
+        return values
 
     @alone
     @torch.no_grad()

@@ -1,0 +1,174 @@
+"""The scale of advantages, and whether a batch holds any information at all.
+
+Both look beyond the batch's own advantages. Once every action earns the same, what is left of the advantages is the
+critic's error; at unit variance it would move the policy as hard as rewards did before.
+
+Shapes: E episodes, T turns of the longest episode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..conversation.episode import Episode, Turn
+from .losses import discounted_returns, masked_var, masked_whiten
+from .state import Stateful
+
+# Turns that determine a gradient well enough for full steps, whatever its noise.
+_FULL_BATCH = 768
+# Updates whose median is the usual scale. A median ignores outliers, and follows a lasting change after half of them.
+_MEMORY = 20
+# A batch's deviation counts as no less than these shares: of the usual deviation of advantages, and of the usual spread
+# of returns. The second one is smaller, since a good critic explains most of the spread.
+_LEAST_SHARE, _LEAST_SHARE_OF_SPREAD = 0.25, 0.05
+# Nor as less than this share of the size of returns: in float32, values and their differences carry rounding errors.
+_ROUNDING = 1e-5
+
+
+class Whitening(Stateful):
+    """Normalizes a batch's advantages to mean 0 and deviation 1, or less where the returns do not support that.
+
+    Attributes:
+        is_small: Whether the last batch's deviation was below what counts as least.
+    """
+
+    saved = ("_deviations", "_spreads")
+
+    def __init__(self) -> None:
+        """Start without a history."""
+        self.is_small = False
+        self._deviations: list[float] = []
+        self._spreads: list[float] = []
+
+    def __call__(self, advantages: Tensor, mask: Tensor, returns: Returns) -> Tensor:
+        """Normalizes advantages.
+
+        A single turn has no mean to be compared with: it is only scaled.
+
+        Args:
+            advantages: Float (E, T).
+            mask: True at turns, bool (E, T).
+            returns: The batch's returns.
+        """
+        is_single = int(mask.sum()) == 1
+        deviation = advantages[mask].abs().item() if is_single else masked_var(advantages, mask).sqrt().item()
+        if math.isfinite(deviation):
+            self._deviations = [*self._deviations, deviation][-_MEMORY:]
+        self._spreads = [*self._spreads, returns.spread][-_MEMORY:]
+        least = max(
+            _LEAST_SHARE * median(self._deviations or [0.0]),
+            _LEAST_SHARE_OF_SPREAD * median(self._spreads),
+            _ROUNDING * returns.size,
+        )
+        self.is_small = deviation < least
+        if is_single:
+            return advantages.masked_fill(~mask, 0.0) / max(deviation, least, torch.finfo(advantages.dtype).tiny)
+        return masked_whiten(advantages, mask, least_std=least)
+
+
+class Returns:
+    """What a batch's episodes earned, compared turn by turn.
+
+    Attributes:
+        by_turn: Per turn index, the discounted returns from it on of the finished episodes.
+        spread: Root mean square of their differences from the mean at the same index; 0 without finished episodes.
+        size: Root mean square of these returns.
+    """
+
+    def __init__(self, episodes: Sequence[Episode], gamma: float) -> None:
+        """Compute the returns of the finished ones among some episodes; penalties count as rewards."""
+        self._rewards = [[turn.reward + turn.penalty for turn in episode.all_turns] for episode in episodes]
+        finished = [
+            rewards for rewards, episode in zip(self._rewards, episodes, strict=True) if episode.is_over and rewards
+        ]
+        self.by_turn: list[list[float]] = []
+        self.spread = self.size = 0.0
+        if not finished:
+            return
+        mask = pad_sequence([torch.ones(len(rewards), dtype=torch.bool) for rewards in finished], batch_first=True)
+        rewards = pad_sequence([torch.tensor(rewards).double() for rewards in finished], batch_first=True)
+        returns = discounted_returns(rewards, gamma)
+        mean = (returns * mask).sum(0) / mask.sum(0)
+        self.by_turn = [column[is_real].tolist() for column, is_real in zip(returns.T, mask.T, strict=True)]
+        self.spread = (returns - mean)[mask].square().mean().sqrt().item()
+        self.size = returns[mask].square().mean().sqrt().item()
+
+    @property
+    def rewards_by_turn(self) -> list[list[float]]:
+        """Per turn index, the rewards of all episodes that reach it, unfinished ones among them."""
+        longest = max(map(len, self._rewards))
+        return [[rewards[turn] for rewards in self._rewards if turn < len(rewards)] for turn in range(longest)]
+
+
+class Information(Stateful):
+    """Tells batches whose outcomes differ from those in which every episode earned the same.
+
+    Outcomes are the reward at each turn, and the discounted return from it on of finished episodes. Where they are
+    equal at every turn index, nothing tells a good action from a bad one, whatever the critic estimates. A batch of one
+    episode is compared with the batches before it.
+    """
+
+    saved = ("_has_differed", "_latest")
+
+    def __init__(self) -> None:
+        """Start without a history."""
+        self._has_differed = False
+        # Of the latest batch, the first reward and the first return at each turn index.
+        self._latest: list[list[float]] = [[], []]
+
+    def is_in(self, returns: Returns, episodes: Sequence[Episode]) -> bool:
+        """Whether a batch holds information.
+
+        Args:
+            returns: Its returns.
+            episodes: Its episodes.
+        """
+        rewards = returns.rewards_by_turn
+        differs = _any_differs(rewards) or _any_differs(returns.by_turn)
+        first = [[column[0] for column in columns] for columns in (rewards, returns.by_turn)]
+        pairs = zip(first, self._latest, strict=True)
+        has_changed = any(_any_differs(zip(now, before, strict=False)) for now, before in pairs)
+        self._latest = first
+        self._has_differed = self._has_differed or differs or has_changed
+        return differs or (len(episodes) == 1 and self._has_differed)
+
+
+def _any_differs(columns: Iterable[Sequence[float]]) -> bool:
+    return any(value != column[0] for column in columns for value in column)
+
+
+def step_share(advantages: Tensor, turns: Sequence[Turn]) -> float:
+    """The share of a full step's KL that a batch supports, above 0 and at most 1.
+
+    With batches of n turns there are 1 / n as many updates, each with more noise. Adam's steps in proportion to sqrt(n)
+    keep what they add up to (Malladi et al. 2022, https://arxiv.org/abs/2205.10287), and the KL of an update is in
+    proportion to their square. Steps have full size from `_FULL_BATCH` turns on, and earlier where less noise has to be
+    averaged out: noise is what differs between advantages of the same reply to the same context.
+
+    Args:
+        advantages: Float (N,).
+        turns: Theirs.
+    """
+    count = len(turns)
+    if count >= _FULL_BATCH:
+        return 1.0
+    rows: dict[Hashable, list[int]] = {}
+    for row, turn in enumerate(turns):
+        # Contexts with earlier turns hardly ever recur.
+        key = (turn.prompt.ids, turn.reply.ids) if turn.prompt.starts_context else row
+        rows.setdefault(key, []).append(row)
+    total = advantages.var(correction=0).item() * count
+    within = sum(advantages[group].var(correction=0).item() * len(group) for group in rows.values())
+    repetitions = count - len(rows)
+    if not repetitions or not total:
+        return count / _FULL_BATCH
+    # Turns that recur tell how much of the variance is noise; of all others it may be all.
+    noise_of_repeated = min(1.0, within / repetitions / (total / count))
+    noise = 1.0 - repetitions / count * (1.0 - noise_of_repeated)
+    return min(1.0, count / (_FULL_BATCH * noise))
