@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..conversation.episode import Episode, Turn
-from .losses import discounted_returns, masked_var, masked_whiten
+from .losses import discounted_returns, masked_mean, masked_var
 from .state import Stateful
 
 # Turns that determine a gradient well enough for full steps, whatever its noise.
@@ -29,6 +29,7 @@ _MEMORY = 20
 _LEAST_SHARE, _LEAST_SHARE_OF_SPREAD = 0.25, 0.05
 # Nor as less than this share of the size of returns: in float32, values and their differences carry rounding errors.
 _ROUNDING = 1e-5
+_EPSILON = 1e-8
 
 
 class Whitening(Stateful):
@@ -46,7 +47,7 @@ class Whitening(Stateful):
         self._deviations: list[float] = []
         self._spreads: list[float] = []
 
-    def __call__(self, advantages: Tensor, mask: Tensor, returns: Returns) -> Tensor:
+    def __call__(self, advantages: Tensor, mask: Tensor, returns: Returns, shift_mean: bool = True) -> Tensor:
         """Normalizes advantages.
 
         A single turn has no mean to be compared with: it is only scaled.
@@ -55,8 +56,10 @@ class Whitening(Stateful):
             advantages: Float (E, T).
             mask: True at turns, bool (E, T).
             returns: The batch's returns.
+            shift_mean: Whether the mean is removed. Not where each group has its own: what is 0 there must stay 0.
         """
         is_single = int(mask.sum()) == 1
+        mean = masked_mean(advantages, mask) if shift_mean and not is_single else 0.0
         deviation = advantages[mask].abs().item() if is_single else masked_var(advantages, mask).sqrt().item()
         if math.isfinite(deviation):
             self._deviations = [*self._deviations, deviation][-_MEMORY:]
@@ -67,9 +70,7 @@ class Whitening(Stateful):
             _ROUNDING * returns.size,
         )
         self.is_small = deviation < least
-        if is_single:
-            return advantages.masked_fill(~mask, 0.0) / max(deviation, least, torch.finfo(advantages.dtype).tiny)
-        return masked_whiten(advantages, mask, least_std=least)
+        return (advantages - mean).masked_fill(~mask, 0.0) / max(deviation, least, _EPSILON)
 
 
 class Returns:

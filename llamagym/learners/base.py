@@ -141,6 +141,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """Whether the value head learns by gradient steps."""
         return False
 
+    @property
+    def _shifts_mean(self) -> bool:
+        """Whether whitening removes the batch's mean."""
+        return True
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception restores weights, optimiser, controllers and counters."""
@@ -246,7 +251,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             return torch.zeros_like(advantages)
         if not self.config.whiten_advantages:
             return advantages
-        return self._whiten(advantages, mask, returns)
+        return self._whiten(advantages, mask, returns, self._shifts_mean)
 
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
         if targets.is_flat and not self._steps_critic:
@@ -369,6 +374,9 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         entropy = masked_mean(now.entropy, mask)
         bonus = min(self._bonus, _LARGEST_BONUS * targets.mean_size)
         loss = by_decision * (policy.loss - bonus * entropy)
+        if (unknown := advantages == 0).any():
+            # Steps for the sake of other turns must not change the policy where nothing was learned.
+            loss = loss + by_decision * masked_mean(kl_estimate(old, now.logprobs, "k3") * unknown, mask)
         if config.kl_in_loss:
             reference = sampled.ref_logprobs[rows, : mask.shape[1]].to(device)
             # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.

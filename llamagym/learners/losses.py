@@ -49,20 +49,19 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     return centered.square().sum() / (mask.sum() - 1).clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, least_std: float = 0.0) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale to unit variance over the mask and, with `shift_mean`, to zero mean.
 
     Args:
         values: Float (B, T).
         mask: True at entries that count, bool (B, T).
         shift_mean: Whether the mean is removed.
-        least_std: A smaller deviation is taken for this one, so that next to nothing is not blown up.
 
     >>> masked_whiten(torch.tensor([1.0, 3.0]), torch.tensor([True, True])).mul(2**0.5).round().tolist()
     [-1.0, 1.0]
     """
     mean, var = masked_mean(values, mask), masked_var(values, mask)
-    whitened = (values - mean) * torch.rsqrt((var + 1e-8).clamp_min(least_std**2))
+    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
     return whitened if shift_mean else whitened + mean
 
 
