@@ -20,6 +20,8 @@ _LEAST_SHARE = 0.25
 # What is usual is the largest median of so many batches in a row (of the first few, the largest), so that a single
 # reward beyond all others soon does not count; and it is forgotten at this rate, to a half in 140 updates.
 _MEDIAN_OF, _KEPT = 5, 0.995
+# The coefficient of the KL to the reference stays within this factor of its start.
+_KL_COEF_RANGE = 1000.0
 # The weight of the entropy bonus moves by at most this factor at a time, and up to this one of its start.
 _ENTROPY_STEP, _ENTROPY_RANGE = 1.5, 100.0
 
@@ -59,13 +61,18 @@ class Whitening(Stateful):
 
 
 class AdaptiveKLController(Stateful):
-    """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2)."""
+    """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2).
+
+    Departure: the coefficient stays within a thousandth and a thousand times its start. A run whose KL cannot reach the
+    target would otherwise drive it to 0, from where no factor brings it back, or to infinity.
+    """
 
     saved = ("value",)
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
         """Start at `init_kl_coef`."""
         self.value, self._target, self._horizon = init_kl_coef, target, horizon
+        self._least, self._most = init_kl_coef / _KL_COEF_RANGE, init_kl_coef * _KL_COEF_RANGE
 
     def update(self, kl: float, steps: int) -> None:
         """Move the coefficient after `steps` samples with this mean KL, in nats, unless it is not finite."""
@@ -73,7 +80,8 @@ class AdaptiveKLController(Stateful):
             return
         error = min(max(kl / self._target - 1, -0.2), 0.2)
         # More samples than the horizon count as the horizon: the coefficient stays positive.
-        self.value *= 1 + error * min(steps / self._horizon, 1.0)
+        value = self.value * (1 + error * min(steps / self._horizon, 1.0))
+        self.value = min(max(value, self._least), self._most)
 
 
 class RateController(Stateful):

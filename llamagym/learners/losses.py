@@ -263,6 +263,24 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     raise ValueError(f"Unknown KL estimator {estimator!r}. Expected one of {list(get_args(KLEstimator))}.")
 
 
+def categorical_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Exact KL(policy || reference) of distributions along the last dimension, in nats.
+
+    Args:
+        logprobs: Under the policy, float (..., K); -inf is an impossible outcome.
+        ref_logprobs: Under the reference, same shape.
+
+    >>> even, uneven = torch.tensor([0.5, 0.5, 0.0]).log(), torch.tensor([0.25, 0.75, 0.0]).log()
+    >>> round(categorical_kl(even, uneven).item(), 4)
+    0.1438
+    """
+    _check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    probabilities = logprobs.exp()
+    terms = probabilities * (logprobs - ref_logprobs)
+    # Rounding alone makes the sum negative.
+    return terms.masked_fill(probabilities == 0, 0.0).sum(-1).clamp_min(0.0)
+
+
 def explained_variance(predictions: Tensor, targets: Tensor) -> float:
     """1 - Var(target - prediction) / Var(target): 1 is perfect, 0 no better than a constant; NaN for constant targets.
 

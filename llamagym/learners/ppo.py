@@ -156,7 +156,7 @@ class PPO(Learner[ValueTargets]):
             self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final)
         if config.whiten_advantages:
-            advantages = self._whiten(advantages, real, bool(rewards[real].any()))
+            advantages = self._whiten(advantages, sampled.decides, bool(rewards[real].any()))
         targets = ValueTargets(advantages[real], returns[real])
         return targets, {"explained_variance": explained_variance(values[real], targets.returns)}
 

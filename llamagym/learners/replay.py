@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..conversation.episode import Episode, Segment, segments_of
+from ..conversation.episode import Episode, Segment, Turn, segments_of
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
@@ -126,7 +126,8 @@ class Replay:
             Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
             `replay_grad_norm`, `replay_skipped_steps` (whose losses or gradients were not finite), `replay_episodes`,
             `replay_return_mean` and `replay_return_min` of the episodes learnt from, and `replay_s`. Turns whose reply
-            named no action are not learnt from; where no other is left, the statistics are empty.
+            named no action, or was the only possible one, are not learnt from; where no other is left, the statistics
+            are empty.
         """
         started = time.perf_counter()
         if not holds_exactly(self.optimizer, self._learning_weights()):
@@ -138,7 +139,7 @@ class Replay:
         self._recent.append(self._best(episodes))
         kept = self.episodes
         contexts = segments_of(kept)
-        segments = [segment for segment in contexts if any(turn.valid for turn in segment.turns)]
+        segments = [segment for segment in contexts if any(_teaches(turn) for turn in segment.turns)]
         if not segments:
             return {}
         region = TrustRegion(weights_of(self.optimizer), target_kl=None)
@@ -188,7 +189,7 @@ class Replay:
         self, segments: list[Segment], played_by: Mapping[int, int], region: TrustRegion
     ) -> tuple[float, float] | None:
         """One optimiser step; returns the loss before it and the gradient's norm, None if it could not be made."""
-        count = sum(len(turn.reply.logprobs) for segment in segments for turn in segment.turns if turn.valid)
+        count = sum(turn.decision_count for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
         for chunk in self.policy.chunks(own_share(segments, played_by), self.config.microbatch_nodes):
             now = self.policy.evaluate(chunk)
@@ -206,6 +207,11 @@ class Replay:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, float(norm)
+
+
+def _teaches(turn: Turn) -> bool:
+    """Whether the turn's reply named an action, and was not the only possible one."""
+    return turn.valid and turn.decision_count > 0
 
 
 def _score(episode: Episode) -> float:
