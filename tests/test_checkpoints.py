@@ -580,7 +580,6 @@ def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
     ("options", "message"),
     [
         ({"num_envs": 4}, "num_envs was 2 and is now 4"),
-        ({"group_size": 2}, "group_size was 1 and is now 2"),
         ({"seed": None}, "seed was 0 and is now None"),
     ],
 )

@@ -57,7 +57,7 @@ def slow_advantages(episodes, gamma, credit, baseline):
                 row.append(own - float(np.mean([earned(other, turn) for other in others])))
             else:
                 spread = max(np.std([earned(one, t) for one in everyone], ddof=1) for t in range(longest))
-                row.append((own - float(np.mean([earned(one, turn) for one in everyone]))) / (float(spread) + 1e-4))
+                row.append((own - float(np.mean([earned(other, turn) for other in others]))) / (float(spread) + 1e-4))
         result.append(row)
     return result
 
@@ -65,17 +65,49 @@ def slow_advantages(episodes, gamma, credit, baseline):
 def test_group_advantages_by_hand():
     returns = torch.tensor([[3.0, 2.0], [1.0, 0.0]])
     assert group_advantages(returns, "leave_one_out").tolist() == [[2.0, 2.0], [-2.0, -2.0]]
-    # The deviation of both steps is sqrt(2), their distance from the mean 1.
-    assert group_advantages(returns, "std").flatten().tolist() == pytest.approx(
-        [0.5**0.5] * 2 + [-(0.5**0.5)] * 2, 1e-3
-    )
+    # The deviation of both steps is sqrt(2), their distance from the other 2.
+    assert group_advantages(returns, "std").flatten().tolist() == pytest.approx([2**0.5] * 2 + [-(2**0.5)] * 2, 1e-3)
     assert discounted_returns(returns, 0.5).tolist() == [[4.0, 2.0], [1.0, 0.0]]
 
 
 @pytest.mark.pairwise(baseline=["leave_one_out", "std"])
 def test_a_group_of_one_and_a_group_of_equals_have_nothing_to_learn(baseline):
     assert group_advantages(torch.tensor([[5.0, 1.0]]), baseline).tolist() == [[0.0, 0.0]]
-    assert group_advantages(torch.full((7, 1), 0.1), baseline).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("members", "value"), [(2, 3e6), (7, 0.1), (8, -200.7), (12, 1234.567)])
+@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+def test_equal_returns_have_advantages_of_exactly_zero(baseline, members, value):
+    returns = torch.full((members, 2), value)
+    assert not group_advantages(returns, baseline).any()
+    # One that is better is still seen.
+    returns[0] += abs(value) / 1000
+    assert (group_advantages(returns, baseline)[0] > 0).all()
+
+
+@pytest.mark.pairwise(baseline=["leave_one_out", "std"], scale=[1.0, 1000.0])
+def test_equal_sums_of_different_rewards_are_equal_returns(baseline, scale):
+    options = {**BIG, "gamma": 1.0, "credit": "episode", "baseline": baseline}
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
+    for rewards in ([0.1] * 6, [0.3, 0.3], [0.2, 0.2, 0.2], [0.6]):
+        play(agent, [scale * reward for reward in rewards])
+    assert {advantage for row in advantages_of(agent) for advantage in row} == {0.0}
+
+
+@pytest.mark.parametrize("reward", [1234.567, -200.7, 3e6])
+def test_equal_returns_teach_reinforce_nothing(reward):
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="reinforce", reinforce={"batch_size": 1000})
+    for _ in range(12):
+        play(agent, [reward])
+    assert advantages_of(agent) == [[0.0]] * 12
+
+
+@pytest.mark.parametrize("members", [2, 4, 16])
+def test_the_own_return_is_not_part_of_the_baseline(members):
+    """It would make the gradient of a group of G smaller by (G - 1) / G."""
+    returns = torch.arange(float(members))[:, None]
+    in_deviations = group_advantages(returns, "std") * (returns.std() + 1e-4)
+    torch.testing.assert_close(in_deviations, group_advantages(returns, "leave_one_out"))
 
 
 @pytest.mark.pairwise(

@@ -1,15 +1,16 @@
 """Learning without a critic: episodes that began alike are compared (GRPO, RLOO), or none are (REINFORCE).
 
 A turn is credited with what it earned: the discounted return from it on, or the whole episode's. Its baseline is the
-mean of the same over the group, at the same turn index. Every member counts at every index: an episode that has ended
-earns nothing more, which is a fact and not a gap, so a turn that only one member reaches has a baseline too. What the
-others earn does not depend on this turn's action, given what was seen before it; so the baseline takes variance away
-and adds no bias, even where members share their random numbers after the start.
+mean of the same over the group's other members, at the same turn index. Every member counts at every index: an episode
+that has ended earns nothing more, which is a fact and not a gap, so a turn that only one member reaches has a baseline
+too. What the others earn does not depend on this turn's action, given what was seen before it; so the baseline takes
+variance away and adds no bias, even where members share their random numbers after the start.
 
 Without a critic nothing can be said of what an episode that was cut off would still have earned: it counts as 0.
 
 Departures from DeepSeekMath (https://arxiv.org/abs/2402.03300): the loss is a mean over a minibatch's decisions, not
-first over each reply, so that long replies are not taken lightly; and by default credit is the return from the turn on.
+first over each reply, so that long replies are not taken lightly; a member's own return is not part of its baseline;
+and by default credit is the return from the turn on.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class GRPOConfig(LearnerConfig):
         epochs: Passes over a batch, as far as `target_kl` allows.
         group_size: Episodes of one start that are compared; a group waits until it has as many.
         credit: "return_to_go" credits a turn with the discounted return from it on, "episode" with the whole one.
-        baseline: What a turn's credit is compared with: "std" the group's mean, in units of its deviation
-            (DeepSeekMath), "leave_one_out" the mean of the others (RLOO), "none" nothing.
+        baseline: What a turn's credit is compared with: "std" the mean of the others, in units of the group's deviation
+            (DeepSeekMath, but for the own return in the mean), "leave_one_out" the mean of the others (RLOO), "none"
+            nothing.
         whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch. Useful with "leave_one_out",
             whose advantages are in reward units, so that `entropy_coef` means the same whatever these are.
     """
@@ -117,11 +119,12 @@ class GRPO(Learner[Targets]):
             EpisodeError: No two episodes share a group, so there is nothing to compare.
         """
         config, stats = self.config, Stats()
-        advantages = discounted_returns(sampled.rewards, config.gamma)
+        # Equal returns may be sums of different rewards; float32 would add up to different numbers.
+        advantages = discounted_returns(sampled.rewards.double(), config.gamma)
         if config.credit == "episode":
-            advantages = advantages[:, :1].expand_as(sampled.rewards)
+            advantages = advantages[:, :1].expand_as(advantages)
         if config.baseline != "none":
-            credits, advantages = advantages, torch.zeros_like(sampled.rewards)
+            credits, advantages = advantages, torch.zeros_like(advantages)
             compared = [members for members in _groups(episodes) if len(members) > 1]
             if not compared:
                 raise EpisodeError(
@@ -130,11 +133,11 @@ class GRPO(Learner[Targets]):
                 )
             for members in compared:
                 advantages[members] = group_advantages(credits[members], config.baseline)
-            flat = sum(bool((credits[members] == credits[members[0]]).all()) for members in compared)
+            flat = sum(not advantages[members].any() for members in compared)
             stats = {"groups": float(len(compared)), "flat_groups": flat / len(compared)}
         if config.whiten_advantages:
-            advantages = self._whiten(advantages, sampled.real)
-        return Targets(advantages[sampled.real]), stats
+            advantages = self._whiten(advantages, sampled.decides)
+        return Targets(advantages[sampled.real].float()), stats
 
 
 def _groups(episodes: Sequence[Episode]) -> list[list[int]]:

@@ -123,8 +123,8 @@ def train(
             training.
         tracker: Receives them with what callbacks added, and the minutes so far. If it fails, that is said, and
             training goes on.
-        group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
-            for a learner that compares none.
+        group_size: Leave it out. The number of episodes that share a reset seed, in as many copies in a row, is the
+            learner's `group_size`; another number here is rejected.
         turns: Stop at the step with which so many are taken, over all copies. None: no limit.
         minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit. The clock
             then also says when rates begin to fall (`cooldown`): from there on two runs of one seed differ.
@@ -153,8 +153,8 @@ def train(
         Returns and statistics.
 
     Raises:
-        ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of `group_size`, or
-            `env` cannot be made or copied.
+        ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of the learner's
+            `group_size`, or `env` cannot be made or copied.
         CheckpointError: There are checkpoints, and `resume` is False, none of them can be read, or the newest is of
             another model, agent or environment, or of a run with other options.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
@@ -171,13 +171,18 @@ def train(
     all_callbacks = Callbacks(callbacks)
     run = Run(agent, episodes, turns, minutes)
     seed = as_seed(seed)
-    size = agent.learner.group_size if group_size is None else group_size
+    size = agent.learner.group_size
+    if group_size not in (None, size):
+        raise ConfigError(
+            f"group_size={group_size}, but the agent's learner compares {size} episodes of each start (1: none). Leave "
+            "it out here, and set it where the agent is made: algorithm='grpo', grpo_config_dict={'group_size': ...}."
+        )
     finds_copies = num_envs is None and size == 1 and not overlap
-    num_envs = copies_for(env, num_envs, max(size, 1))
-    if size < 1 or num_envs % size:
+    num_envs = copies_for(env, num_envs, size)
+    if num_envs % size:
         raise ConfigError(
             f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
-            f"{max(size, 1)}, or another group_size."
+            f"{size}, or another group_size in the agent's grpo_config_dict."
         )
     if env_timeout is not None and not 0 < env_timeout < math.inf:
         raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
