@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from llamagym import ConfigError, TrainingResult, evaluate, train
+from llamagym import ConfigError, evaluate, train
 from llamagym.training.tracking import JsonlTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
@@ -241,20 +241,6 @@ def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
-@pytest.mark.long
-def test_time_ends_a_training_and_a_resumed_one_counts_what_was_spent(tmp_path):
-    def run(minutes: float) -> TrainingResult:
-        agent = make_agent(ChoiceAgent, ppo={"batch_size": 6})
-        where = {"checkpoint_dir": tmp_path / "run", "resume": True}
-        return train(agent, CountdownEnv, num_envs=2, seed=0, minutes=minutes, **where)
-
-    first = run(0.05)
-    assert first.updates
-    # Its time is over, so it ends with the first step.
-    assert run(0.05).turns - first.turns <= 2
-    assert run(0.1).turns - first.turns > 2
-
-
 @pytest.mark.parametrize("budget", [{"episodes": 40}, {"turns": 120}])
 @pytest.mark.parametrize(
     ("algorithm", "cooldown", "falls"), [("ppo", 0.5, True), ("grpo", 0.5, True), ("ppo", 0, False)]
@@ -273,18 +259,6 @@ def test_rates_and_bonus_fall_to_0_at_the_end_of_a_run(budget, algorithm, cooldo
     assert stepped == pytest.approx([full * scale for scale in expected])
     assert [update["entropy_coef"] for update in updates] == pytest.approx([0.01 * scale for scale in expected])
     assert agent.learner.cooldown.scale == 1, "what comes after the run is not its end"
-
-
-def test_a_resumed_run_with_more_to_do_is_not_at_its_end(tmp_path):
-    def run(**options):
-        agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 12, "warmup_steps": 1, "target_kl": None})
-        env = functools.partial(CountdownEnv, 3)
-        updates = train(agent, env, num_envs=4, seed=0, checkpoint_dir=tmp_path, **options).updates
-        return [update["learning_rate"] for update in updates]
-
-    first = run(episodes=40)
-    assert first[-1] == pytest.approx(first[0] / 2)
-    assert run(episodes=80, resume=True)[10] == first[0]
 
 
 def test_copies_where_no_number_is_given():

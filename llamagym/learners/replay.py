@@ -47,7 +47,7 @@ class ReplayConfig(Options):
         recent_updates: Episodes of this many last updates are recent.
         steps: Optimiser steps after each update.
         batch_size: Turns per optimiser step, in whole contexts.
-        learning_rate: Of Adam.
+        learning_rate: Of Adam; it falls with the learner's at the end of a run (`cooldown`).
         max_grad_norm: Gradient clipping by norm.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
         seed: Of the choice among equals and of the order of turns.
@@ -119,8 +119,12 @@ class Replay:
         """The episodes that are learnt from, best first."""
         return self._best([episode for best in self._recent for episode in best])
 
-    def update(self, episodes: Sequence[Episode]) -> dict[str, float]:
+    def update(self, episodes: Sequence[Episode], rate_scale: float = 1.0) -> dict[str, float]:
         """Take in the episodes of an update, then learn from the best that are recent.
+
+        Args:
+            episodes: The update's batch.
+            rate_scale: Factor of the learning rate, as the learner's falls at the end of a run (`cooldown`).
 
         Returns:
             Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
@@ -134,6 +138,8 @@ class Replay:
             logger.warning("the weights that learn are others than before: replay's optimiser starts anew")
             self.reset_optimizer()
         move_state_(self.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * rate_scale
         self.policy.model.zero_grad()
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))
@@ -153,7 +159,6 @@ class Replay:
                 region.return_to()
                 made.pop()
         loss, norm = np.mean(made, axis=0) if made else (np.nan, np.nan)
-        self.policy.num_updates += 1
         returns = [episode.total_reward for episode in kept]
         return {
             "replay_loss": float(loss),

@@ -113,7 +113,8 @@ def train(
             of any autoreset mode, wrapped or not. With `num_envs` > 1 an environment must have a spec to be copied
             from. What is made here is closed at the end; what was passed stays open.
         episodes: Stop when this many have ended; unfinished ones are dropped. None: no limit. Of several budgets
-            (`episodes`, `turns`, `minutes`) the one that is spent first ends the training.
+            (`episodes`, `turns`, `minutes`) the one that is used up first ends the training. Budgets are those of this
+            call, whatever a resumed run did before (see `resume`).
         num_envs: Number of environments that are stepped together. None: 1 for an environment that cannot be made
             several times, else up to 64 in whole groups. Unless groups are compared or steps overlap, 16 of them run at
             first, and after each update as many as a batch holds episodes, at least 16: with more, few episodes would
@@ -126,8 +127,8 @@ def train(
         group_size: Leave it out. The number of episodes that share a reset seed, in as many copies in a row, is the
             learner's `group_size`; another number here is rejected.
         turns: Stop at the step with which so many are taken, over all copies. None: no limit.
-        minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit. The clock
-            then also says when rates begin to fall (`cooldown`): from there on two runs of one seed differ.
+        minutes: Stop when so many are over. None: no limit. The clock then also says when rates begin to fall
+            (`cooldown`): from there on two runs of one seed differ.
         callbacks: Told of steps, episodes and updates; see `Callback`.
         judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
             it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
@@ -140,7 +141,9 @@ def train(
             since a callback may have trained or scored the agent. Each drops all caches, so observations that recur
             are processed again after it.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
-        resume: Whether to continue from the newest intact checkpoint; without any, training begins.
+        resume: Whether to continue from the newest intact checkpoint; without any, training begins. The same budget as
+            that of a call that was interrupted continues where it stood; any other, and that of a call that had used
+            its own up, is granted in full.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
             resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
             Without effect outside the main thread, since Python delivers signals there only.
@@ -243,6 +246,7 @@ def train(
             run.load_state_dict(saved_state)
             trackers.rewind(saved_state["tracker"])
             progress.resume(run.returns, len(run.updates))
+            progress.note(f"resumed after {run}; {1 - run.progress:.0%} of the budget is left")
         if play.awaits_free_text() and not (agent.has_fallback or agent.takes_any_reply):
             logger.warning(
                 "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
@@ -268,8 +272,9 @@ def train(
         with _notified(all_callbacks, run, saved_state), saved_on_error(save if saved else None, checkpoint_dir):
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
-                logger.warning("The budget is used up already: %s. Pass a larger one to continue.", run)
-            if callbacks and saved_state is None:
+                logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
+            # The next call has a budget of its own; and a callback may have trained the agent before the first step.
+            if is_over or (callbacks and saved_state is None):
                 save()
             while not is_over:
                 taken = play.step()
@@ -278,6 +283,8 @@ def train(
                 is_over, stops = map(any, zip(*ranks.gather_objects((run.is_over, interrupts.stops)), strict=True))
                 if stops and saved is None:
                     saved = run_saved_in(_folder_of_interrupted(agent))
+                if stops:
+                    run.interrupt()
                 if saved is not None and (is_due or is_over or stops):
                     for pending in play.end_steps():
                         take(pending)
@@ -286,9 +293,10 @@ def train(
                     _stop_interrupted(run, run_dir, saved.root)
         # An interrupt that came after the last step, such as during the last evaluation.
         if any(ranks.gather_objects(interrupts.stops)):
+            run.interrupt()
             if saved is None:
                 saved = run_saved_in(_folder_of_interrupted(agent))
-                save()
+            save()
             _stop_interrupted(run, run_dir, saved.root)
     message = "" if run.updates else agent.why_no_update()
     if message:
