@@ -163,6 +163,51 @@ def test_batches_are_whole_groups_and_the_incomplete_wait():
     assert play(agent, [0.0], "slow")["episodes"] == 2.0
 
 
+def begun(agent, group, members):
+    """Episodes of one start under way, each with a turn that earned nothing yet."""
+    ids = [f"{group}{member}" for member in range(members)]
+    agent.act_batch([f"{group} 0"] * members, ids)
+    agent.assign_rewards([0.0] * members, ids)
+    return ids
+
+
+def end(agent, ids, rewards, group):
+    agent.assign_rewards(rewards, ids)
+    return agent.terminate_episodes(ids, groups=[group] * len(ids))
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+@pytest.mark.parametrize("credit", ["return_to_go", "episode"])
+def test_the_longest_members_of_a_large_group_are_learned_from(baseline, credit, tmp_path):
+    """Of six episodes of a start four fill the group; the two that last longer must not be lost."""
+    options = {"batch_size": 4, "group_size": 4, "baseline": baseline, "credit": credit, "gamma": 1.0}
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
+    ids = begun(agent, "a", 6)
+    assert end(agent, ids[:4], [1.0, 2.0, 3.0, 6.0], "a")["episodes"] == 4.0
+    # As late members in a run that goes on, and in one that was resumed.
+    agent.save_checkpoint(tmp_path / "now")
+    resumed = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
+    resumed.load_checkpoint(tmp_path / "now", keep_episodes=True)
+    for each in (agent, resumed):
+        each.act_batch(["later"] * 2, ids[4:])
+        stats = end(each, ids[4:], [5.0, 3.0], "a")
+        assert (stats["episodes"], stats["groups"]) == (2.0, 0.0)
+        # The others earned 3 on average, at the first turn; with credit for whole episodes at each.
+        later = 3.0 if credit == "episode" else 0.0
+        spread = np.std([1.0, 2.0, 3.0, 6.0], ddof=1) + 1e-4 if baseline == "std" else 1.0
+        expected = [(5.0 - 3.0) / spread, (5.0 - later) / spread, 0.0, (3.0 - later) / spread]
+        assert list(each.learner.advantages.values()) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert each._buffer == []
+
+
+def test_a_start_that_is_played_again_under_its_old_name_waits_for_its_group():
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo={"batch_size": 2, "group_size": 2})
+    end(agent, begun(agent, "a", 2), [0.0, 1.0], "a")
+    later = begun(agent, "a", 2)
+    assert end(agent, later[:1], [0.0], "a") == {}
+    assert end(agent, later[1:], [1.0], "a")["groups"] == 1.0
+
+
 @pytest.mark.equivalence
 @pytest.mark.pairwise(kind=[ChoiceAgent, WordAgent])
 def test_an_update_leaves_the_value_head_alone_and_fits_inputs_once(kind, monkeypatch):

@@ -131,16 +131,21 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """Whether crediting a batch takes the critic's features."""
         return False
 
+    @property
+    def _update_state(self) -> tuple[str, ...]:
+        """Names of the attributes that an update changes, beside weights and optimizer."""
+        return _UPDATE_STATE
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception restores weights, optimiser, controllers and counters."""
         counted = attributes_undone_on_error(self.policy, {"num_updates": int})
-        with undone_on_error(self, dict.fromkeys(_UPDATE_STATE, deepcopy), self._all_weights()), counted:
+        with undone_on_error(self, dict.fromkeys(self._update_state, deepcopy), self._all_weights()), counted:
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, beside weights."""
-        return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *_UPDATE_STATE))}
+        return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *self._update_state))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of a learner with these options, once the policy has its weights."""
