@@ -78,7 +78,7 @@ def test_a_group_of_one_and_a_group_of_equals_have_nothing_to_learn(baseline):
 @pytest.mark.parametrize(("members", "value"), [(2, 3e6), (7, 0.1), (8, -200.7), (12, 1234.567)])
 @pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
 def test_equal_returns_have_advantages_of_exactly_zero(baseline, members, value):
-    returns = torch.full((members, 2), value)
+    returns = torch.full((members, 1), value)
     assert not group_advantages(returns, baseline).any()
     # One that is better is still seen.
     returns[0] += abs(value) / 1000

@@ -63,7 +63,7 @@ def _above_first(values: Tensor, counted: Tensor) -> Tensor:
     if not len(counted):
         return values
     difference = values - counted[0]
-    resolution = torch.finfo(torch.float32).eps * counted.abs().max()
+    resolution = torch.finfo(torch.float32).eps * counted.abs().amax(0)
     return difference.masked_fill(difference.abs() <= resolution, 0.0)
 
 

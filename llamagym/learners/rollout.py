@@ -223,8 +223,9 @@ def kl_of_decisions(sampled: Sampled, rows: list[int], now: Evaluation) -> Tenso
     """KL of each decision from the policy before the update to the one now, in nats, (N, L); without gradients.
 
     Of a choice it is exact at each branch on the way to the one that was taken: the exact KL of the choice where they
-    part at one place, an unbiased estimate of it where they part at several, since the way is drawn from the policy. Of
-    a token of free text, whose distribution over the vocabulary is not kept, it is the binary estimate.
+    part at one place, an unbiased estimate of it where they part at several, since the way is drawn from the policy
+    (from an older one in turns of older weights). Of a token of free text, whose distribution over the vocabulary is
+    not kept, it is the binary estimate.
 
     Args:
         sampled: The batch.
