@@ -101,9 +101,10 @@ def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, callbacks=before, **where)
     after = Recorder()
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, callbacks=[after], resume=True, **where)
-    # What is said at the end is not in it; what is said at the start comes before.
-    assert after.heard[:8] == [*before.heard[:-1], "loaded"]
-    assert after.heard[8:] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
+    # What is said at the start comes before the state is loaded.
+    count = len(before.heard)
+    assert after.heard[: count + 1] == [*before.heard, "loaded"]
+    assert after.heard[count + 1 :] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
     with caplog.at_level(logging.WARNING):
         train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Renamed()], resume=True, **where)
     assert "The checkpoint has no state for Renamed" in caplog.text

@@ -114,6 +114,9 @@ def test_minutes_are_those_of_the_call(monkeypatch):
     half = first.state_dict()
     now[0] = 60.0
     assert first.is_over
+    # As of a call that was killed before it returned.
+    end_missing = first.state_dict()
+    first.finish()
     over = first.state_dict()
     # Resumed an hour later.
     now[0] = 3600.0
@@ -121,6 +124,9 @@ def test_minutes_are_those_of_the_call(monkeypatch):
     again.load_state_dict(over)
     rest.load_state_dict(half)
     assert (again.progress, rest.progress) == (0.0, 0.5)
+    nothing = Run(agent, None, None, minutes=1)
+    nothing.load_state_dict(end_missing)
+    assert nothing.is_over
     now[0] = 3630.0
     assert (again.progress, rest.progress) == (0.5, 1.0)
     # The run's own time goes on.

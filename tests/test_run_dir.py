@@ -234,10 +234,18 @@ def test_an_interrupt_after_the_last_step_ends_the_program_too(tmp_path, caplog)
     assert resumed.report.is_file()
 
 
-def test_logs_that_nothing_is_left_to_do(tmp_path, caplog):
-    with pytest.raises(SystemExit):
-        learning(tmp_path, callbacks=Late())
-    learning(tmp_path, resume=True)
+class LateError(Callback):
+    """Fails after the last step."""
+
+    def on_training_end(self, run: Any) -> None:
+        raise BlockingIOError("the last evaluation failed")
+
+
+@pytest.mark.parametrize(("late", "error"), [(Late, SystemExit), (LateError, BlockingIOError)])
+def test_logs_that_nothing_is_left_to_do(tmp_path, caplog, late, error):
+    with pytest.raises(error):
+        learning(tmp_path, callbacks=late())
+    assert len(learning(tmp_path, resume=True).returns) == 12
     assert "Nothing is left of the budget of the call that was interrupted (12 episodes" in caplog.text
     # That call has ended now, so the next one trains.
     assert len(learning(tmp_path, resume=True).returns) == 24

@@ -273,8 +273,7 @@ def train(
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
                 logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
-            # The next call has a budget of its own; and a callback may have trained the agent before the first step.
-            if is_over or (callbacks and saved_state is None):
+            if callbacks and saved_state is None:
                 save()
             while not is_over:
                 taken = play.step()
@@ -283,8 +282,6 @@ def train(
                 is_over, stops = map(any, zip(*ranks.gather_objects((run.is_over, interrupts.stops)), strict=True))
                 if stops and saved is None:
                     saved = run_saved_in(_folder_of_interrupted(agent))
-                if stops:
-                    run.interrupt()
                 if saved is not None and (is_due or is_over or stops):
                     for pending in play.end_steps():
                         take(pending)
@@ -293,11 +290,14 @@ def train(
                     _stop_interrupted(run, run_dir, saved.root)
         # An interrupt that came after the last step, such as during the last evaluation.
         if any(ranks.gather_objects(interrupts.stops)):
-            run.interrupt()
             if saved is None:
                 saved = run_saved_in(_folder_of_interrupted(agent))
-            save()
+                save()
             _stop_interrupted(run, run_dir, saved.root)
+        run.finish()
+        if run.is_finished:
+            # A call that was stopped before this is continued, even if nothing but its end was missing.
+            save()
     message = "" if run.updates else agent.why_no_update()
     if message:
         logger.warning(message)

@@ -3,7 +3,7 @@
 A budget is what one call of `train` may use: episodes, turns or minutes, the first of which to be used up ends it. A
 call that resumes a run has a budget of its own, on top of what the run used before. The exception makes it possible to
 continue after an interrupt, an error or a kill: the same budget as that of the call before, if that call did not use
-it up or was interrupted, continues where it stood. So the run then does what it would have done without the stop,
+it up or did not return, continues where it stood. So the run then does what it would have done without the stop,
 cooldown included.
 """
 
@@ -33,6 +33,7 @@ class Run:
         updates: Statistics of each update.
         turns: Environment steps taken, over all copies.
         is_resumed: Whether the run continues from a checkpoint.
+        is_finished: Whether the call has used up its budget and done all that follows the last step.
     """
 
     def __init__(self, agent: Agent, episodes: int | None, turns: int | None, minutes: float | None) -> None:
@@ -60,7 +61,8 @@ class Run:
         self._began = time.perf_counter()
         # Of the first episode that no update's success rate counts yet.
         self._uncounted = 0
-        self._was_stopped = self._was_interrupted = False
+        self._was_stopped = False
+        self.is_finished = False
 
     def __str__(self) -> str:
         """What has been done so far."""
@@ -109,9 +111,9 @@ class Run:
         """End the run after this step."""
         self._was_stopped = True
 
-    def interrupt(self) -> None:
-        """Note that a signal ends the run: it is to be continued, even if only its end is missing."""
-        self._was_interrupted = True
+    def finish(self) -> None:
+        """Note that nothing is left to do: if the budget is used up, the next call has one of its own."""
+        self.is_finished = self._progress_of_all() == 1
 
     def take(self, ended: Sequence[PlayedEpisode], stats: Stats, turns: int) -> list[PlayedEpisode]:
         """Count a step in so many copies: episodes that ended, and an update if there was one.
@@ -143,11 +145,7 @@ class Run:
             "turns": self.turns,
             "seconds": 60 * self.minutes,
             "batch_began": self.agent.learner.cooldown.progress,
-            "budget": {
-                "limits": self._budget,
-                "before": self._before,
-                "is_finished": self._progress_of_all() == 1 and not self._was_interrupted,
-            },
+            "budget": {"limits": self._budget, "before": self._before, "is_finished": self.is_finished},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
