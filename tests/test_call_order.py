@@ -241,7 +241,7 @@ class Loop(RuleBasedStateMachine):
             assert len(conversation.messages) == 1 + 2 * len(rewards)
             assert conversation.pending is None
         assert self.agent.learner.take(self.agent._buffer[:]) == []
-        assert self.agent.policy.num_updates == self.updates * (1 if self.agent._replay is None else 2)
+        assert self.agent.policy.num_updates == self.updates
         assert all(weight.isfinite().all() for weight in self.agent.policy.model.parameters())
         assert not any(weight.grad is not None and weight.grad.any() for weight in self.agent.policy.model.parameters())
 

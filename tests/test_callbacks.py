@@ -100,10 +100,11 @@ def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
     before = Recorder()
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, callbacks=before, **where)
     after = Recorder()
-    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[after], resume=True, **where)
-    # What is said at the end is not in it; what is said at the start comes before.
-    assert after.heard[:8] == [*before.heard[:-1], "loaded"]
-    assert after.heard[8:] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, callbacks=[after], resume=True, **where)
+    # What is said at the start comes before the state is loaded.
+    count = len(before.heard)
+    assert after.heard[: count + 1] == [*before.heard, "loaded"]
+    assert after.heard[count + 1 :] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
     with caplog.at_level(logging.WARNING):
         train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Renamed()], resume=True, **where)
     assert "The checkpoint has no state for Renamed" in caplog.text
@@ -192,7 +193,8 @@ def test_a_resumed_run_remembers_which_was_the_best(tmp_path):
     where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
     first = EvalCallback(CountdownEnv, 2, every=1)
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Noise(), first], **where)
-    again = EvalCallback(CountdownEnv, 2, every=100)
-    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Noise(), again], resume=True, **where)
+    again, stop = EvalCallback(CountdownEnv, 2, every=100), Recorder(stop_at="step 14")
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Noise(), again, stop], resume=True, **where)
+    assert stop.heard[-2:] == ["step 14", "end"]
     assert (again.best_mean, again.best_update) == (first.best_mean, first.best_update)
     assert again.results == []

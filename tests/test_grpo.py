@@ -57,7 +57,7 @@ def slow_advantages(episodes, gamma, credit, baseline):
                 row.append(own - float(np.mean([earned(other, turn) for other in others])))
             else:
                 spread = max(np.std([earned(one, t) for one in everyone], ddof=1) for t in range(longest))
-                row.append((own - float(np.mean([earned(one, turn) for one in everyone]))) / (float(spread) + 1e-4))
+                row.append((own - float(np.mean([earned(other, turn) for other in others]))) / (float(spread) + 1e-4))
         result.append(row)
     return result
 
@@ -65,17 +65,49 @@ def slow_advantages(episodes, gamma, credit, baseline):
 def test_group_advantages_by_hand():
     returns = torch.tensor([[3.0, 2.0], [1.0, 0.0]])
     assert group_advantages(returns, "leave_one_out").tolist() == [[2.0, 2.0], [-2.0, -2.0]]
-    # The deviation of both steps is sqrt(2), their distance from the mean 1.
-    assert group_advantages(returns, "std").flatten().tolist() == pytest.approx(
-        [0.5**0.5] * 2 + [-(0.5**0.5)] * 2, 1e-3
-    )
+    # The deviation of both steps is sqrt(2), their distance from the other 2.
+    assert group_advantages(returns, "std").flatten().tolist() == pytest.approx([2**0.5] * 2 + [-(2**0.5)] * 2, 1e-3)
     assert discounted_returns(returns, 0.5).tolist() == [[4.0, 2.0], [1.0, 0.0]]
 
 
 @pytest.mark.pairwise(baseline=["leave_one_out", "std"])
 def test_a_group_of_one_and_a_group_of_equals_have_nothing_to_learn(baseline):
     assert group_advantages(torch.tensor([[5.0, 1.0]]), baseline).tolist() == [[0.0, 0.0]]
-    assert group_advantages(torch.full((7, 1), 0.1), baseline).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("members", "value"), [(2, 3e6), (7, 0.1), (8, -200.7), (12, 1234.567)])
+@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+def test_equal_returns_have_advantages_of_exactly_zero(baseline, members, value):
+    returns = torch.full((members, 1), value)
+    assert not group_advantages(returns, baseline).any()
+    # One that is better is still seen.
+    returns[0] += abs(value) / 1000
+    assert (group_advantages(returns, baseline)[0] > 0).all()
+
+
+@pytest.mark.pairwise(baseline=["leave_one_out", "std"], scale=[1.0, 1000.0])
+def test_equal_sums_of_different_rewards_are_equal_returns(baseline, scale):
+    options = {**BIG, "gamma": 1.0, "credit": "episode", "baseline": baseline}
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
+    for rewards in ([0.1] * 6, [0.3, 0.3], [0.2, 0.2, 0.2], [0.6]):
+        play(agent, [scale * reward for reward in rewards])
+    assert {advantage for row in advantages_of(agent) for advantage in row} == {0.0}
+
+
+@pytest.mark.parametrize("reward", [1234.567, -200.7, 3e6])
+def test_equal_returns_teach_reinforce_nothing(reward):
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="reinforce", reinforce={"batch_size": 1000})
+    for _ in range(12):
+        play(agent, [reward])
+    assert advantages_of(agent) == [[0.0]] * 12
+
+
+@pytest.mark.parametrize("members", [2, 4, 16])
+def test_the_own_return_is_not_part_of_the_baseline(members):
+    """It would make the gradient of a group of G smaller by (G - 1) / G."""
+    returns = torch.arange(float(members))[:, None]
+    in_deviations = group_advantages(returns, "std") * (returns.std() + 1e-4)
+    torch.testing.assert_close(in_deviations, group_advantages(returns, "leave_one_out"))
 
 
 @pytest.mark.pairwise(
@@ -129,6 +161,51 @@ def test_batches_are_whole_groups_and_the_incomplete_wait():
     assert stats["flat_groups"] == 0.5
     assert [episode.group for episode in agent._buffer] == ["slow"]
     assert play(agent, [0.0], "slow")["episodes"] == 2.0
+
+
+def begun(agent, group, members):
+    """Episodes of one start under way, each with a turn that earned nothing yet."""
+    ids = [f"{group}{member}" for member in range(members)]
+    agent.act_batch([f"{group} 0"] * members, ids)
+    agent.assign_rewards([0.0] * members, ids)
+    return ids
+
+
+def end(agent, ids, rewards, group):
+    agent.assign_rewards(rewards, ids)
+    return agent.terminate_episodes(ids, groups=[group] * len(ids))
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
+@pytest.mark.parametrize("credit", ["return_to_go", "episode"])
+def test_the_longest_members_of_a_large_group_are_learned_from(baseline, credit, tmp_path):
+    """Of six episodes of a start four fill the group; the two that last longer must not be lost."""
+    options = {"batch_size": 4, "group_size": 4, "baseline": baseline, "credit": credit, "gamma": 1.0}
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
+    ids = begun(agent, "a", 6)
+    assert end(agent, ids[:4], [1.0, 2.0, 3.0, 6.0], "a")["episodes"] == 4.0
+    # As late members in a run that goes on, and in one that was resumed.
+    agent.save_checkpoint(tmp_path / "now")
+    resumed = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
+    resumed.load_checkpoint(tmp_path / "now", keep_episodes=True)
+    for each in (agent, resumed):
+        each.act_batch(["later"] * 2, ids[4:])
+        stats = end(each, ids[4:], [5.0, 3.0], "a")
+        assert (stats["episodes"], stats["groups"]) == (2.0, 0.0)
+        # The others earned 3 on average, at the first turn; with credit for whole episodes at each.
+        later = 3.0 if credit == "episode" else 0.0
+        spread = np.std([1.0, 2.0, 3.0, 6.0], ddof=1) + 1e-4 if baseline == "std" else 1.0
+        expected = [(5.0 - 3.0) / spread, (5.0 - later) / spread, 0.0, (3.0 - later) / spread]
+        assert list(each.learner.advantages.values()) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert each._buffer == []
+
+
+def test_a_start_that_is_played_again_under_its_old_name_waits_for_its_group():
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo={"batch_size": 2, "group_size": 2})
+    end(agent, begun(agent, "a", 2), [0.0, 1.0], "a")
+    later = begun(agent, "a", 2)
+    assert end(agent, later[:1], [0.0], "a") == {}
+    assert end(agent, later[1:], [1.0], "a")["groups"] == 1.0
 
 
 @pytest.mark.equivalence

@@ -73,7 +73,7 @@ def test_numbers_of_numpy_and_whole_numbers_are_numbers(tmp_path):
     two, options = np.int64(2), {"recent_updates": np.int64(2), "steps": np.int64(1)}
     agent = make_agent(ChoiceAgent, seed=two, invalid_action_penalty=np.float32(-1), replay_config_dict=options)
     train(agent, CountdownEnv, two, two, two, checkpoint_dir=tmp_path / "run", checkpoint_every=two)
-    assert agent.policy.num_updates == 2
+    assert agent.policy.num_updates == 1
     assert evaluate(agent, CountdownEnv, two, two, two).returns
     agent.save(tmp_path / "agent")
 

@@ -165,7 +165,8 @@ def test_looking_where_a_last_step_led_costs_little(monkeypatch):
     monkeypatch.setattr(base, "measure_kl", measuring)
     stats = agent.terminate_episodes(range(4))
     assert len(measured) == 1
-    assert 0 < measured[0] < 0.05 * stats["learn_tokens"]
+    # One forward pass over one of two minibatches, after two passes over both.
+    assert 0 < measured[0] < 0.15 * stats["learn_tokens"]
 
 
 def test_gradients_whose_norm_is_infinite_make_no_step(monkeypatch, caplog):

@@ -151,14 +151,16 @@ def test_halves_are_whole_groups():
 
 @pytest.mark.long
 def test_a_resumed_run_computes_what_it_would_have_computed(tmp_path: Path):
-    def saved(episodes: int, folder: str) -> Any:
+    def saved(folder: str, updates: int = 1000) -> Any:
         where = {"checkpoint_dir": tmp_path / folder, "checkpoint_every": 1, "resume": True}
-        return run(make(), overlap=True, episodes=episodes, **where)
+        stops = lambda stats: stats["updates"] == updates  # noqa: E731
+        return run(make(), overlap=True, episodes=24, on_update=stops, **where)
 
-    whole = saved(24, "whole")
+    whole = saved("whole")
     assert max(update["ratio_error"] for update in whole.updates) < 1e-4
-    saved(8, "stopped")
-    again = saved(24, "stopped")
+    stopped = saved("stopped", updates=2)
+    assert len(stopped.updates) == 2 < len(whole.updates)
+    again = saved("stopped")
     times = {"learn_s", "act_s"}
     for one, other in zip(whole.updates, again.updates, strict=True):
         assert {k: v for k, v in one.items() if k not in times} == {k: v for k, v in other.items() if k not in times}

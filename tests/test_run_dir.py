@@ -217,21 +217,38 @@ def test_does_not_mix_the_metrics_of_two_runs(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics
 
 
-def test_an_interrupt_after_the_last_step_ends_the_program_too(tmp_path, caplog):
-    class Late(Callback):
-        def on_training_end(self, run: Any) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
+class Late(Callback):
+    """Sends Ctrl-C to this process after the last step."""
 
+    def on_training_end(self, run: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_after_the_last_step_ends_the_program_too(tmp_path, caplog):
     with pytest.raises(SystemExit):
         learning(tmp_path, callbacks=Late())
     assert "Stopped and saved" in caplog.text
+    # Its end was missing, and nothing else.
+    resumed = learning(tmp_path, resume=True)
+    assert len(resumed.returns) == 12
+    assert resumed.report.is_file()
+
+
+class LateError(Callback):
+    """Fails after the last step."""
+
+    def on_training_end(self, run: Any) -> None:
+        raise BlockingIOError("the last evaluation failed")
+
+
+@pytest.mark.parametrize(("late", "error"), [(Late, SystemExit), (LateError, BlockingIOError)])
+def test_logs_that_nothing_is_left_to_do(tmp_path, caplog, late, error):
+    with pytest.raises(error):
+        learning(tmp_path, callbacks=late())
     assert len(learning(tmp_path, resume=True).returns) == 12
-
-
-def test_logs_that_nothing_is_left_to_do(tmp_path, caplog):
-    learning(tmp_path)
-    learning(tmp_path, resume=True)
-    assert "The budget is used up already: 12 episodes" in caplog.text
+    assert "Nothing is left of the budget of the call that was interrupted (12 episodes" in caplog.text
+    # That call has ended now, so the next one trains.
+    assert len(learning(tmp_path, resume=True).returns) == 24
 
 
 @pytest.mark.parametrize("path", ["", "file", "file/below", "~nobody_of_this_name/run"])

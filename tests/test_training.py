@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from llamagym import ConfigError, TrainingResult, evaluate, train
+from llamagym import ConfigError, evaluate, train
 from llamagym.training.tracking import JsonlTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
@@ -149,7 +149,41 @@ def test_copies_that_do_not_divide_into_groups_are_refused():
     agent = make_agent(IndexAgent, algorithm="grpo", grpo={"group_size": 4})
     with pytest.raises(ConfigError, match="num_envs=6 does not divide into groups of 4"):
         train(agent, SeededEnv, episodes=1, num_envs=6)
-    train(agent, SeededEnv, episodes=1, num_envs=6, group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "given"),
+    [
+        ({"algorithm": "grpo", "grpo": {"group_size": 4}}, 4, 2),
+        ({"algorithm": "grpo", "grpo": {"group_size": 4}}, 4, 1),
+        ({"algorithm": "grpo", "grpo": {"group_size": 4}}, 4, 8),
+        ({"algorithm": "grpo", "grpo": {"group_size": 4, "baseline": "none"}}, 1, 4),
+        ({}, 1, 2),
+    ],
+)
+def test_rejects_a_group_size_that_is_not_the_learner_s(options, size, given):
+    agent = make_agent(IndexAgent, **options)
+    with pytest.raises(ConfigError, match=f"group_size={given}, but the agent's learner compares {size} episodes"):
+        train(agent, SeededEnv, episodes=1, num_envs=8, group_size=given)
+    assert len(train(agent, SeededEnv, episodes=1, num_envs=8, group_size=size).returns) == 1
+
+
+class UnseededEnv(SeededEnv):
+    """Ignores its seed."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=int(np.random.default_rng().integers(2**31)))
+
+
+@pytest.mark.parametrize("made", [lambda kind: kind, lambda kind: gym.vector.SyncVectorEnv([kind] * 4)])
+@pytest.mark.parametrize(
+    ("kind", "size", "warns"), [(SeededEnv, 2, False), (UnseededEnv, 2, True), (UnseededEnv, 1, False)]
+)
+def test_warns_of_an_environment_that_ignores_its_seed(kind, size, warns, made, caplog):
+    options = {"algorithm": "grpo", "grpo": {"batch_size": 10_000, "group_size": size}} if size > 1 else {}
+    agent = make_agent(IndexAgent, context="turn", **options)
+    train(agent, made(kind), episodes=24, num_envs=4, seed=0)
+    assert caplog.text.count("Two episodes with one reset seed began differently") == int(warns)
 
 
 def test_an_environment_given_by_id_is_copied():
@@ -207,20 +241,6 @@ def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
-@pytest.mark.long
-def test_time_ends_a_training_and_a_resumed_one_counts_what_was_spent(tmp_path):
-    def run(minutes: float) -> TrainingResult:
-        agent = make_agent(ChoiceAgent, ppo={"batch_size": 6})
-        where = {"checkpoint_dir": tmp_path / "run", "resume": True}
-        return train(agent, CountdownEnv, num_envs=2, seed=0, minutes=minutes, **where)
-
-    first = run(0.05)
-    assert first.updates
-    # Its time is over, so it ends with the first step.
-    assert run(0.05).turns - first.turns <= 2
-    assert run(0.1).turns - first.turns > 2
-
-
 @pytest.mark.parametrize("budget", [{"episodes": 40}, {"turns": 120}])
 @pytest.mark.parametrize(
     ("algorithm", "cooldown", "falls"), [("ppo", 0.5, True), ("grpo", 0.5, True), ("ppo", 0, False)]
@@ -241,22 +261,13 @@ def test_rates_and_bonus_fall_to_0_at_the_end_of_a_run(budget, algorithm, cooldo
     assert agent.learner.cooldown.scale == 1, "what comes after the run is not its end"
 
 
-def test_a_resumed_run_with_more_to_do_is_not_at_its_end(tmp_path):
-    def run(**options):
-        agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 12, "warmup_steps": 1, "target_kl": None})
-        env = functools.partial(CountdownEnv, 3)
-        updates = train(agent, env, num_envs=4, seed=0, checkpoint_dir=tmp_path, **options).updates
-        return [update["learning_rate"] for update in updates]
-
-    first = run(episodes=40)
-    assert first[-1] == pytest.approx(first[0] / 2)
-    assert run(episodes=80, resume=True)[10] == first[0]
-
-
 def test_copies_where_no_number_is_given():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"batch_size": 6, "group_size": 3})
     assert train(agent, CountdownEnv, episodes=1).turns == 63 * 3
-    assert train(agent, CountdownEnv(), episodes=1, group_size=1).turns == 3
+    # One that cannot be copied cannot be played in groups.
+    with pytest.raises(ConfigError, match="num_envs=1 does not divide into groups of 3"):
+        train(agent, CountdownEnv(), episodes=1)
+    assert train(make_agent(ChoiceAgent), CountdownEnv(), episodes=1).turns == 3
 
 
 def test_something_says_how_long_to_train():

@@ -6,6 +6,7 @@ and sampled; nothing is decoded and encoded again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,8 +52,8 @@ class Reply:
         finish_reason: Why the reply ended.
         choice_index: Which of the prompt's choices was taken, or None for free text.
         weights_version: Number of the weights' state that said it.
-        choice_logprobs: Log-probability of each of the prompt's choices, to be shown; empty for free text, and of what
-            was said before a checkpoint.
+        choice_logprobs: Log-probability of each of the prompt's choices; empty for free text, and for replies from
+            checkpoints of earlier versions.
     """
 
     ids: tuple[int, ...]
@@ -81,6 +82,13 @@ class Turn:
     reward: float = 0.0
     penalty: float = 0.0
     valid: bool = True
+
+    @property
+    def decision_count(self) -> int:
+        """Number of decisions: one per token of free text, one for a choice among several, none for a single choice."""
+        if self.prompt.choices is not None and len(self.prompt.choices) == 1:
+            return 0
+        return len(self.reply.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +180,10 @@ def renumbered(turns: Sequence[Turn], versions: Mapping[int, int]) -> list[Turn]
 
 
 def commonest_reply(episodes: Sequence[Episode]) -> float:
-    """Share of the turns whose reply is the commonest one; 1 where all replies are identical."""
-    replies = Counter(turn.reply.ids for episode in episodes for turn in episode.turns)
-    return max(replies.values()) / replies.total()
+    """Share of the commonest reply among the turns that had another possibility; NaN if there are none."""
+    turns = [turn for episode in episodes for turn in episode.turns if turn.decision_count]
+    replies = Counter(turn.reply.ids for turn in turns)
+    return max(replies.values()) / replies.total() if replies else math.nan
 
 
 def _split_contexts(turns: Sequence[Turn]) -> list[list[Turn]]:

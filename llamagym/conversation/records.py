@@ -1,6 +1,7 @@
 """Episodes and conversations as plain lists, to be saved: what JSON holds, and tensors of token ids.
 
-Prompts, replies and choices recur, so each distinct sequence of ids is stored once and known by its number.
+Prompts, replies and choices recur, so each distinct sequence of ids is stored once and known by its number; so are the
+distributions over choices, which are the same wherever the same context recurs.
 """
 
 from __future__ import annotations
@@ -9,42 +10,70 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .episode import Conversation, Episode, Prompt, Reply, Turn
 
 Ids = tuple[int, ...]
+Logprobs = tuple[float, ...]
 
 
 class IdTable:
-    """Distinct sequences of token ids, numbered in the order of their first use."""
+    """Distinct sequences of token ids and distinct distributions, numbered in the order of their first use."""
 
-    def __init__(self, sequences: Sequence[Ids] = ()) -> None:
-        """Begin with some sequences, all different."""
-        self._sequences = list(sequences)
-        self._numbers = {ids: number for number, ids in enumerate(self._sequences)}
+    def __init__(self, sequences: Sequence[Ids] = (), distributions: Sequence[Logprobs] = ()) -> None:
+        """Begin with some sequences and distributions, all different."""
+        self._sequences = {ids: number for number, ids in enumerate(sequences)}
+        self._distributions = {logprobs: number for number, logprobs in enumerate(distributions)}
+        self._ids, self._logprobs = list(sequences), list(distributions)
 
     def number(self, ids: Ids) -> int:
         """The number of a sequence."""
-        if ids not in self._numbers:
-            self._numbers[ids] = len(self._sequences)
-            self._sequences.append(ids)
-        return self._numbers[ids]
+        return _number_in(self._sequences, self._ids, ids)
 
     def __getitem__(self, number: int) -> Ids:
         """The sequence with a number."""
-        return self._sequences[number]
+        return self._ids[number]
+
+    def distribution_number(self, logprobs: Logprobs) -> int:
+        """The number of a distribution, given as log-probabilities that float32 holds."""
+        return _number_in(self._distributions, self._logprobs, logprobs)
+
+    def distribution(self, number: int) -> Logprobs:
+        """The distribution with a number."""
+        return self._logprobs[number]
 
     def state_dict(self) -> dict[str, Any]:
-        """All ids in a row, int64, and how many belong to each sequence."""
-        flat = [token for ids in self._sequences for token in ids]
-        lengths = [len(ids) for ids in self._sequences]
-        return {"ids": torch.tensor(flat, dtype=torch.int64), "lengths": torch.tensor(lengths, dtype=torch.int64)}
+        """All ids in a row, int64, and how many belong to each sequence; log-probabilities likewise, float32."""
+        ids, lengths = _flat(self._ids, torch.int64)
+        logprobs, counts = _flat(self._logprobs, torch.float32)
+        return {"ids": ids, "lengths": lengths, "logprobs": logprobs, "counts": counts}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> IdTable:
         """The table that `state_dict` gave."""
-        parts = state["ids"].split(state["lengths"].tolist())
-        return cls([tuple(part.tolist()) for part in parts])
+        sequences = _parts(state["ids"], state["lengths"])
+        # Older states have no distributions.
+        distributions = _parts(state["logprobs"], state["counts"]) if "logprobs" in state else []
+        return cls(sequences, distributions)
+
+
+def _number_in(numbers: dict[Any, int], values: list[Any], value: Any) -> int:
+    if value not in numbers:
+        numbers[value] = len(values)
+        values.append(value)
+    return numbers[value]
+
+
+def _flat(values: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """All numbers in a row, and how many belong to each value."""
+    flat = [number for value in values for number in value]
+    lengths = [len(value) for value in values]
+    return torch.tensor(flat, dtype=dtype), torch.tensor(lengths, dtype=torch.int64)
+
+
+def _parts(flat: Tensor, lengths: Tensor) -> list[tuple[Any, ...]]:
+    return [tuple(part.tolist()) for part in flat.split(lengths.tolist())]
 
 
 def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
@@ -106,13 +135,18 @@ def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
         reply.finish_reason,
         reply.choice_index,
         reply.weights_version,
+        table.distribution_number(reply.choice_logprobs) if reply.choice_logprobs else None,
     ]
     return [_prompt_record(turn.prompt, table), of_reply, turn.reward, turn.penalty, turn.valid]
 
 
 def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
-    prompt, (said, logprobs, *rest), *earned = record
-    return Turn(_prompt_from(prompt, table), Reply(table[said], tuple(logprobs), *rest), *earned)
+    prompt, (said, logprobs, value, reason, index, version, *more), *earned = record
+    # Older records have no distribution.
+    distribution = next(iter(more), None)
+    choice_logprobs = () if distribution is None else table.distribution(distribution)
+    reply = Reply(table[said], tuple(logprobs), value, reason, index, version, choice_logprobs)
+    return Turn(_prompt_from(prompt, table), reply, *earned)
 
 
 def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:

@@ -30,6 +30,7 @@ _LEAST_SHARE, _LEAST_SHARE_OF_SPREAD = 0.25, 0.05
 # Nor as less than this share of the size of returns: in float32, values and their differences carry rounding errors.
 _ROUNDING = 1e-5
 _EPSILON = 1e-8
+_FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 class Whitening(Stateful):
@@ -141,7 +142,8 @@ class Information(Stateful):
 
 
 def _any_differs(columns: Iterable[Sequence[float]]) -> bool:
-    return any(value != column[0] for column in columns for value in column)
+    """Whether any column holds different numbers; sums of float32 rewards differ by rounding, which does not count."""
+    return any(not math.isclose(value, column[0], rel_tol=_FLOAT32_EPS) for column in columns for value in column)
 
 
 def step_share(advantages: Tensor, turns: Sequence[Turn]) -> float:
@@ -154,8 +156,11 @@ def step_share(advantages: Tensor, turns: Sequence[Turn]) -> float:
 
     Args:
         advantages: Float (N,).
-        turns: Theirs.
+        turns: The turns that they belong to. Those that leave nothing to decide do not count.
     """
+    deciding = [row for row, turn in enumerate(turns) if turn.decision_count]
+    turns = [turns[row] for row in deciding]
+    advantages = advantages[deciding]
     count = len(turns)
     if count >= _FULL_BATCH:
         return 1.0

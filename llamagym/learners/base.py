@@ -37,7 +37,7 @@ from .controllers import AdaptiveKLController, Cooldown, RateController
 from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
-from .rollout import Sampled, Targets, collect, measure_kl, outcomes, own_share, shortest_opening
+from .rollout import Sampled, Targets, collect, kl_of_decisions, measure_kl, outcomes, own_share
 from .state import restore, state_of
 from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_
 from .trust_region import TrustRegion, farthest
@@ -146,16 +146,21 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """Whether whitening removes the batch's mean."""
         return True
 
+    @property
+    def _update_state(self) -> tuple[str, ...]:
+        """Names of the attributes that an update changes, beside weights and optimizer."""
+        return _UPDATE_STATE
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception restores weights, optimiser, controllers and counters."""
         counted = attributes_undone_on_error(self.policy, {"num_updates": int})
-        with undone_on_error(self, dict.fromkeys(_UPDATE_STATE, deepcopy), self._all_weights()), counted:
+        with undone_on_error(self, dict.fromkeys(self._update_state, deepcopy), self._all_weights()), counted:
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, beside weights."""
-        return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *_UPDATE_STATE))}
+        return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *self._update_state))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of a learner with these options, once the policy has its weights."""
@@ -222,9 +227,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         stats |= self._optimize(segments, sampled, targets)
         self.policy.num_updates += 1
         if config.init_kl_coef:
-            stats["kl_coef"], stats["ref_kl"] = self._kl.value, sampled.ref_kl.mean().item()
+            of_decisions = sampled.ref_kl[sampled.deciding_rows]
+            stats["kl_coef"], stats["ref_kl"] = self._kl.value, of_decisions.mean().item()
             if config.adap_kl_ctrl:
-                self._kl.update(stats["ref_kl"], len(sampled.row))
+                self._kl.update(stats["ref_kl"], len(of_decisions))
         ranks.check_alike(self._all_weights())
         return stats | {
             **outcomes(episodes),
@@ -257,7 +263,9 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if targets.is_flat and not self._steps_critic:
             return self._without_steps(segments, sampled, targets)
         sums: dict[str, list[float]] = defaultdict(list)
-        ratio_error, largest_kl, steps, skipped = math.nan, 0.0, 0, 0
+        ratio_error, steps, skipped = math.nan, 0, 0
+        # How far the policy has moved, as of the last step that was kept, and the farthest that any step has led.
+        kl = largest_kl = 0.0
         region = self._trust_region
         size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(sampled.row) / _MINIBATCHES))
         share = (
@@ -273,11 +281,14 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 self.optimizer.zero_grad()
                 skipped += 1
                 continue
+            # A minibatch without a decision measures nothing.
+            measured = stats.pop("approx_kl", kl)
             # Before the first step nothing has moved, and what differs is rounding.
             if steps:
-                largest_kl = farthest(largest_kl, stats["approx_kl"])
+                largest_kl = farthest(largest_kl, measured)
             if region.is_left(largest_kl / share):
                 break
+            kl = measured if steps else kl
             for name, value in stats.items():
                 sums[name].append(value)
             region.enter()
@@ -286,23 +297,26 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         else:
             # No later minibatch shows where the last step led.
             if steps:
-                probe = minibatches(segments, size, self._rng)[0] if region.has_bounds else shortest_opening(segments)
-                largest_kl = farthest(largest_kl, measure_kl(self.policy, probe, sampled, self.pass_tokens))
+                probe = minibatches(segments, size, self._rng)[0]
+                measured = measure_kl(self.policy, probe, sampled, self.pass_tokens)
+                largest_kl = farthest(largest_kl, measured)
+                kl = kl if region.is_left(largest_kl / share) else measured
+        if steps:
+            self._guard.settle(math.isfinite(largest_kl))
+            # Where all steps were skipped nothing was measured, and the KL is unknown.
+            may_rise = self._steps >= self.config.warmup_steps and not (targets.is_flat or self._whiten.is_small)
+            self._rate.update(largest_kl / share, may_rise)
         if stopped := region.is_left(largest_kl / share):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
             self.optimizer.zero_grad()
-        if steps:
-            is_good = math.isfinite(largest_kl)
-            self._guard.settle(is_good)
-            if not is_good:
-                steps, skipped = steps - 1, skipped + 1
-        may_rise = self._steps >= self.config.warmup_steps and not (targets.is_flat or self._whiten.is_small)
-        self._rate.update(largest_kl / share, may_rise)
+            steps -= 1
+            skipped += 0 if math.isfinite(largest_kl) else 1
         means = {name: float(np.mean(values)) for name, values in sums.items()}
         if not targets.is_flat:
             self._entropy_coef *= self.config.entropy_decay
         return means | {
+            "approx_kl": kl,
             "ratio_error": ratio_error,
             "step_share": share,
             "learning_rate": self.config.learning_rate * self._rate.scale * self.cooldown.scale * math.sqrt(share),
@@ -329,7 +343,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT, first: bool
     ) -> tuple[Stats, float]:
         """A minibatch's gradients, summed over processes; its statistics, before the `first` step the ratio's error."""
-        decisions = sum(len(turn.reply.logprobs) for segment in minibatch for turn in segment.turns)
+        decisions = sum(turn.decision_count for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
         fresh_error = math.nan
@@ -337,7 +351,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
             now = self.policy.evaluate(chunk)
-            share = now.mask.sum().item() / decisions, len(rows) / turn_count
+            share = now.mask.sum().item() / max(decisions, 1), len(rows) / turn_count
             loss, parts = self._loss(now, rows, sampled, targets, *share)
             if loss.requires_grad:
                 self.accelerator.backward(loss)
@@ -349,6 +363,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
                 fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)
         sum_gradients_(self.optimizer)
+        if not decisions:
+            # Without gradients Adam leaves the policy alone; with zeros its momentum would move it.
+            for weight in self.optimizer.param_groups[0]["params"]:
+                weight.grad = None
         parts_of_all, errors = zip(*ranks.gather_objects((dict(stats), fresh_error)), strict=True)
         names = dict.fromkeys(name for parts in parts_of_all for name in parts)
         sums = {name: sum(parts.get(name, 0.0) for parts in parts_of_all) for name in names}
@@ -383,11 +401,14 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             ratio = (now.logprobs - old).exp()
             k3 = masked_mean(ratio * kl_estimate(now.logprobs, reference, "k3"), mask)
             loss = loss + by_decision * self._kl.value * k3
+        if not mask.any():
+            # A mean over nothing is no 0 that the means of other minibatches could be averaged with.
+            return loss, Stats()
         stats = {
             "policy_loss": by_decision * policy.loss.item(),
             "entropy": by_decision * entropy.item(),
             "entropy_coef": by_decision * bonus,
-            "approx_kl": by_decision * masked_mean(kl_estimate(old, now.logprobs.detach(), "binary"), mask).item(),
+            "approx_kl": by_decision * masked_mean(kl_of_decisions(sampled, rows, now), mask).item(),
             "clip_fraction": by_decision * policy.clip_fraction.item(),
         }
         return loss, stats

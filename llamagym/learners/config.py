@@ -55,12 +55,14 @@ class LearnerConfig(Options):
             that the bonus alone never sets the direction of a step.
         entropy_decay: Factor of that weight after each update: much exploration first, little in the end.
         init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
-        adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
+        adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593),
+            between a thousandth and a thousand times `init_kl_coef`.
         target: KL to the reference, in nats per turn, that the coefficient steers to.
         horizon: Turns over which it does.
-        target_kl: KL by which an update may move the policy. A step that leads beyond 1.5 times that is undone and
-            ends the update; after an update that went beyond the target the policy's learning rate falls, after one
-            that stayed below half of it it rises again, up to `learning_rate`. None does neither.
+        target_kl: KL by which an update may move the policy, in nats per decision (`approx_kl`). A step that leads
+            beyond 1.5 times that is undone and ends the update; after an update that went beyond the target the
+            policy's learning rate falls, after one that stayed below half of it it rises again, up to `learning_rate`.
+            None does neither.
         max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
         whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else. None: 1,024 on

@@ -10,16 +10,23 @@ from .state import Stateful
 # the KL's coefficient so): where every step leads too far and is undone, it must fall until one does not, or nothing is
 # learnt again. It never rises above its start: a policy that has learnt what there is to learn hardly moves.
 _RATE_STEP, _LEAST_RATE = 1.5, 0.001
+# The coefficient of the KL to the reference stays within this factor of its start.
+_KL_COEF_RANGE = 1000.0
 
 
 class AdaptiveKLController(Stateful):
-    """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2)."""
+    """Proportional controller of the KL coefficient (Ziegler et al. 2019, section 2.2).
+
+    Departure: the coefficient stays within a thousandth and a thousand times its start. A run whose KL cannot reach the
+    target would otherwise drive it to 0, from where no factor brings it back, or to infinity.
+    """
 
     saved = ("value",)
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
         """Start at `init_kl_coef`."""
         self.value, self._target, self._horizon = init_kl_coef, target, horizon
+        self._least, self._most = init_kl_coef / _KL_COEF_RANGE, init_kl_coef * _KL_COEF_RANGE
 
     def update(self, kl: float, steps: int) -> None:
         """Move the coefficient after `steps` samples with this mean KL, in nats, unless it is not finite."""
@@ -27,7 +34,8 @@ class AdaptiveKLController(Stateful):
             return
         error = min(max(kl / self._target - 1, -0.2), 0.2)
         # More samples than the horizon count as the horizon: the coefficient stays positive.
-        self.value *= 1 + error * min(steps / self._horizon, 1.0)
+        value = self.value * (1 + error * min(steps / self._horizon, 1.0))
+        self.value = min(max(value, self._least), self._most)
 
 
 class RateController(Stateful):

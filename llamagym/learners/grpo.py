@@ -1,15 +1,19 @@
 """Learning without a critic: episodes that began alike are compared (GRPO, RLOO), or none are (REINFORCE).
 
 A turn is credited with what it earned: the discounted return from it on, or the whole episode's. Its baseline is the
-mean of the same over the group, at the same turn index. Every member counts at every index: an episode that has ended
-earns nothing more, which is a fact and not a gap, so a turn that only one member reaches has a baseline too. What the
-others earn does not depend on this turn's action, given what was seen before it; so the baseline takes variance away
-and adds no bias, even where members share their random numbers after the start.
+mean of the same over the group's other members, at the same turn index. Every member counts at every index: an episode
+that has ended earns nothing more, which is a fact and not a gap, so a turn that only one member reaches has a baseline
+too. What the others earn does not depend on this turn's action, given what was seen before it; so the baseline takes
+variance away and adds no bias, even where members share their random numbers after the start.
+
+A member that ends after its group was learned from is compared with what the others had earned: those are the longest
+episodes, and without them a policy would learn from short ones only.
 
 Without a critic nothing can be said of what an episode that was cut off would still have earned: it counts as 0.
 
 Departures from DeepSeekMath (https://arxiv.org/abs/2402.03300): the loss is a mean over a minibatch's decisions, not
-first over each reply, so that long replies are not taken lightly; and by default credit is the return from the turn on.
+first over each reply, so that long replies are not taken lightly; a member's own return is not part of its baseline;
+and by default credit is the return from the turn on.
 """
 
 from __future__ import annotations
@@ -19,17 +23,23 @@ import sys
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..conversation.episode import Episode
+from ..conversation.records import key_from
 from ..errors import EpisodeError
 from ..policy.policy import Policy
 from .base import Learner, Stats
 from .config import LearnerConfig
 from .losses import GroupBaseline, discounted_returns, group_advantages
 from .rollout import Sampled, Targets
+from .state import Stateful
+
+# Groups that were learned from, and whose members may still be under way.
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
@@ -38,10 +48,12 @@ class GRPOConfig(LearnerConfig):
 
     Attributes:
         epochs: Passes over a batch, as far as `target_kl` allows.
-        group_size: Episodes of one start that are compared; a group waits until it has as many.
+        group_size: Episodes of one start that are compared; a group waits until it has as many. Members that end after
+            it was learned from are compared with these.
         credit: "return_to_go" credits a turn with the discounted return from it on, "episode" with the whole one.
-        baseline: What a turn's credit is compared with: "std" the group's mean, in units of its deviation
-            (DeepSeekMath), "leave_one_out" the mean of the others (RLOO), "none" nothing.
+        baseline: What a turn's credit is compared with: "std" the mean of the others, in units of the group's deviation
+            (DeepSeekMath, but for the own return in the mean), "leave_one_out" the mean of the others (RLOO), "none"
+            nothing.
         whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch. Useful with "leave_one_out",
             whose advantages are in reward units, so that `entropy_coef` means the same whatever these are.
     """
@@ -77,6 +89,58 @@ class ReinforceConfig(GRPOConfig):
     whiten_advantages: bool = True
 
 
+class LearnedGroup(NamedTuple):
+    """What the members of a group had earned when it was learned from.
+
+    Attributes:
+        version: Number of the weights' state that it was learned from with.
+        credits: Mean credit of its members, by turn.
+        deviation: Of the credits, at the turn where members differ most.
+    """
+
+    version: int
+    credits: list[float]
+    deviation: float
+
+
+class LearnedGroups(Stateful):
+    """The groups that were learned from last, for members that end later.
+
+    Attributes:
+        records: The groups as JSON holds them, the oldest first.
+    """
+
+    saved = ("records",)
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._groups: dict[Hashable, LearnedGroup] = {}
+
+    @property
+    def records(self) -> list[list[Any]]:
+        """The groups as JSON holds them, the oldest first."""
+        return [[group, *learned] for group, learned in self._groups.items()]
+
+    @records.setter
+    def records(self, records: Sequence[Sequence[Any]]) -> None:
+        self._groups = {key_from(group): LearnedGroup(*learned) for group, *learned in records}
+
+    def add(self, group: Hashable, learned: LearnedGroup) -> None:
+        """Remember a group, and forget the oldest of too many; episodes without a group are not one start."""
+        if group is None:
+            return
+        self._groups.pop(group, None)
+        self._groups[group] = learned
+        if len(self._groups) > _REMEMBERED:
+            del self._groups[next(iter(self._groups))]
+
+    def of_late(self, episode: Episode) -> LearnedGroup | None:
+        """The group of an episode that began before, and ended after it was learned from; None of any other."""
+        learned = self._groups.get(episode.group)
+        began = episode.all_turns[0].reply.weights_version
+        return learned if learned is not None and began <= learned.version else None
+
+
 class GRPO(Learner[Targets]):
     """Learns from finished episodes, without a critic."""
 
@@ -90,7 +154,13 @@ class GRPO(Learner[Targets]):
             policy: Whose trainable weights are updated; its value head is left alone.
             config: How; a `ReinforceConfig` makes it REINFORCE.
         """
+        self._learned = LearnedGroups()
         super().__init__(policy, config, config.epochs)
+
+    @property
+    def _update_state(self) -> tuple[str, ...]:
+        """Names of the attributes that an update changes, beside weights and optimizer."""
+        return (*super()._update_state, "_learned")
 
     @property
     def group_size(self) -> int:
@@ -104,11 +174,14 @@ class GRPO(Learner[Targets]):
         return super().why_no_update(finished) + rest
 
     def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
-        """Groups that are complete."""
+        """Groups that are complete, and late members of those that were learned from."""
         if self.config.baseline == "none":
             return super()._units(finished)
-        members = [[finished[index] for index in rows] for rows in _groups(finished)]
-        return [group for group in members if len(group) >= self.config.group_size]
+        late = [episode for episode in finished if self._learned.of_late(episode)]
+        in_time = [episode for episode in finished if not self._learned.of_late(episode)]
+        groups = [[in_time[index] for index in rows] for rows in _groups(in_time)]
+        complete = [group for group in groups if len(group) >= self.config.group_size]
+        return [*([episode] for episode in late), *complete]
 
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[Targets, Stats]:
         """Advantages over the group.
@@ -117,23 +190,49 @@ class GRPO(Learner[Targets]):
             EpisodeError: No two episodes share a group, so there is nothing to compare.
         """
         config, stats = self.config, Stats()
-        advantages = discounted_returns(sampled.rewards, config.gamma)
+        # Equal returns may be sums of different rewards; float32 would add up to different numbers.
+        advantages = discounted_returns(sampled.rewards.double(), config.gamma)
         if config.credit == "episode":
-            advantages = advantages[:, :1].expand_as(sampled.rewards)
+            advantages = advantages[:, :1].expand_as(advantages)
         if config.baseline != "none":
-            credits, advantages = advantages, torch.zeros_like(sampled.rewards)
-            compared = [members for members in _groups(episodes) if len(members) > 1]
-            if not compared:
-                raise EpisodeError(
-                    f"None of {len(episodes)} episodes shares its group with another, so there is nothing to compare. "
-                    "Play several from each start and pass their groups to terminate_episodes()."
-                )
-            for members in compared:
-                advantages[members] = group_advantages(credits[members], config.baseline)
-            flat = sum(bool((credits[members] == credits[members[0]]).all()) for members in compared)
-            stats = {"groups": float(len(compared)), "flat_groups": flat / len(compared)}
-        advantages = self._scaled(advantages, sampled.real, episodes)
-        return Targets(advantages[sampled.real]), stats
+            advantages, stats = self._compared(episodes, advantages)
+        advantages = self._scaled(advantages, sampled.decides, episodes)
+        return Targets(advantages[sampled.real].float()), stats
+
+    @property
+    def _shifts_mean(self) -> bool:
+        """Groups have had their own mean removed; what is 0 in one must stay 0."""
+        return self.config.baseline == "none"
+
+    def _compared(self, episodes: Sequence[Episode], credits: Tensor) -> tuple[Tensor, Stats]:
+        """Credits (E, T) less the baseline, and how many groups there were; remembers the groups."""
+        config = self.config
+        learned = {index: group for index, each in enumerate(episodes) if (group := self._learned.of_late(each))}
+        in_time = [index for index in range(len(episodes)) if index not in learned]
+        groups = [[in_time[row] for row in rows] for rows in _groups([episodes[index] for index in in_time])]
+        groups = [members for members in groups if len(members) > 1]
+        if not groups and not learned:
+            raise EpisodeError(
+                f"None of {len(episodes)} episodes shares its group with another, so there is nothing to compare. "
+                "Play several from each start and pass their groups to terminate_episodes()."
+            )
+        advantages = torch.zeros_like(credits)
+        for index, group in learned.items():
+            # After its last turn a group earned nothing more; an episode's credit is that of its every turn.
+            after = group.credits[-1] if config.credit == "episode" else 0.0
+            turns = len(episodes[index].turns)
+            baseline = [*group.credits, *[after] * turns][:turns]
+            scale = group.deviation + 1e-4 if config.baseline == "std" else 1.0
+            advantages[index, :turns] = (credits[index, :turns] - credits.new_tensor(baseline)) / scale
+        assert config.baseline != "none", "without a baseline nothing is compared"
+        for members in groups:
+            advantages[members] = group_advantages(credits[members], config.baseline)
+            longest = max(len(episodes[index].turns) for index in members)
+            of_group = credits[members, :longest]
+            earned = LearnedGroup(self.policy.weights_version, of_group.mean(0).tolist(), of_group.std(0).max().item())
+            self._learned.add(episodes[members[0]].group, earned)
+        flat = sum(not advantages[members].any() for members in groups)
+        return advantages, {"groups": float(len(groups)), "flat_groups": flat / len(groups) if groups else math.nan}
 
 
 def _groups(episodes: Sequence[Episode]) -> list[list[int]]:

@@ -327,7 +327,7 @@ class LearningActor(Actor):
                     undone.enter_context(part.undone_on_error())
             stats = self.learner.update(batch) | {"commonest_reply": commonest_reply(batch)}
             if self._replay is not None:
-                stats |= self._replay.update(batch)
+                stats |= self._replay.update(batch, self.learner.cooldown.scale)
         for conversation, episode in under_way:
             conversation.learnt_turns += len(episode.turns)
         self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)

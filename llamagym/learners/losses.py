@@ -45,8 +45,26 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     >>> masked_var(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False])).item()
     2.0
     """
-    centered = (values - masked_mean(values, mask)).masked_fill(~mask, 0.0)
+    centered = _masked_centered(values, mask).masked_fill(~mask, 0.0)
     return centered.square().sum() / (mask.sum() - 1).clamp(min=1)
+
+
+def _masked_centered(values: Tensor, mask: Tensor) -> Tensor:
+    """Values less their mean over the mask; exactly 0 where all are equal, see `_above_first`."""
+    shifted = _above_first(values, values[mask])
+    return shifted - masked_mean(shifted, mask)
+
+
+def _above_first(values: Tensor, counted: Tensor) -> Tensor:
+    """Values less the first of those that count, 0 where they are equal up to float32's rounding, whatever their size.
+
+    A mean of equal values is rounded, and differs from them; the mean of zeros does not.
+    """
+    if not len(counted):
+        return values
+    difference = values - counted[0]
+    resolution = torch.finfo(torch.float32).eps * counted.abs().amax(0)
+    return difference.masked_fill(difference.abs() <= resolution, 0.0)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
@@ -60,9 +78,8 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     >>> masked_whiten(torch.tensor([1.0, 3.0]), torch.tensor([True, True])).mul(2**0.5).round().tolist()
     [-1.0, 1.0]
     """
-    mean, var = masked_mean(values, mask), masked_var(values, mask)
-    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
-    return whitened if shift_mean else whitened + mean
+    whitened = _masked_centered(values, mask) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return whitened if shift_mean else whitened + masked_mean(values, mask)
 
 
 def gae(
@@ -126,13 +143,14 @@ def typical_size(returns: Tensor) -> float:
 
 
 def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
-    """How much better each member of a group did than the group, step by step.
+    """How much better each member of a group did than the others, step by step.
 
     "leave_one_out" subtracts the mean of the others (RLOO, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE;
-    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). "std" subtracts the mean of all and divides by their
-    deviation (DeepSeekMath, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2); of several steps the
-    deviation is that of the step where members differ most, so that a step's weight is not lost. A group of one has
-    nothing to be compared with: 0.
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). "std" also divides by the group's deviation (DeepSeekMath,
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2); of several steps the deviation is that of the
+    step where members differ most, so that a step's weight is not lost. Departure: DeepSeekMath subtracts the mean of
+    all, the member's own return included, which makes the gradient of a group of G smaller by (G - 1) / G, and so
+    weights small groups less. A group of one has nothing to be compared with: 0; so have equal returns.
 
     Args:
         returns: What each member's step earned, float (G, T).
@@ -143,17 +161,18 @@ def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
 
     >>> group_advantages(torch.tensor([[1.0], [0.0], [2.0], [1.0]]), "leave_one_out").mul(3).round()[:, 0].tolist()
     [0.0, -4.0, 4.0, 0.0]
-    >>> group_advantages(torch.tensor([[1.0], [3.0]]), "std").mul(2**0.5).round()[:, 0].tolist()
+    >>> group_advantages(torch.tensor([[1.0], [3.0]]), "std").div(2**0.5).round()[:, 0].tolist()
     [-1.0, 1.0]
     """
     members = len(returns)
     if members == 1:
         return torch.zeros_like(returns)
-    centered = returns - returns.mean(0)
+    shifted = _above_first(returns, returns)
+    centered = shifted - shifted.mean(0)
+    above_others = centered * members / (members - 1)
     if baseline == "leave_one_out":
-        return centered * members / (members - 1)
-    # Rounding alone makes members of a group that did equally well differ; the constant keeps that next to nothing.
-    return centered / (returns.std(0).max() + 1e-4)
+        return above_others
+    return above_others / (centered.std(0).max() + 1e-4)
 
 
 class PolicyLoss(NamedTuple):
@@ -260,6 +279,24 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         p, others = logprobs.exp(), (-torch.expm1(logprobs)).clamp_min(eps)
         return -p * log_r - others * torch.log1p((-p * torch.expm1(log_r) / others).clamp_min(eps - 1))
     raise ValueError(f"Unknown KL estimator {estimator!r}. Expected one of {list(get_args(KLEstimator))}.")
+
+
+def categorical_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Exact KL(policy || reference) of distributions along the last dimension, in nats.
+
+    Args:
+        logprobs: Under the policy, float (..., K); -inf is an impossible outcome.
+        ref_logprobs: Under the reference, same shape.
+
+    >>> even, uneven = torch.tensor([0.5, 0.5, 0.0]).log(), torch.tensor([0.25, 0.75, 0.0]).log()
+    >>> round(categorical_kl(even, uneven).item(), 4)
+    0.1438
+    """
+    _check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    probabilities = logprobs.exp()
+    terms = probabilities * (logprobs - ref_logprobs)
+    # Rounding alone makes the sum negative.
+    return terms.masked_fill(probabilities == 0, 0.0).sum(-1).clamp_min(0.0)
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> float:

@@ -164,7 +164,7 @@ class PPO(Learner[ValueTargets]):
             final_values = sampled.final_values
             self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final_values)
-        advantages = self._scaled(advantages, real, episodes)
+        advantages = self._scaled(advantages, sampled.decides, episodes)
         targets = ValueTargets(advantages[real], returns[real])
         return targets, {"explained_variance": explained_variance(values[real], targets.returns)}
 

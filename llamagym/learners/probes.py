@@ -181,9 +181,10 @@ class Probes:
         with torch.enable_grad():
             now = self._actor.policy.evaluate(self._replied())
         # While choices are calibrated, the first of them are drawn from another policy.
-        turns = [turn.reply for segment in self._said for turn in segment.turns]
-        fresh = [row for row, reply in enumerate(turns) if reply.weights_version == version]
-        sampled = [logprob for row in fresh for logprob in turns[row].logprobs]
+        turns = [turn for segment in self._said for turn in segment.turns]
+        fresh = [row for row, turn in enumerate(turns) if turn.reply.weights_version == version]
+        decided = [turns[row].reply for row in fresh if turns[row].decision_count]
+        sampled = [logprob for reply in decided for logprob in reply.logprobs]
         return self._agree(
             torch.tensor(sampled),
             now.logprobs[fresh][now.mask[fresh]].detach().float().cpu(),
@@ -278,7 +279,8 @@ class Probes:
 
     def _agree(self, one: torch.Tensor, other: torch.Tensor, what: str, advice: str) -> str:
         tolerance = ratio_tolerance(computing_dtype(self._actor.policy.model.pretrained_model))
-        error = (one - other).square().mean().sqrt().item()
+        # Where each context offers a single choice, nothing is decided and nothing can differ.
+        error = (one - other).square().mean().sqrt().item() if len(one) else 0.0
         if not error <= tolerance:
             off = f"log-probabilities are off by {error:.2g} nats, where rounding explains {tolerance:.0g}"
             raise FaultError(f"{what} differ: {off}. {advice}")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..conversation.episode import Episode, Segment, segments_of
+from ..conversation.episode import Episode, Segment, Turn, segments_of
 from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
@@ -48,7 +48,7 @@ class ReplayConfig(Options):
         recent_updates: Episodes of this many last updates are recent.
         steps: Optimiser steps after each update.
         batch_size: Turns per optimiser step, in whole contexts.
-        learning_rate: Of Adam.
+        learning_rate: Of Adam; it falls with the learner's at the end of a run (`cooldown`).
         max_grad_norm: Gradient clipping by norm.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
         seed: Of the choice among equals and of the order of turns.
@@ -125,21 +125,28 @@ class Replay:
         """The episodes that are learnt from, best first."""
         return self._best([episode for best in self._recent for episode in best])
 
-    def update(self, episodes: Sequence[Episode]) -> dict[str, float]:
+    def update(self, episodes: Sequence[Episode], rate_scale: float = 1.0) -> dict[str, float]:
         """Take in the episodes of an update, then learn from the best that are recent.
+
+        Args:
+            episodes: The update's batch.
+            rate_scale: Factor of the learning rate, as the learner's falls at the end of a run (`cooldown`).
 
         Returns:
             Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
             `replay_grad_norm`, `replay_skipped_steps` (whose losses or gradients were not finite), `replay_episodes`,
             `replay_return_mean` and `replay_return_min` of the episodes learned from, and `replay_s`. Turns whose reply
-            named no action are not learned from. Without any other turn, and while all recent episodes have earned
-            the same, so that none is better than another, nothing is learned and the statistics are empty.
+            named no action, or was the only possible one, are not learned from. Without any other turn, and while all
+            recent episodes have earned the same, so that none is better than another, nothing is learned and the
+            statistics are empty.
         """
         started = time.perf_counter()
         if not holds_exactly(self.optimizer, self._learning_weights()):
             logger.warning("the weights that learn are others than before: replay's optimiser starts anew")
             self.reset_optimizer()
         move_state_(self.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * rate_scale
         self.policy.model.zero_grad()
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))
@@ -148,7 +155,7 @@ class Replay:
         if _score(kept[0]) == min(self._lowest):
             return {}
         contexts = segments_of(kept)
-        segments = [segment for segment in contexts if any(turn.valid for turn in segment.turns)]
+        segments = [segment for segment in contexts if any(_teaches(turn) for turn in segment.turns)]
         if not segments:
             return {}
         region = TrustRegion(weights_of(self.optimizer), target_kl=None)
@@ -162,7 +169,6 @@ class Replay:
                 region.return_to()
                 made.pop()
         loss, norm = np.mean(made, axis=0) if made else (np.nan, np.nan)
-        self.policy.num_updates += 1
         returns = [episode.total_reward for episode in kept]
         return {
             "replay_loss": float(loss),
@@ -198,7 +204,7 @@ class Replay:
         self, segments: list[Segment], played_by: Mapping[int, int], region: TrustRegion
     ) -> tuple[float, float] | None:
         """One optimiser step; returns the loss before it and the gradient's norm, None if it could not be made."""
-        count = sum(len(turn.reply.logprobs) for segment in segments for turn in segment.turns if turn.valid)
+        count = sum(turn.decision_count for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
         for chunk in self.policy.chunks(own_share(segments, played_by), self.config.microbatch_nodes):
             now = self.policy.evaluate(chunk)
@@ -216,6 +222,11 @@ class Replay:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, float(norm)
+
+
+def _teaches(turn: Turn) -> bool:
+    """Whether the turn's reply named an action, and was not the only possible one."""
+    return turn.valid and turn.decision_count > 0
 
 
 def _score(episode: Episode) -> float:

@@ -4,7 +4,8 @@ Long episodes span several updates, so older weights sampled their first turns. 
 is measured from the policy before it, whoever sampled; turns of older weights count by how much more likely that policy
 makes them (the decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641, weights truncated).
 
-Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
+Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode; M branches on the way to a choice, K
+targets of a branch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..conversation.episode import Episode, Segment
+from ..conversation.episode import Episode, Segment, Turn
+from ..policy.choices import logprobs_on_the_way
 from ..policy.chunks import shares
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from . import ranks
-from .losses import kl_estimate
+from .losses import categorical_kl, kl_estimate
 
 # A turn that the policy has come to like this much more since it was sampled counts no more than that.
 _LARGEST_WEIGHT = 2.0
@@ -48,6 +50,9 @@ class Sampled:
         ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
         rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
         real: True at the turns that were played, bool (E, T). `x[real]` is x (E, T) by rows, (N,).
+        decides: True at those of them that had more than one possible reply, bool (E, T).
+        branches: Log-probability of each target of the branches on the way to a choice, under the policy before the
+            update, float (N, M, K), -inf for padding.
     """
 
     row: dict[int, int]
@@ -64,6 +69,13 @@ class Sampled:
     ref_kl: Tensor
     rewards: Tensor
     real: Tensor
+    decides: Tensor
+    branches: Tensor
+
+    @property
+    def deciding_rows(self) -> Tensor:
+        """True at the rows of turns that had more than one possible reply, bool (N,)."""
+        return self.decides[self.real]
 
 
 @dataclass(frozen=True)
@@ -114,16 +126,24 @@ def collect(
     old, values = sampled.clone(), torch.tensor([turn.reply.value for turn in turns])
     version = policy.weights_version
     outdated = torch.tensor([turn.reply.weights_version != version for turn in turns])
-    mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
+    branches = _sampled_branches(turns)
+    # Replies from checkpoints of earlier versions lack the distribution that they were drawn from.
+    lacking = torch.tensor([turn.reply.choice_index is not None and not turn.reply.choice_logprobs for turn in turns])
+    to_read = outdated | lacking
+    mixed = [segment for segment in segments if any(to_read[row[id(turn)]] for turn in segment.turns)]
     features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
     if asked := segments if with_features else mixed:
         again, now_values = torch.zeros_like(old), torch.zeros_like(values)
+        # As probabilities, since those of all processes are added up.
+        now_branches = torch.zeros_like(branches)
         for rows, now in evaluate_chunks(policy, own_share(asked, played_by), row, nodes):
             if with_features:
                 features[rows] = now.features.float().cpu()
             again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
-        ranks.sum_([features, again, now_values])
+            now_branches[rows, : now.branches.shape[1], : now.branches.shape[2]] = now.branches.exp().cpu()
+        ranks.sum_([features, again, now_values, now_branches])
         old[outdated], values[outdated] = again[outdated], now_values[outdated]
+        branches[to_read] = now_branches[to_read].log()
     finals = [episode.final_segment() for episode in episodes]
     bootstrapped = torch.tensor([final is not None for final in finals])
     final_values = torch.zeros(len(episodes))
@@ -144,9 +164,11 @@ def collect(
     # Episodes and segments list the turns in the same order, so the mask's order is the rows' order.
     rewards = torch.zeros(len(episodes), max(len(episode.turns) for episode in episodes))
     real = torch.zeros_like(rewards, dtype=torch.bool)
+    decides = torch.zeros_like(real)
     for index, episode in enumerate(episodes):
         rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
         real[index, : len(episode.turns)] = True
+        decides[index, : len(episode.turns)] = torch.tensor([turn.decision_count > 0 for turn in episode.turns])
     return Sampled(
         row,
         played_by,
@@ -162,7 +184,34 @@ def collect(
         kl,
         rewards,
         real,
+        decides,
+        branches,
     )
+
+
+def _sampled_branches(turns: Sequence[Turn]) -> Tensor:
+    """What the branches on the way to each turn's choice offered when it was sampled, (N, M, K); see `Sampled`.
+
+    Where a reply does not say that, the numbers mean nothing.
+    """
+    known: dict[tuple[object, ...], Tensor] = {}
+    of_turns = []
+    for turn in turns:
+        choices, reply = turn.prompt.choices, turn.reply
+        if choices is None or reply.choice_index is None:
+            of_turns.append(torch.zeros(0, 0))
+            continue
+        logprobs = reply.choice_logprobs or (0.0,) * len(choices)
+        key = (choices, logprobs, reply.choice_index)
+        if key not in known:
+            known[key] = logprobs_on_the_way(*key)
+        of_turns.append(known[key])
+    most = max(len(of_turn) for of_turn in of_turns)
+    widest = max(of_turn.shape[1] for of_turn in of_turns)
+    branches = torch.full((len(turns), most, widest), -torch.inf)
+    for row, of_turn in enumerate(of_turns):
+        branches[row, : of_turn.shape[0], : of_turn.shape[1]] = of_turn
+    return branches
 
 
 def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -177,6 +226,7 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
         "invalid_rate": float(np.mean([not turn.valid for turn in turns])),
         "episodes": float(len(over)),
         "turns": float(len(turns)),
+        "deciding_turns": float(sum(turn.decision_count > 0 for turn in turns)),
         "turns_per_episode": float(np.mean([len(episode.all_turns) for episode in over])),
     }
 
@@ -210,13 +260,36 @@ def evaluate_chunks(
         yield [row[id(turn)] for segment in chunk for turn in segment.turns], policy.evaluate(chunk, reference)
 
 
+def kl_of_decisions(sampled: Sampled, rows: list[int], now: Evaluation) -> Tensor:
+    """KL of each decision from the policy before the update to the one now, in nats, (N, L); without gradients.
+
+    Of a choice it is exact at each branch on the way to the one that was taken: the exact KL of the choice where they
+    part at one place, an unbiased estimate of it where they part at several, since the way is drawn from the policy
+    (from an older one in turns of older weights). Of a token of free text, whose distribution over the vocabulary is
+    not kept, it is the binary estimate.
+
+    Args:
+        sampled: The batch.
+        rows: The turns' rows in it.
+        now: What the current weights say of these turns.
+    """
+    logprobs = now.logprobs.detach()
+    old = sampled.old_logprobs[rows, : logprobs.shape[1]].to(logprobs)
+    kl = kl_estimate(old, logprobs, "binary")
+    _, branches, targets = now.branches.shape
+    old_branches = sampled.branches[rows, :branches, :targets].to(logprobs)
+    of_choices = categorical_kl(old_branches, now.branches).sum(1)
+    is_choice = (now.branches > -torch.inf).flatten(1).any(1)
+    kl[:, 0] = torch.where(is_choice, of_choices, kl[:, 0])
+    return kl
+
+
 def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes: int) -> float:
     """How far the policy has moved there, in nats per decision; infinite where what it says is not finite."""
     total = count = 0.0
     for rows, now in evaluate_chunks(policy, own_share(segments, sampled.ranks), sampled.row, nodes):
         total += 0.0 if is_finite(now) else math.inf
-        old = sampled.old_logprobs[rows, : now.mask.shape[1]].to(now.logprobs)
-        total += kl_estimate(old, now.logprobs, "binary")[now.mask].sum().item()
+        total += kl_of_decisions(sampled, rows, now)[now.mask].sum().item()
         count += now.mask.sum().item()
     totals, counts = zip(*ranks.gather_objects((total, count)), strict=True)
-    return sum(totals) / sum(counts)
+    return sum(totals) / max(sum(counts), 1.0)

@@ -107,7 +107,6 @@ def fine_tune(
         # What the model finds likely anyway is what was demonstrated now; without it the agent would act otherwise.
         policy.calibration = None
         policy.calibration_changed()
-    policy.num_updates += 1
     return {
         "loss_before": before["loss"],
         "loss_after": after["loss"],

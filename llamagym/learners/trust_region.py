@@ -17,14 +17,10 @@ class TrustRegion:
 
     A step's KL shows only after it, at the next minibatch; where most replies are certain, one step can change them
     all. So the weights before it are kept until then.
-
-    Attributes:
-        has_bounds: Whether there is a target at all.
     """
 
     def __init__(self, weights: Sequence[Tensor], target_kl: float | None) -> None:
         """Watch over `weights`; `target_kl` is in nats per decision."""
-        self.has_bounds = target_kl is not None
         self._weights, self._target, self._kept = list(weights), target_kl, list[Tensor]()
 
     def is_left(self, kl: float) -> bool:

@@ -10,10 +10,12 @@ Shapes: B branches (places where choices part), K targets a branch (padded), T c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..engine.choice_trie import ChoiceTrie, Ids, turnings
 from .calibration import Calibration
 from .read_plan import ReadPlan
 
@@ -75,6 +77,38 @@ def offer_logprobs(plan: ReadPlan, of_branches: Tensor) -> list[Tensor]:
     every = choice_logprobs(plan, of_branches, [(turn, range(count)) for turn, count in enumerate(counts)])
     # Copies: a view would keep the rows of all other decisions.
     return [offer.clone() for offer in every.cpu().split(counts)]
+
+
+# Lists of choices recur.
+@lru_cache(maxsize=256)
+def _ways(choices: tuple[Ids, ...]) -> tuple[list[list[int]], Tensor]:
+    """For each choice the branches on the way to it; and every (choice, branch, target) on any way, int64 (T, 3)."""
+    ways = turnings(ChoiceTrie.of(choices).branches, choices)
+    flat = [(number, *turning) for number, way in enumerate(ways) for turning in way]
+    return [[branch for branch, _ in way] for way in ways], torch.tensor(flat, dtype=torch.long).reshape(-1, 3)
+
+
+def logprobs_on_the_way(choices: tuple[Ids, ...], logprobs: Sequence[float], taken: int) -> Tensor:
+    """Log-probability of each target of the branches on the way to a choice, by those of all choices.
+
+    A target's probability is that of all choices that go on with it, over that of all choices that come by its branch.
+
+    Args:
+        choices: What was offered, C.
+        logprobs: Log-probability of each, (C,).
+        taken: The number of the choice.
+
+    Returns:
+        Float32 (M, K), M branches in order, -inf for padding, as `branch_logprobs` has them.
+    """
+    ways, flat = _ways(choices)
+    if not len(flat):
+        return torch.zeros(0, 0)
+    choice, branch, target = flat.unbind(1)
+    mass = torch.zeros(int(branch.max()) + 1, int(target.max()) + 1, dtype=torch.float64)
+    mass = mass.index_put((branch, target), torch.tensor(logprobs, dtype=torch.float64).exp()[choice], accumulate=True)
+    mass = mass[ways[taken]]
+    return (mass / mass.sum(-1, keepdim=True)).log().float()
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

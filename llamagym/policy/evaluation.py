@@ -1,6 +1,7 @@
 """What a reading of trees says of the recorded turns they were made from.
 
-Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice).
+Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), M branches on the way to a choice (places
+where choices part), K targets a branch; both are padded.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ class Evaluation:
     Attributes:
         logprobs: Log-probability of each decision, float32 (N, L).
         entropy: Entropy of the distribution each decision was drawn from, in nats, float32 (N, L).
-        mask: True at decisions that were made, bool (N, L).
+        mask: True at decisions, bool (N, L): tokens of free text, and choices among several. A single choice leaves
+            nothing to decide.
         values: The critic's estimates, float32 (N,).
         features: What these are read from, float (N, H); no gradient flows back from them.
+        branches: Log-probability of each target of the branches on the way to the choice that was taken, float32
+            (N, M, K), -inf for padding; no gradient flows back from them.
     """
 
     logprobs: Tensor
@@ -35,6 +39,7 @@ class Evaluation:
     mask: Tensor
     values: Tensor
     features: Tensor
+    branches: Tensor
 
 
 def evaluate_turns(
@@ -80,9 +85,21 @@ def evaluate_turns(
     of_choice = choice_logprobs(plan, reading.branch_logprobs, [(turn, [index]) for turn, index in place])
     found = torch.tensor([(row, place[each]) for row, each in chosen], dtype=torch.long, device=device).reshape(-1, 2)
     logprobs = logprobs.index_put((found[:, 0], first), of_choice[found[:, 1]])
-    lengths = torch.tensor([len(turn.reply.logprobs) for turn in turns])
+    lengths = torch.tensor([turn.decision_count for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)
-    return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn])
+    branches = _branches_by_decision(reading, count)[of_turn]
+    return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn], branches)
+
+
+def _branches_by_decision(reading: Reading, count: int) -> Tensor:
+    """Log-probabilities at the branches (B, K), sorted by the `count` decisions that they belong to: (count, M, K)."""
+    plan, logprobs = reading.plan, reading.branch_logprobs.detach()
+    position = [number - plan.first_branches[turn] for number, turn in enumerate(plan.branch_turns.tolist())]
+    most = max(position, default=-1) + 1
+    empty = logprobs.new_full((count, most, logprobs.shape[1]), -torch.inf)
+    return empty.index_put(
+        (plan.branch_turns, torch.tensor(position, dtype=torch.long, device=logprobs.device)), logprobs
+    )
 
 
 def read_inputs(

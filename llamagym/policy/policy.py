@@ -66,7 +66,8 @@ class Policy:
         calibrates: Whether choices are measured against what is usual, unless demonstrations said what is meant.
         calibration: What they are measured against, if anything.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
-        num_updates: How often a learner has changed the weights.
+        num_updates: Number of updates. An update is all that is learned from one batch: the learner's optimizer steps
+            and, where there is replay, its steps after them. A warm start is not an update.
         rng: Draws replies.
         reference: The frozen copy that serves as reference; None if the base under the adapter does, or nothing.
         trees: Lays out what is read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class EvaluationResult:
             it does not say.
         mean: Mean return.
         standard_error: Of the mean; NaN for a single episode.
-        interval: 95 % confidence interval of the mean, by bootstrap; NaN for a single episode.
+        interval: 95 % confidence interval of the mean; NaN for a single episode.
         mean_length: Mean number of turns.
         invalid_rate: Share of the turns whose reply named no action.
         success_rate: Share of successes among the episodes of which it is known; None if it is of none.
@@ -56,16 +57,29 @@ class EvaluationResult:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Bias-corrected and accelerated bootstrap interval (Efron 1987, https://doi.org/10.2307/2289144)."""
-        if len(self.returns) == 1:
-            return np.nan, np.nan
-        if len(set(self.returns)) == 1:
-            return self.mean, self.mean
-        from scipy.stats import bootstrap  # takes a second to import
+        """95 % confidence interval of the mean return; NaN for a single episode.
 
-        batch = max(1, _BOOTSTRAP_NUMBERS // len(self.returns))
-        found = bootstrap((self.returns,), np.mean, batch=batch, rng=np.random.default_rng(_BOOTSTRAP_SEED))
-        return float(found.confidence_interval.low), float(found.confidence_interval.high)
+        Returns of two values, such as 0 and 1 for failure and success, have Wilson's interval of a share (Wilson 1927,
+        https://doi.org/10.2307/2276774), also if all of them are 0 or all are 1. Other returns have the bias-corrected
+        and accelerated bootstrap interval (Efron 1987, https://doi.org/10.2307/2289144), widened as Student's
+        distribution is for few episodes.
+
+        No interval accounts for what was never met. If all returns are equal, and neither 0 nor 1, it has no width.
+        Where a rare episode decides the mean, it covers the mean less often than it says: with 20 episodes of which one
+        in 50 earns a hundred times what others do, 3 times in 10 (`scripts/reliability/interval_coverage.py` measures
+        that). Then play more episodes.
+        """
+        count, values = len(self.returns), set(self.returns)
+        if count == 1:
+            return np.nan, np.nan
+        if values <= {0.0, 1.0}:
+            return _interval_of_two_values(self.returns, 0.0, 1.0)
+        if len(values) == 1:
+            return self.mean, self.mean
+        # Two returns that differ need not be all there is.
+        if len(values) == 2 and count > 2:
+            return _interval_of_two_values(self.returns, *sorted(values))
+        return _bootstrap_interval(self.returns)
 
     @property
     def mean_length(self) -> float:
@@ -90,12 +104,36 @@ class EvaluationResult:
         return ", ".join([*parts, f"{self.mean_length:.1f} turns each", f"invalid replies {self.invalid_rate:.1%}"])
 
 
+def _interval_of_two_values(returns: Sequence[float], low: float, high: float) -> tuple[float, float]:
+    """Wilson's interval of the share of `high` among returns that are `low` or `high`, as returns."""
+    from scipy.stats import binomtest  # takes a second to import
+
+    share = binomtest(sum(value == high for value in returns), len(returns)).proportion_ci(method="wilson")
+    return low + (high - low) * float(share.low), low + (high - low) * float(share.high)
+
+
+def _bootstrap_interval(returns: Sequence[float]) -> tuple[float, float]:
+    """Bootstrap interval of the mean, on either side as much wider as Student's is than the normal distribution's.
+
+    The bootstrap takes the spread for known: of 5 episodes it covers the mean in 86 of 100 cases (Hesterberg 2015,
+    https://doi.org/10.1080/00031305.2015.1089789, section 4.3).
+    """
+    from scipy.stats import bootstrap, norm, t
+
+    count, mean = len(returns), float(np.mean(returns))
+    batch = max(1, _BOOTSTRAP_NUMBERS // count)
+    found = bootstrap((returns,), np.mean, batch=batch, rng=np.random.default_rng(_BOOTSTRAP_SEED))
+    low, high = found.confidence_interval
+    wider = t.ppf(0.975, count - 1) / norm.ppf(0.975) * math.sqrt(count / (count - 1))
+    return mean + wider * (float(low) - mean), mean + wider * (float(high) - mean)
+
+
 def side_by_side(results: Mapping[str, EvaluationResult]) -> str:
     """Results as a table with a row for each, by name.
 
     >>> print(side_by_side({"agent": EvaluationResult([1.0, 1.0], [2, 4], [0, 0], [True, True])}))
     policy  mean return   95% interval  success  turns  invalid  episodes
-    agent         1.000  1.000..1.000   100.0%    3.0     0.0%         2
+    agent         1.000  0.342..1.000   100.0%    3.0     0.0%         2
     """
     width = max(map(len, ("policy", *results)))
     rows = [f"{'policy':<{width}}  mean return   95% interval  success  turns  invalid  episodes"]

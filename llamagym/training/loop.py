@@ -113,7 +113,8 @@ def train(
             of any autoreset mode, wrapped or not. With `num_envs` > 1 an environment must have a spec to be copied
             from. What is made here is closed at the end; what was passed stays open.
         episodes: Stop when this many have ended; unfinished ones are dropped. None: no limit. Of several budgets
-            (`episodes`, `turns`, `minutes`) the one that is spent first ends the training.
+            (`episodes`, `turns`, `minutes`) the one that is used up first ends the training. Budgets are those of this
+            call, whatever a resumed run did before (see `resume`).
         num_envs: Number of environments that are stepped together. None: 1 for an environment that cannot be made
             several times, else up to 64 in whole groups. Unless groups are compared or steps overlap, 16 of them run at
             first, and after each update as many as a batch holds episodes, at least 16: with more, few episodes would
@@ -123,11 +124,11 @@ def train(
             training.
         tracker: Receives them with what callbacks added, and the minutes so far. If it fails, that is said, and
             training goes on.
-        group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
-            for a learner that compares none.
+        group_size: Leave it out. The number of episodes that share a reset seed, in as many copies in a row, is the
+            learner's `group_size`; another number here is rejected.
         turns: Stop at the step with which so many are taken, over all copies. None: no limit.
-        minutes: Stop when so many are over, those before a resumed run's stop among them. None: no limit. The clock
-            then also says when rates begin to fall (`cooldown`): from there on two runs of one seed differ.
+        minutes: Stop when so many are over. None: no limit. The clock then also says when rates begin to fall
+            (`cooldown`): from there on two runs of one seed differ.
         callbacks: Told of steps, episodes and updates; see `Callback`.
         judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
             it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
@@ -140,7 +141,9 @@ def train(
             since a callback may have trained or scored the agent. Each drops all caches, so observations that recur
             are processed again after it.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
-        resume: Whether to continue from the newest intact checkpoint; without any, training begins.
+        resume: Whether to continue from the newest intact checkpoint; without any, training begins. The same budget as
+            that of a call that was interrupted continues where it stood; any other, and that of a call that had used
+            its own up, is granted in full.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
             resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
             Without effect outside the main thread, since Python delivers signals there only.
@@ -153,8 +156,8 @@ def train(
         Returns and statistics.
 
     Raises:
-        ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of `group_size`, or
-            `env` cannot be made or copied.
+        ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of the learner's
+            `group_size`, or `env` cannot be made or copied.
         CheckpointError: There are checkpoints, and `resume` is False, none of them can be read, or the newest is of
             another model, agent or environment, or of a run with other options.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
@@ -171,13 +174,18 @@ def train(
     all_callbacks = Callbacks(callbacks)
     run = Run(agent, episodes, turns, minutes)
     seed = as_seed(seed)
-    size = agent.learner.group_size if group_size is None else group_size
+    size = agent.learner.group_size
+    if group_size not in (None, size):
+        raise ConfigError(
+            f"group_size={group_size}, but the agent's learner compares {size} episodes of each start (1: none). Leave "
+            "it out here, and set it where the agent is made: algorithm='grpo', grpo_config_dict={'group_size': ...}."
+        )
     finds_copies = num_envs is None and size == 1 and not overlap
-    num_envs = copies_for(env, num_envs, max(size, 1))
-    if size < 1 or num_envs % size:
+    num_envs = copies_for(env, num_envs, size)
+    if num_envs % size:
         raise ConfigError(
             f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
-            f"{max(size, 1)}, or another group_size."
+            f"{size}, or another group_size in the agent's grpo_config_dict."
         )
     if env_timeout is not None and not 0 < env_timeout < math.inf:
         raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
@@ -238,6 +246,7 @@ def train(
             run.load_state_dict(saved_state)
             trackers.rewind(saved_state["tracker"])
             progress.resume(run.returns, len(run.updates))
+            progress.note(f"resumed after {run}; {1 - run.progress:.0%} of the budget is left")
         if play.awaits_free_text() and not (agent.has_fallback or agent.takes_any_reply):
             logger.warning(
                 "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
@@ -263,7 +272,7 @@ def train(
         with _notified(all_callbacks, run, saved_state), saved_on_error(save if saved else None, checkpoint_dir):
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
-                logger.warning("The budget is used up already: %s. Pass a larger one to continue.", run)
+                logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
             if callbacks and saved_state is None:
                 save()
             while not is_over:
@@ -285,6 +294,10 @@ def train(
                 saved = run_saved_in(_folder_of_interrupted(agent))
                 save()
             _stop_interrupted(run, run_dir, saved.root)
+        run.finish()
+        if run.is_finished:
+            # A call that was stopped before this is continued, even if nothing but its end was missing.
+            save()
     message = "" if run.updates else agent.why_no_update()
     if message:
         logger.warning(message)

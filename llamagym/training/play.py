@@ -114,6 +114,9 @@ class Play:
         self._rewards: list[list[float]] = [[] for _ in self._ids]
         self._observations: list[Any] = [None] * count
         self._infos: list[Info] = [{}] * count
+        # By the number of a group: how its first episode to end began, and how many have ended.
+        self._starts: dict[int, tuple[str, int]] = {}
+        self._has_warned = False
         # Parts in the middle of a step, the one that began first in front.
         self._pending: deque[_Pending] = deque()
 
@@ -211,7 +214,8 @@ class Play:
             self._actions[i].append(actions[i])
             self._rewards[i].append(outcome.reward)
             self._observations[i], self._infos[i] = outcome.observation, outcome.info
-        for i in done:
+        for i, episode in zip(done, ended, strict=True):
+            self._compare_starts(int(self._groups[i]), episode)
             self._over[i] = True
             self._groups[i] += self._rows * self._ranks
             self._actions[i].clear()
@@ -233,6 +237,23 @@ class Play:
             was_cut,
             last.info,
         )
+
+    def _compare_starts(self, group: int, episode: PlayedEpisode) -> None:
+        """Warn, once, if an episode began otherwise than another one that had the same reset seed."""
+        start = next((message["content"] for message in episode.messages if message["role"] == "user"), None)
+        if self._group_size == 1 or start is None:
+            return
+        first, ended = self._starts.pop(group, (start, 0))
+        if start != first and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Two episodes with one reset seed began differently (%s), but are compared as if they began alike. "
+                "Let the environment's reset(seed=...) seed all its random numbers: call super().reset(seed=seed) and "
+                "draw from self.np_random. If that is impossible, use algorithm='ppo'.",
+                _difference(first, start),
+            )
+        if ended + 1 < self._group_size:
+            self._starts[group] = first, ended + 1
 
     def _judged(self, episode: PlayedEpisode, undone: ExitStack) -> PlayedEpisode:
         """An episode with what the judge gives its turns added to its rewards; an error to come takes that back."""
@@ -330,3 +351,14 @@ class Play:
         """The reset seed of a copy's episode; those of different runs have nothing to do with each other."""
         sequence = np.random.SeedSequence(self._entropy, spawn_key=(int(self._groups[copy]),))
         return int(sequence.generate_state(1)[0])
+
+
+def _difference(one: str, other: str) -> str:
+    """Where two texts part.
+
+    >>> _difference("You see 4 and 5.", "You see 7.")
+    "'You see 4 and 5.' and 'You see 7.'"
+    """
+    same = next((place for place, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), 0)
+    first = max(0, same - 20)
+    return " and ".join(repr(text[first : first + 60]) for text in (one, other))

@@ -1,4 +1,11 @@
-"""How far a training has come, and when it is over."""
+"""How far a training has come, and when it is over.
+
+A budget is what one call of `train` may use: episodes, turns or minutes, the first of which to be used up ends it. A
+call that resumes a run has a budget of its own, on top of what the run used before. The exception makes it possible to
+continue after an interrupt, an error or a kill: the same budget as that of the call before, if that call did not use
+it up or did not return, continues where it stood. So the run then does what it would have done without the stop,
+cooldown included.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,7 @@ from ..agent import Agent
 from ..errors import ConfigError
 from ..learners import ranks
 from ..learners.base import Stats
+from ..options import as_json
 from .played import PlayedEpisode, success_rate
 
 
@@ -25,6 +33,7 @@ class Run:
         updates: Statistics of each update.
         turns: Environment steps taken, over all copies.
         is_resumed: Whether the run continues from a checkpoint.
+        is_finished: Whether the call has used up its budget and done all that follows the last step.
     """
 
     def __init__(self, agent: Agent, episodes: int | None, turns: int | None, minutes: float | None) -> None:
@@ -46,11 +55,14 @@ class Run:
         self.updates: list[Stats] = []
         self.turns = 0
         self.is_resumed = False
-        self._episodes, self._turns, self._minutes = episodes, turns, minutes
+        self._budget: dict[str, float | None] = as_json({"episodes": episodes, "turns": turns, "minutes": minutes})
+        # How much the run had used of each when the budget began.
+        self._before: dict[str, float] = dict.fromkeys(self._budget, 0)
         self._began = time.perf_counter()
         # Of the first episode that no update's success rate counts yet.
         self._uncounted = 0
         self._was_stopped = False
+        self.is_finished = False
 
     def __str__(self) -> str:
         """What has been done so far."""
@@ -62,10 +74,16 @@ class Run:
         return (time.perf_counter() - self._began) / 60
 
     @property
+    def _used(self) -> dict[str, float]:
+        """What the run has used since it began, of what a budget may limit."""
+        return {"episodes": len(self.returns), "turns": self.turns, "minutes": self.minutes}
+
+    @property
     def progress(self) -> float:
-        """Share of the budget that is spent first, 0 to 1."""
-        spent = ((self._episodes, len(self.returns)), (self._turns, self.turns), (self._minutes, self.minutes))
-        return min(1.0, max(used / budget for budget, used in spent if budget is not None))
+        """Share of the budget that is used, 0 to 1: of several limits, of the one that is nearest."""
+        used = self._used
+        limits = {name: limit for name, limit in self._budget.items() if limit is not None}
+        return min(1.0, max((used[name] - self._before[name]) / limit for name, limit in limits.items()))
 
     @property
     def is_over(self) -> bool:
@@ -93,6 +111,10 @@ class Run:
         """End the run after this step."""
         self._was_stopped = True
 
+    def finish(self) -> None:
+        """Note that nothing is left to do: if the budget is used up, the next call has one of its own."""
+        self.is_finished = self._progress_of_all() == 1
+
     def take(self, ended: Sequence[PlayedEpisode], stats: Stats, turns: int) -> list[PlayedEpisode]:
         """Count a step in so many copies: episodes that ended, and an update if there was one.
 
@@ -100,7 +122,9 @@ class Run:
             The episodes that count; those beyond the budget do not.
         """
         self.turns += turns
-        counted = list(ended) if self._episodes is None else list(ended)[: self._episodes - len(self.returns)]
+        counted = list(ended)
+        if (episodes := self._budget["episodes"]) is not None:
+            counted = counted[: int(self._before["episodes"] + episodes - len(self.returns))]
         self.returns += [episode.total_reward for episode in counted]
         self.successes += [episode.success for episode in counted]
         if stats:
@@ -121,6 +145,7 @@ class Run:
             "turns": self.turns,
             "seconds": 60 * self.minutes,
             "batch_began": self.agent.learner.cooldown.progress,
+            "budget": {"limits": self._budget, "before": self._before, "is_finished": self.is_finished},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,5 +156,10 @@ class Run:
         self.successes = state.get("successes", [None] * len(self.returns))
         self._uncounted = state.get("uncounted", len(self.returns))
         self._began = time.perf_counter() - state["seconds"]
-        # Less where the budget has grown since.
+        # Checkpoints of earlier versions do not say what the budget was: it counted from the run's beginning.
+        older = {"limits": self._budget, "before": self._before, "is_finished": self._progress_of_all() == 1}
+        budget = state.get("budget", older)
+        continues = budget["limits"] == self._budget and not budget["is_finished"]
+        self._before = budget["before"] if continues else self._used
+        # 0 where a new budget begins.
         self._pace(min(state.get("batch_began", 0.0), self._progress_of_all()))

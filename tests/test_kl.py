@@ -1,0 +1,276 @@
+"""How far an update moves the policy: exact where choices are offered, after the last step, of real decisions only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from llamagym.conversation.episode import Segment, segments_of
+from llamagym.learners import base
+from llamagym.learners.controllers import AdaptiveKLController
+from llamagym.learners.losses import categorical_kl
+from llamagym.learners.replay import Replay, ReplayConfig
+from llamagym.learners.rollout import collect
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+
+# A single character each, so that all of them part at one place.
+SINGLE = tuple(map(chr, range(48, 112)))
+# Three characters each, so that they part at three places.
+CODES = tuple(a + b + c for a in "abcd" for b in "abcd" for c in "abcd")
+EPOCHS = {"ppo": {"ppo_epochs": 2}, "grpo": {"epochs": 2}, "reinforce": {}}
+
+
+class Offering(ChoiceAgent):
+    """Offers what the test says; where an observation is "forced", a single choice."""
+
+    def get_action_choices(self, observation: Any) -> list[str]:
+        return ["wait"] if observation == "forced" else list(self.choices)
+
+    def extract_action(self, response: str) -> int:
+        return -1 if response == "wait" else self.choices.index(response)
+
+
+def offering(choices: tuple[str, ...] = SINGLE, algorithm: str = "ppo", **options: Any) -> Any:
+    """An agent whose batch is 16 turns in a single minibatch."""
+    sizes = {"batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 1, **EPOCHS[algorithm]}
+    sizes |= {} if algorithm == "reinforce" else {"mini_batch_size": 16}
+    agent = make_agent(Offering, context="turn", algorithm=algorithm, **{algorithm: {**sizes, **options}})
+    agent.choices = choices
+    return agent
+
+
+def update(agent: Any, observations: list[str]) -> dict[str, float]:
+    """One batch of a turn each; the reward grows with the number of the turn."""
+    agent.act_batch(observations)
+    agent.assign_rewards([float(number) for number in range(len(observations))])
+    return agent.terminate_episodes(range(len(observations)))
+
+
+def exact_kl(before: dict[str, float], after: dict[str, float]) -> float:
+    return sum(p * math.log(p / after[choice]) for choice, p in before.items())
+
+
+# The statistic
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce"])
+@pytest.mark.parametrize("choices", [("left", "right"), SINGLE], ids=["2 choices", "64 choices"])
+def test_approx_kl_is_the_exact_kl_of_the_whole_update(algorithm: str, choices: tuple[str, ...]):
+    agent = offering(choices, algorithm)
+    before = agent.action_probabilities(["x"])[0]
+    stats = update(agent, ["x"] * 16)
+    moved = exact_kl(before, agent.action_probabilities(["x"])[0])
+    assert moved > 1e-4
+    assert stats["approx_kl"] == pytest.approx(moved, rel=1e-3)
+
+
+def test_approx_kl_of_free_text_includes_the_last_step():
+    agent = make_agent(WordAgent, ppo={"ppo_epochs": 1, "warmup_steps": 1, "learning_rate": 3e-3})
+    assert update(agent, list("abcd"))["approx_kl"] > 1e-6
+
+
+def test_the_kl_along_the_way_to_a_choice_is_exact_on_average():
+    """With several places where choices part, each choice shows those on the way to it."""
+    agent = offering(CODES, batch_size=1000)
+    agent.act("x")
+    turn = agent.conversation(0).turns[0]
+    old = torch.tensor(turn.reply.choice_logprobs)
+    agent.discard_episodes([0])
+    turns = []
+    for index, choice in enumerate(turn.prompt.choices):
+        reply = type(turn.reply)(
+            choice,
+            (old[index].item(),),
+            0.0,
+            "choice",
+            index,
+            agent.policy.weights_version,
+            turn.reply.choice_logprobs,
+        )
+        turns.append(type(turn)(turn.prompt, reply))
+    before = agent.action_probabilities(["x"])[0]
+    episode = agent.new_conversation()
+    episodes = []
+    for one in turns:
+        episode.turns[:] = [one]
+        episodes.append(episode.finished(False, 0.0, None))
+    sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=10_000, with_reference=False)
+    with torch.no_grad():
+        for name, weight in agent.policy.model.named_parameters():
+            if "lora_B" in name:
+                weight.mul_(2.0)
+        now = agent.policy.evaluate([Segment((one,)) for one in turns])
+    of_turns = categorical_kl(sampled.branches, now.branches).sum(1)
+    moved = exact_kl(before, agent.action_probabilities(["x"])[0])
+    assert moved > 1e-3
+    assert (old.exp() * of_turns).sum().item() == pytest.approx(moved, rel=1e-3)
+
+
+def test_the_kl_of_turns_of_older_weights_starts_at_the_policy_before_the_update():
+    """A turn that an earlier policy sampled: the distance from that one is not this update's doing."""
+    agent = offering(SINGLE)
+    agent.act_batch(["x"] * 16)
+    agent.assign_rewards([float(number) for number in range(16)])
+    with torch.no_grad():
+        for name, weight in agent.policy.model.named_parameters():
+            if "lora_B" in name:
+                weight.mul_(2.0)
+    before = agent.action_probabilities(["x"])[0]
+    stats = agent.terminate_episodes(range(16))
+    moved = exact_kl(before, agent.action_probabilities(["x"])[0])
+    assert stats["approx_kl"] == pytest.approx(moved, rel=1e-2, abs=1e-6)
+
+
+def test_the_target_kl_bounds_the_exact_kl_whatever_the_number_of_choices():
+    agent = offering(SINGLE, target_kl=0.02, learning_rate=0.05)
+    for _ in range(4):
+        before = agent.action_probabilities(["x"])[0]
+        stats = update(agent, ["x"] * 16)
+        moved = exact_kl(before, agent.action_probabilities(["x"])[0])
+        assert moved <= 1.5 * 0.02 + 1e-6
+        assert stats["approx_kl"] == pytest.approx(moved, rel=1e-3, abs=1e-6)
+
+
+def test_a_step_that_is_undone_is_not_counted():
+    agent = offering(SINGLE, target_kl=1e-12)
+    stats = update(agent, ["x"] * 16)
+    assert (stats["stopped_early"], stats["optimizer_steps"], stats["approx_kl"]) == (1.0, 0.0, 0.0)
+
+
+# Turns that leave nothing to decide
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce"])
+def test_turns_with_one_possibility_have_no_weight(algorithm: str):
+    """The same batch with and without them: the same statistics, and the same weights afterwards."""
+    plain = {"whiten_advantages": False, "batch_size": 8}
+    plain |= {"baseline": "none", "mini_batch_size": 1000, "cliprange": 1e-6} if algorithm == "grpo" else {}
+    learned = []
+    for forced in (0, 8):
+        agent = offering(("left", "right", "stay"), algorithm, **plain | {"batch_size": 8 + forced})
+        agent.act_batch(["a", "b"] * 4)
+        agent.assign_rewards([1.0, -1.0, 2.0, 0.5, 0.0, -0.5, 1.0, 1.5])
+        if forced:
+            agent.act_batch(["forced"] * forced, range(8, 8 + forced))
+            agent.assign_rewards([3.0] * forced, range(8, 8 + forced))
+        stats = agent.terminate_episodes(range(8 + forced))
+        assert stats["deciding_turns"] == 8.0
+        weights = [w.detach().flatten() for w in agent.policy.model.parameters() if w.requires_grad]
+        learned.append((stats, torch.cat(weights)))
+    (alone, weights), (diluted, others) = learned
+    for name in ("entropy", "approx_kl", "clip_fraction", "policy_loss", "grad_norm", "commonest_reply"):
+        assert diluted[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), name
+    assert alone["entropy"] > 0
+    assert alone["approx_kl"] > 0
+    assert (weights - others).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("critic", ["lstd", "gradient"])
+def test_a_minibatch_without_a_decision_does_not_dilute(critic: str, monkeypatch):
+    agent = offering(("left", "right"), mini_batch_size=8, ppo_epochs=1, learning_rate=1e-9, critic=critic)
+    entropy = -sum(p * math.log(p) for p in agent.action_probabilities(["x"])[0].values())
+    monkeypatch.setattr(base, "minibatches", lambda segments, *_: [list(segments[:8]), list(segments[8:])])
+    stats = update(agent, ["x"] * 8 + ["forced"] * 8)
+    assert stats["entropy"] == pytest.approx(entropy, rel=1e-3)
+
+
+def test_a_batch_without_any_decision_is_learned_from():
+    agent = offering(("left", "right"))
+    stats = update(agent, ["forced"] * 16)
+    assert stats["deciding_turns"] == 0.0
+    assert stats["approx_kl"] == 0.0
+    assert "entropy" not in stats
+    assert math.isnan(stats["commonest_reply"])
+
+
+def test_a_batch_without_any_decision_leaves_the_policy_where_it_was():
+    """The optimizer's momentum of earlier batches must not move it either."""
+    agent = offering(("left", "right"))
+    update(agent, ["x"] * 16)
+    before = [weight.detach().clone() for weight in agent.policy.model.pretrained_model.parameters()]
+    update(agent, ["forced"] * 16)
+    now = agent.policy.model.pretrained_model.parameters()
+    assert all(torch.equal(weight, old) for weight, old in zip(now, before, strict=True))
+
+
+def test_whitening_looks_at_decisions_only():
+    """Large returns after turns that decide nothing must not shrink the advantages of those that do."""
+    agent = offering(("left", "right"), "reinforce", batch_size=1000)
+    agent.act_batch(["x"] * 4)
+    agent.assign_rewards([1.0, -1.0, 1.0, -1.0])
+    agent.act_batch(["forced"] * 4, range(4, 8))
+    agent.assign_rewards([100.0, -100.0, 100.0, -100.0], range(4, 8))
+    agent.terminate_episodes(range(8))
+    episodes = list(agent._buffer)
+    sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
+    targets, _ = agent.learner._credit(episodes, sampled)
+    assert targets.advantages[:4].abs().tolist() == pytest.approx([0.75**0.5] * 4, rel=1e-3)
+
+
+def test_the_kl_to_the_reference_is_a_mean_over_decisions():
+    agent = offering(("left", "right"), init_kl_coef=0.1)
+    both = update(agent, ["x"] * 8 + ["forced"] * 8)["ref_kl"]
+    agent = offering(("left", "right"), init_kl_coef=0.1, batch_size=8)
+    assert both == pytest.approx(update(agent, ["x"] * 8)["ref_kl"], rel=1e-4)
+    assert abs(both) > 1e-4
+
+
+def test_replay_s_loss_is_a_mean_over_decisions():
+    losses = []
+    for forced in (0, 4):
+        agent = offering(("left", "right"), batch_size=1000)
+        observations = ["x"] * 4 + ["forced"] * forced
+        agent.act_batch(observations)
+        agent.assign_rewards([0.0] * len(observations))
+        agent.terminate_episodes(range(len(observations)))
+        losses.append(Replay(agent.policy, ReplayConfig(steps=1)).update(agent._buffer)["replay_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+# What follows from it
+
+
+def test_skipped_steps_do_not_raise_the_learning_rate(monkeypatch):
+    """Nothing was measured, so the KL is unknown and not 0."""
+    agent = offering(target_kl=0.02)
+    # After the warm-up, when a small KL would mean too small a rate.
+    agent.learner._steps, agent.learner._rate.scale = 100, 0.1
+    monkeypatch.setattr(agent.learner._guard, "passes", lambda *_: False)
+    stats = update(agent, ["x"] * 16)
+    assert (stats["skipped_steps"], stats["optimizer_steps"]) == (2.0, 0.0)
+    assert agent.learner._rate.scale == 0.1
+
+
+def test_an_alarm_fires_when_every_update_is_undone(caplog):
+    agent = offering(SINGLE, target_kl=1e-12)
+    rates = [update(agent, ["x"] * 16)["learning_rate"] for _ in range(20)]
+    assert rates[-1] == pytest.approx(3e-3 / 1000)
+    assert "in 19 of the last 19 updates a step led beyond target_kl" in caplog.text
+
+
+def test_the_adaptive_kl_coefficient_stays_within_bounds():
+    controller = AdaptiveKLController(init_kl_coef=0.2, target=6.0, horizon=1.0)
+    for kl, bound in ((0.0, 0.0002), (1e9, 200.0), (-5.0, 0.0002)):
+        for _ in range(1000):
+            controller.update(kl, steps=1)
+        assert controller.value == pytest.approx(bound)
+    # From a bound it comes back at the usual speed.
+    controller.update(1e9, steps=1)
+    assert controller.value == pytest.approx(0.00024)
+
+
+def test_a_checkpoint_keeps_the_distribution_of_recorded_choices(tmp_path):
+    """Without it a resumed run would measure another KL than one that was never stopped."""
+    agent = offering(SINGLE, batch_size=1000)
+    agent.act_batch(["x", "y"])
+    agent.assign_rewards([1.0, 0.0])
+    agent.terminate_episodes(range(2))
+    agent.save_checkpoint(tmp_path / "now")
+    resumed = offering(SINGLE, batch_size=1000)
+    resumed.load_checkpoint(tmp_path / "now")
+    for one, other in zip(agent._buffer, resumed._buffer, strict=True):
+        assert one.turns[0].reply.choice_logprobs == other.turns[0].reply.choice_logprobs
+        assert len(other.turns[0].reply.choice_logprobs) == 64
