@@ -4,9 +4,9 @@ A processor with AVX-512 can also compute as one with AVX2 or with neither: envi
 oneDNN which instructions to use. Each combination of instruction set, number of threads and kernels on or off is one
 run of pytest, two at a time. One line per combination reports its result; the exit code is 1 if any test failed.
 
-`--tests` selects the tests: `numerical` ones, which compare numbers computed in different ways (a few minutes), those of
-the `short` or the `long` run, or `all` (hours). A result file is written after each combination. If it exists and is of
-the same commit, combinations in which no test failed are not run again, so an interrupted run can be continued.
+`--tests` selects the tests: `numerical` ones, which compare numbers computed in different ways (a few minutes), those
+of the `short` or the `long` run, or `all` (hours). A result file is written after each combination. If it exists and is
+of the same commit, combinations in which no test failed are not run again, so an interrupted run can be continued.
 
     python scripts/test_processors.py --tests numerical --out result.json
 """
