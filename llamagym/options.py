@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    ParamSpec,
+    SupportsFloat,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError, did_you_mean, excerpt
 
 OptionsT = TypeVar("OptionsT", bound="Options")
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 # Whole numbers are counted in 64 bits, all others end up in float32.
 _LARGEST_WHOLE, _LARGEST_NUMBER = 2**63 - 1, 3.4e38
 _LARGEST_RATE = 3.4e37
@@ -38,7 +54,7 @@ class Options:
                 plain = int(value) if isinstance(value, Integral) else float(value)
                 largest = _LARGEST_WHOLE if isinstance(value, Integral) else _LARGEST_NUMBER
                 if largest < abs(plain) < math.inf:
-                    raise ConfigError(f"{name}={value} is too large. Pass a number up to {largest:.1e}.")
+                    raise ConfigError(f"{name}={excerpt(value)} is too large. Pass a number up to {largest:.1e}.")
                 # NumPy's numbers are not taken everywhere, and not saved.
                 object.__setattr__(self, name, plain)
         as_seed(values.get("seed"))
@@ -53,11 +69,11 @@ class Options:
         if isinstance(options, cls):
             return options
         if not isinstance(options, Mapping):
-            raise ConfigError(f"expected {cls.__name__} or a dictionary of its options, received {options!r}.")
+            raise ConfigError(f"expected {cls.__name__} or a dictionary of its options, received {excerpt(options)}.")
         known = {field.name for field in fields(cls) if field.init}
         for key in options:
             if key not in known:
-                raise ConfigError(f"Unknown option {key!r} of {cls.__name__}. {cls._hint(str(key), known)}")
+                raise ConfigError(f"Unknown option {excerpt(key)} of {cls.__name__}. {cls._hint(str(key), known)}")
         return cls(**options)
 
     def given(self) -> dict[str, Any]:
@@ -102,11 +118,50 @@ class Options:
 
     def _require_one_of(self, allowed: Sequence[str], name: str) -> None:
         if getattr(self, name) not in allowed:
-            raise ConfigError(f"{name}={getattr(self, name)!r}. {did_you_mean(str(getattr(self, name)), allowed)}")
+            raise ConfigError(
+                f"{name}={excerpt(getattr(self, name))}. {did_you_mean(str(getattr(self, name)), allowed)}"
+            )
+
+
+def explains_wrong_calls(
+    positional: int, removed: Mapping[str, str] | None = None
+) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
+    """Decorates a function whose wrong calls are a `ConfigError` that says what to write instead of a `TypeError`.
+
+    Args:
+        positional: Number of arguments that may be passed by position.
+        removed: Arguments of earlier versions by name, with what to do instead.
+    """
+
+    def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        title = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+            if len(args) > positional:
+                extra = args[positional:]
+                allowed = names[: len(names) - len(keywords)]
+                pairs = ", ".join(f"{name}={excerpt(value)}" for name, value in zip(keywords, extra, strict=False))
+                raise ConfigError(
+                    f"{title}() takes {' and '.join(allowed)} by position, got {len(extra)} more arguments. Pass the "
+                    f"others by keyword: {pairs}."
+                )
+            for name in kwargs:
+                if name not in names:
+                    hint = (removed or {}).get(name) or did_you_mean(name, names)
+                    raise ConfigError(f"{title}() has no argument {name!r}. {hint}")
+            return function(*args, **kwargs)
+
+        parameters = inspect.signature(function).parameters.values()
+        keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        return checked
+
+    return decorate
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments of other types than the function's annotations say.
+    """Rejects arguments of other types than the function's annotations say.
 
     Args:
         function: Whose annotations count.
@@ -126,7 +181,7 @@ def as_seed(seed: int | None) -> int | None:
     """
     if seed is None or 0 <= seed < 2**63:
         return None if seed is None else int(seed)
-    raise ConfigError(f"seed={seed} is out of range. Pass a whole number from 0 to 2**63 - 1.")
+    raise ConfigError(f"seed={excerpt(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1.")
 
 
 def as_number(value: object) -> float:
@@ -158,12 +213,45 @@ def as_json(part: Any) -> Any:
     return [as_json(value) for value in part] if isinstance(part, (list, tuple)) else part
 
 
+def as_statistics(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns statistics that users may have added to with the numbers of any library as Python's own.
+
+    Raises:
+        ConfigError: A name is not a string, or a value is neither a number nor a string.
+
+    >>> as_statistics({"updates": np.int64(3), "loss": np.float32(0.5), "note": "x"})
+    {'updates': 3, 'loss': 0.5, 'note': 'x'}
+    """
+    return {_statistic_name(name): _statistic(name, value) for name, value in stats.items()}
+
+
+def _statistic_name(name: object) -> str:
+    if isinstance(name, str):
+        return name
+    raise ConfigError(f"The name of a statistic must be a string, got {excerpt(name)} ({type(name).__name__}).")
+
+
+def _statistic(name: str, value: Any) -> float | str:
+    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):
+        return value
+    if isinstance(value, np.integer):
+        return int(value)
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    if isinstance(value, (np.generic, SupportsFloat)) and not is_array:
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            return float(value)
+    raise ConfigError(
+        f"The statistic {name!r} must be a number or a string, got {excerpt(value)} ({type(value).__name__})."
+    )
+
+
 def _check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name in hints.keys() & given.keys():
         hint = hints[name]
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if not any(_fits(given[name], kind) for kind in allowed):
-            raise ConfigError(f"{name}={given[name]!r} is no {_named(allowed)}. Pass one.")
+        value = given[name]
+        if not any(_fits(value, kind) for kind in allowed):
+            raise ConfigError(f"{name} must be {_named(allowed)}, got {excerpt(value)} ({type(value).__name__}).")
 
 
 def _fits(value: object, kind: Any) -> bool:
@@ -179,20 +267,24 @@ def _fits(value: object, kind: Any) -> bool:
     if origin in (int, float):
         is_number = isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
         return is_number and not math.isnan(as_number(value))
+    if get_args(kind) == (str,):
+        # A string is a sequence of strings, too.
+        return isinstance(value, origin) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
     return isinstance(value, origin)
 
 
 def _named(kinds: Sequence[Any]) -> str:
-    """The types as an error says them."""
+    """The types as an error message lists them."""
     names: dict[Any, str] = {
-        int: "whole number",
-        float: "number",
+        int: "an int",
+        float: "a number",
         bool: "True or False",
-        str: "string",
+        str: "a string",
         type(None): "None",
-        Literal: "string",
-        Mapping: "dictionary",
-        Callable: "function",
+        Literal: "a string",
+        Mapping: "a dictionary",
+        Sequence: "a list",
+        Callable: "a function",
     }
     origins = [get_origin(kind) or kind for kind in kinds]
-    return " or ".join(names.get(origin) or str(getattr(origin, "__name__", origin)) for origin in origins)
+    return " or ".join(names.get(origin) or f"a {getattr(origin, '__name__', origin)}" for origin in origins)

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.arguments import check_keys, check_text, environment_ids, informed, listed
+from ..conversation.arguments import check_text, environment_ids, informed, listed, plain_keys
 from ..conversation.chat_template import ChatTemplate, Message
 from ..conversation.episode import Context, Conversation, Reply
 from ..conversation.interface import TextInterface
@@ -61,7 +61,7 @@ class Actor(TextInterface):
         self.chat_template = template
         self._context: Context = context
         self.response_prefix = response_prefix
-        self._penalty = invalid_action_penalty
+        self._penalty = float(invalid_action_penalty)
         self._conversations: dict[Hashable, Conversation] = {}
         self._masking = Masking(lambda choice: self._extract(self.response_prefix + choice))
         self._learning, self._greedy = True, False
@@ -106,10 +106,10 @@ class Actor(TextInterface):
 
     def conversation(self, env_id: Hashable) -> Conversation:
         """The current conversation of an environment; a new one if there is none."""
-        check_keys([env_id], "environment id")
-        if env_id not in self._conversations:
-            self._conversations[env_id] = self.new_conversation()
-        return self._conversations[env_id]
+        (key,) = plain_keys([env_id], "environment id")
+        if key not in self._conversations:
+            self._conversations[key] = self.new_conversation()
+        return self._conversations[key]
 
     def _has_turns(self, env_id: Hashable) -> bool:
         return env_id in self._conversations and bool(self._conversations[env_id].turns)
@@ -219,9 +219,7 @@ class Actor(TextInterface):
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
         """Drop unfinished episodes without learning from them."""
-        ids = listed(env_ids, "env_ids")
-        check_keys(ids, "environment id")
-        for env_id in ids:
+        for env_id in plain_keys(listed(env_ids, "env_ids"), "environment id"):
             self._conversations.pop(env_id, None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from ..agent import Agent
 from ..errors import ConfigError
 from ..learners import ranks
-from ..options import as_json
+from ..options import as_json, as_statistics
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,9 @@ class JsonlTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Append a line; a number that is not finite, which JSON has no word for, is left out."""
-        finite = {name: value for name, value in metrics.items() if isinstance(value, str) or math.isfinite(value)}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        row = as_statistics({"step": step, **metrics})
+        finite = {name: value for name, value in row.items() if isinstance(value, str) or math.isfinite(value)}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def position(self) -> int:
