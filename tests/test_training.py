@@ -126,7 +126,9 @@ class TalkativeEnv(CountdownEnv):
 
 @pytest.mark.parametrize("env_timeout", [None, 60])
 def test_infos_may_be_anything(env_timeout):
-    assert len(train(make_agent(ChoiceAgent), TalkativeEnv, 2, 2, env_timeout=env_timeout).returns) == 2
+    assert (
+        len(train(make_agent(ChoiceAgent), TalkativeEnv, episodes=2, num_envs=2, env_timeout=env_timeout).returns) == 2
+    )
 
 
 def test_every_episode_has_a_seed_of_its_own_and_another_run_plays_others(resets):

@@ -103,7 +103,14 @@ class EvalCallback(Callback):
             self._evaluate(run)
 
     def _evaluate(self, run: Run) -> tuple[EvaluationResult, bool]:
-        result = evaluate(run.agent, self._env, self._episodes, self._seed, self._num_envs, self._greedy)
+        result = evaluate(
+            run.agent,
+            self._env,
+            episodes=self._episodes,
+            seed=self._seed,
+            num_envs=self._num_envs,
+            greedy=self._greedy,
+        )
         self._last_update, self._last_episodes = len(run.updates), len(run.returns)
         self.results.append((self._last_update, result))
         logger.info("after update %d: %s", self._last_update, result)

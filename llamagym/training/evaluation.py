@@ -11,7 +11,7 @@ from gymnasium.vector import VectorEnv
 
 from ..agent import Agent
 from ..errors import ConfigError
-from ..options import as_seed, check_arguments
+from ..options import as_seed, check_arguments, explains_wrong_calls
 from .environments import EnvSource, copies_for, opened
 from .play import Play
 from .played import Judge, success_rate
@@ -109,14 +109,15 @@ def side_by_side(results: Mapping[str, EvaluationResult]) -> str:
     return "\n".join(rows)
 
 
+@explains_wrong_calls(positional=2)
 def evaluate(
     agent: Agent | Policy,
     env: EnvSource,
+    *,
     episodes: int,
     seed: int | None = None,
     num_envs: int | None = None,
     greedy: bool = True,
-    *,
     judge: Judge | None = None,
 ) -> EvaluationResult:
     """Measure an agent or another policy; nothing is learnt, and what the agent was training on stays as it is.
