@@ -284,7 +284,11 @@ def _named(kinds: Sequence[Any]) -> str:
         Literal: "a string",
         Mapping: "a dictionary",
         Sequence: "a list",
+        Sequence[str]: "a list of strings",
         Callable: "a function",
     }
-    origins = [get_origin(kind) or kind for kind in kinds]
-    return " or ".join(names.get(origin) or f"a {getattr(origin, '__name__', origin)}" for origin in origins)
+    titles = []
+    for kind in kinds:
+        origin = get_origin(kind) or kind
+        titles.append(names.get(kind) or names.get(origin) or f"a {getattr(origin, '__name__', origin)}")
+    return " or ".join(titles)

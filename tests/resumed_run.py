@@ -105,7 +105,7 @@ def learn(agent: Agent, updates: int, **options: Any) -> dict[str, Any]:
 
     def count(stats: dict[str, float]) -> bool:
         counts.append(len(actions))
-        return len(counts) == updates
+        return len(counts) < updates
 
     result = train(
         agent, DiceEnv, episodes=1000, **{"num_envs": 4, "on_update": count, "checkpoint_every": 1, **options}

@@ -105,10 +105,13 @@ def test_nothing_but_false_ends_the_training(answer):
 
 
 @pytest.mark.parametrize("answer", [False, np.False_])
-def test_false_from_on_update_ends_the_training(answer):
+def test_false_from_on_update_ends_the_training_and_is_logged(answer, caplog):
     agent = make_agent(ChoiceAgent, **SMALL)
-    result = train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, on_update=lambda stats: answer)
+    with caplog.at_level(logging.WARNING):
+        result = train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, on_update=lambda stats: answer)
     assert len(result.updates) == 1
+    # A comparison that was True at the last update, as earlier versions wanted it, is False at the first.
+    assert "on_update returned False, which ends the training" in caplog.text
 
 
 def test_true_from_on_update_which_ended_earlier_versions_is_logged_once(caplog):

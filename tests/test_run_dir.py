@@ -245,7 +245,7 @@ def test_rejects_paths_that_cannot_be_folders(tmp_path, monkeypatch, path):
 
 
 def test_rejects_a_single_name_of_a_tracker(tmp_path):
-    with pytest.raises(ConfigError, match=r"log_with must be a list of names, got 'csv' \(str\)"):
+    with pytest.raises(ConfigError, match=r"log_with must be a list of strings, got 'csv' \(str\)"):
         learning(tmp_path, log_with="csv")
 
 

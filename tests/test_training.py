@@ -196,7 +196,7 @@ def test_the_agent_s_seed_alone_fixes_a_run():
 
 def test_the_callback_can_end_the_training():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
-    result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["updates"] == 2)
+    result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["updates"] < 2)
     assert len(result.updates) == 2
     assert len(result.returns) == 4
 

@@ -260,6 +260,7 @@ def train(
                     answer = on_update(taken.stats)
                     make_plain_(taken.stats)
                     if is_false(answer):
+                        logger.warning("on_update returned False, which ends the training (in earlier versions: True).")
                         run.stop()
                     elif answer is True and not has_warned:
                         has_warned = True
