@@ -119,9 +119,10 @@ class Emojis(gym.Env):
         return "\u2603\ud83d"
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-8"])
 def test_what_the_output_cannot_encode_is_escaped(encoding, trained, monkeypatch):
-    gym.register("Emojis-v0", Emojis)
+    spec = gym.envs.registration.EnvSpec("Emojis-v0", entry_point=Emojis, disable_env_checker=True)
+    monkeypatch.setitem(gym.registry, "Emojis-v0", spec)
     printed, errors = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
     monkeypatch.setattr(sys, "stdout", printed)
     monkeypatch.setattr(sys, "stderr", errors)
@@ -130,7 +131,6 @@ def test_what_the_output_cannot_encode_is_escaped(encoding, trained, monkeypatch
         with pytest.raises(SystemExit) as ended:
             main()
         assert not ended.value.code or words[0] == "eval"
-    del gym.registry["Emojis-v0"]
     printed.flush()
     errors.flush()
     told = printed.buffer.getvalue().decode(encoding)
