@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import (
     Any,
@@ -160,17 +161,40 @@ def explains_wrong_calls(
     return decorate
 
 
-def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], **names: Any) -> None:
     """Rejects arguments of other types than the function's annotations say.
 
     Args:
         function: Whose annotations count.
         given: Its arguments by name, as `locals()` has them at its beginning.
+        **names: What names in the annotations mean that the function's module does not import at run time.
 
     Raises:
         ConfigError: One is of another type.
     """
-    _check_types(get_type_hints(function), given)
+    _check_types(get_type_hints(function, localns=names), given)
+
+
+def require_positive(**counts: int | None) -> None:
+    """Rejects counts below 1; None is no count.
+
+    Raises:
+        ConfigError: One is below 1.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}={count!r}. Pass a whole number of at least 1.")
+
+
+def require_text(**texts: str | Path | None) -> None:
+    """Rejects empty names and paths; None is not one.
+
+    Raises:
+        ConfigError: One is empty.
+    """
+    for name, text in texts.items():
+        if text is not None and not str(text):
+            raise ConfigError(f"{name} must not be empty, got {text!r}.")
 
 
 def as_seed(seed: int | None) -> int | None:
@@ -263,13 +287,14 @@ def _fits(value: object, kind: Any) -> bool:
         # Which one is for `from_dict` to say, which knows what is meant.
         return isinstance(value, Options)
     if origin is Literal:
-        return isinstance(value, str)
+        return isinstance(value, str) or any(value is allowed for allowed in get_args(kind))
+    if origin is Sequence and isinstance(value, str):
+        return False
     if origin in (int, float):
         is_number = isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
         return is_number and not math.isnan(as_number(value))
     if get_args(kind) == (str,):
-        # A string is a sequence of strings, too.
-        return isinstance(value, origin) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
+        return isinstance(value, origin) and all(isinstance(item, str) for item in value)
     return isinstance(value, origin)
 
 

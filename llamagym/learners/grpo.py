@@ -25,6 +25,7 @@ import torch
 
 from ..conversation.episode import Episode
 from ..errors import EpisodeError
+from ..options import check_arguments
 from ..policy.policy import Policy
 from .base import Learner, Stats
 from .config import LearnerConfig
@@ -89,7 +90,11 @@ class GRPO(Learner[Targets]):
         Args:
             policy: Whose trainable weights are updated; its value head is left alone.
             config: How; a `ReinforceConfig` makes it REINFORCE.
+
+        Raises:
+            ConfigError: An argument has the wrong type.
         """
+        check_arguments(GRPO.__init__, locals())
         super().__init__(policy, config, config.epochs)
 
     @property

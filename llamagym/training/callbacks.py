@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
-from ..options import as_json, as_statistics, check_arguments
+from ..options import as_json, as_statistics, check_arguments, require_positive
 from .played import PlayedEpisode
 from .run import Run
 
@@ -61,8 +61,7 @@ class StopOnReturn(Callback):
             ConfigError: An argument has the wrong type, or there are no episodes to take the mean of.
         """
         check_arguments(StopOnReturn.__init__, locals())
-        if episodes < 1:
-            raise ConfigError(f"episodes={episodes}. Pass the number to take the mean over, at least 1.")
+        require_positive(episodes=episodes)
         self._mean_return, self._episodes = mean_return, episodes
 
     def on_episode_end(self, run: Run, episode: PlayedEpisode) -> bool:

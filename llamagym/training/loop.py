@@ -20,10 +20,10 @@ from ..errors import ConfigError
 from ..learners import ranks
 from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
-from ..options import as_seed, check_arguments, explains_wrong_calls
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
 from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
-from .evaluation import own_conversations, require_positive
+from .evaluation import own_conversations
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play, Taken
 from .played import Judge, PlayedEpisode, success_rate

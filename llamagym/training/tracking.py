@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..agent import Agent
-from ..errors import ConfigError
 from ..learners import ranks
-from ..options import as_json, as_statistics
+from ..options import as_json, as_statistics, check_arguments, explains_wrong_calls, require_text
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
@@ -177,6 +176,7 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
+@explains_wrong_calls(positional=4)
 def default_tracker(
     run_dir: str | Path,
     config: Mapping[str, Any],
@@ -199,10 +199,11 @@ def default_tracker(
         log_with: "csv", or trackers that accelerate knows: "tensorboard", "wandb", "trackio", "mlflow", ...
 
     Raises:
-        ConfigError: A tracker is unknown, or its package is missing; then no file has been written.
+        ConfigError: An argument has the wrong type, a tracker is unknown, or its package is missing; then no file has
+            been written.
     """
-    if isinstance(log_with, str):
-        raise ConfigError(f"log_with must be a list of names, got {log_with!r} (str). Pass [{log_with!r}].")
+    check_arguments(default_tracker, locals())
+    require_text(run_dir=run_dir)
     if not ranks.is_main_process():
         return MultiTracker()
     folder = Path(run_dir).expanduser()
