@@ -107,7 +107,7 @@ class Agent(LearningActor):
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against what is usual for the model (see `policy`).
-            aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `adapter`).
+            aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora`).
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
             replay_config_dict: A `ReplayConfig` or its options: after each update, go on learning from the best recent
                 episodes; None does not.

@@ -2,7 +2,7 @@
 
 Departures from the PPO paper: the value is read at the last prompt token of a turn and one turn is one step of GAE,
 however many tokens the reply has. The value head learns on detached features, apart from the policy. What PPO shares
-with other learners stands in `learner`.
+with other learners is in `base`.
 """
 
 from __future__ import annotations

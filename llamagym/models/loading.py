@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
 from ..errors import ConfigError, ModelLoadError, did_you_mean, excerpt
-from ..options import check_arguments, require_text
+from ..options import check_arguments
 from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import (
@@ -118,9 +118,6 @@ def load_model_and_tokenizer(
             "Set layers_to_transform in the latter instead."
         )
     check_arguments(load_model_and_tokenizer, locals(), PeftConfig=PeftConfig)
-    require_text(name=name)
-    if lora_layer_fraction is not None and not 0 < lora_layer_fraction <= 1:
-        raise ConfigError(f"lora_layer_fraction={lora_layer_fraction} is outside (0, 1].")
     target = resolve_device(device)
     if attn_implementation not in (None, *_ATTENTION):
         raise ConfigError(
