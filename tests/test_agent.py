@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from llamagym import (
     ReinforceConfig,
     train,
 )
+from llamagym.learners import learning_actor
 from llamagym.learners.algorithms import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
@@ -294,6 +296,18 @@ def test_rejects_use_target_kl_of_earlier_versions_with_what_to_do(value):
         ConfigError, match=r"Agent\(\) has no argument 'use_target_kl'\. Set target_kl in ppo_config_dict"
     ):
         make_agent(use_target_kl=value)
+
+
+def test_transcripts_have_advantages_where_episodes_are_copied_between_processes(monkeypatch):
+    monkeypatch.setattr(learning_actor, "of_all_ranks", lambda policy, own: pickle.loads(pickle.dumps(own)))
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 2})
+    for observation in ("a", "b"):
+        agent.act(observation)
+        agent.assign_reward(1.0)
+        agent.terminate_episode()
+    advantages = [turn["advantage"] for transcript in agent.transcripts for turn in transcript["turns"]]
+    assert len(advantages) == 2
+    assert None not in advantages
 
 
 def test_episode_that_is_terminated_and_truncated_at_once_is_terminated():
