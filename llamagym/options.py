@@ -135,18 +135,20 @@ def explains_wrong_calls(
     """
 
     def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+        names = [each.name for each in parameters]
+        keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        by_position = [name for name in names if name not in keywords]
         title = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-            if len(args) > positional:
-                extra = args[positional:]
-                allowed = names[: len(names) - len(keywords)]
+            extra = args[positional:]
+            if extra:
                 pairs = ", ".join(f"{name}={excerpt(value)}" for name, value in zip(keywords, extra, strict=False))
                 raise ConfigError(
-                    f"{title}() takes {' and '.join(allowed)} by position, got {len(extra)} more arguments. Pass the "
-                    f"others by keyword: {pairs}."
+                    f"{title}() takes {' and '.join(by_position)} by position, got {len(extra)} more arguments. Pass "
+                    f"the others by keyword: {pairs}."
                 )
             for name in kwargs:
                 if name not in names:
@@ -154,8 +156,6 @@ def explains_wrong_calls(
                     raise ConfigError(f"{title}() has no argument {name!r}. {hint}")
             return function(*args, **kwargs)
 
-        parameters = inspect.signature(function).parameters.values()
-        keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         return checked
 
     return decorate

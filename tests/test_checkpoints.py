@@ -648,7 +648,7 @@ def test_ids_and_groups_are_what_can_be_saved(env_id):
 
 def test_options_of_checkpoints_are_checked(tmp_path):
     for options in ({"checkpoint_every": 0}, {"keep_checkpoints": 0}, {"checkpoint_every": "2"}):
-        with pytest.raises(ConfigError, match=r"whole number of at least 1|no whole number"):
+        with pytest.raises(ConfigError, match=r"whole number of at least 1|must be an int"):
             learning(tmp_path, **options)
 
 

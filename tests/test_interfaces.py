@@ -296,3 +296,59 @@ def test_every_error_is_exported():
     errors = {value.__name__ for value in values if isinstance(value, type) and issubclass(value, LlamaGymError)}
     assert errors == set(filter(is_error, llamagym.__all__))
     assert [name for name in errors if name not in llamagym.errors.__doc__] == []
+
+
+INFO = {"object", "nan", "negative", "digits", "no text", "no items"}
+LIST = {"object", "nan", "negative", "digits", "no text", "no entries"}
+METHODS: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
+    "act": ({"observation": "b"}, {"info": INFO}),
+    "act_batch": ({"observations": ["b"]}, {"observations": LIST | {"none"}, "env_ids": LIST, "infos": LIST}),
+    "assign_reward": ({"reward": 1.0}, {"reward": NUMBER | {"none"}, "turn": NUMBER | {"none"}}),
+    "assign_rewards": ({"rewards": [1.0]}, {"rewards": LIST | {"none"}, "env_ids": LIST, "turns": LIST}),
+    "terminate_episode": (
+        {"final_observation": "b"},
+        {
+            "train": ANY,
+            "truncated": ANY,
+            "group": {"object", "nan", "digits", "no items", "no entries"},
+            "final_info": INFO,
+            "terminated": ANY - {"none"},
+        },
+    ),
+    "terminate_episodes": (
+        {"env_ids": [0], "final_observations": ["b"]},
+        {
+            "env_ids": LIST | {"none"},
+            "truncated": LIST | {"no items"},
+            "final_observations": LIST | {"no items"},
+            "train": ANY,
+            "groups": LIST | {"no items"},
+            "final_infos": LIST | {"no items"},
+            "terminated": LIST | {"no items"},
+        },
+    ),
+    "discard_episodes": ({}, {"env_ids": LIST | {"none"}}),
+    "conversation": ({}, {"env_id": {"object", "nan", "digits", "no items", "no entries"}}),
+    "action_probabilities": ({"observations": ["b"]}, {"observations": LIST | {"none"}, "infos": LIST}),
+    "preflight": ({}, {"observations": LIST | {"none"}}),
+    "eval": ({}, {"greedy": ANY}),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"), [(method, argument) for method, (_, wrong) in METHODS.items() for argument in wrong]
+)
+def test_rejects_wrong_values_of_a_method_and_changes_nothing(method, argument):
+    agent = make_agent(ChoiceAgent)
+    agent.act("a")
+    if not method.startswith("assign"):
+        agent.assign_reward(0.0)
+    right, wrong = METHODS[method]
+    before = str(agent.state_dict())
+    for kind in sorted(wrong[argument]):
+        with pytest.raises(LlamaGymError) as caught:
+            getattr(agent, method)(**{**right, argument: WRONG[kind]})
+        assert len(str(caught.value)) < LIMIT, kind
+    assert str(agent.state_dict()) == before
+    assert agent.learning
+    assert not agent.greedy

@@ -63,8 +63,8 @@ def _plain_key(key: Any, what: str) -> Hashable:
     if key is None or is_number or isinstance(key, str):
         return key
     raise EpisodeError(
-        f"The {what} {excerpt(key)} ({type(key).__name__}) cannot be saved. Pass a finite number of at most 64 bits, a "
-        "string, or a tuple of such."
+        f"The {what} {excerpt(key)} ({type(key).__name__}) cannot be saved. Pass a number, a string, or a tuple of such"
+        " with numbers that are finite and have at most 64 bits."
     )
 
 

@@ -23,6 +23,7 @@ from ..conversation.records import IdTable, conversation_record, key_from, resto
 from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
 from ..models.trained_weights import check_fits
+from ..options import check_arguments
 from .policy import Policy
 from .sampling import redrawn_on_error
 from .saved import policy_state, restore_policy
@@ -76,7 +77,11 @@ class Actor(TextInterface):
 
         Args:
             greedy: Take the most likely choice or token instead of sampling.
+
+        Raises:
+            ConfigError: It is neither True nor False.
         """
+        check_arguments(Actor.eval, locals())
         self._learning, self._greedy = False, greedy
 
     @property
