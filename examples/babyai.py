@@ -69,7 +69,7 @@ def main() -> None:
     # In a conversation the mission is said once.
     how = args.level, args.all_actions, args.context == "turn", args.max_steps
     train_in, score_in = functools.partial(make_babyai, *how), functools.partial(make_scored, *how)
-    baselines = {"random": evaluate("random", score_in, 200, script.HELD_OUT_SEED).mean, "optimum": 1.0}
+    baselines = {"random": evaluate("random", score_in, episodes=200, seed=script.HELD_OUT_SEED).mean, "optimum": 1.0}
     kind = AllActionsAgent if args.all_actions else BabyAIAgent
     agent = script.load(args, kind, args.context)
     imitation = WarmStart(lambda: imitate(agent, train_in(), make_player, args.shown_episodes))

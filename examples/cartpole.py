@@ -93,7 +93,7 @@ def main() -> None:
     options.add_argument("--two-decimals", action="store_true", help="show the environment's own numbers, not cells")
     args = script.parse(options, episodes=4000)
     agent = script.load(args, TwoDecimalsAgent if args.two_decimals else CartPoleAgent)
-    baselines = {"random": evaluate("random", make, 200, script.HELD_OUT_SEED).mean, "optimum": 500.0}
+    baselines = {"random": evaluate("random", make, episodes=200, seed=script.HELD_OUT_SEED).mean, "optimum": 500.0}
     script.learn(args, agent, make, script.evaluation(make, args), baselines)
 
 

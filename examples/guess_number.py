@@ -36,7 +36,10 @@ class Guesser(Agent):
 def main() -> None:
     """Load, learn, and report."""
     args = script.parse(script.parser(__doc__, eval_every=10, eval_episodes=256), episodes=20_000)
-    baselines = {"random": evaluate("random", GuessTheNumber, 200, script.HELD_OUT_SEED).mean, "optimum": 1.0}
+    baselines = {
+        "random": evaluate("random", GuessTheNumber, episodes=200, seed=script.HELD_OUT_SEED).mean,
+        "optimum": 1.0,
+    }
     agent = script.load(args, Guesser, "episode")
     script.learn(args, agent, GuessTheNumber, script.evaluation(GuessTheNumber, args), baselines)
 

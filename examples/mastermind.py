@@ -64,7 +64,7 @@ def main() -> None:
     options = script.parser(__doc__, eval_every=10, eval_episodes=256)
     options.add_argument("--shown-games", type=int, default=0, help="number of games to imitate first")
     args = script.parse(options, episodes=40_000)
-    baselines = {"random": evaluate("random", Mastermind, 200, script.HELD_OUT_SEED).mean, "optimum": 1.0}
+    baselines = {"random": evaluate("random", Mastermind, episodes=200, seed=script.HELD_OUT_SEED).mean, "optimum": 1.0}
     agent = script.load(args, CodeBreaker, "episode")
     # A game's one reward tells too little to learn from; scored is only whether the code is found.
     train_in = functools.partial(Mastermind, reward_consistent=True)

@@ -87,7 +87,9 @@ def summarize(args: Any, agent: Any, result: Any, scores: Any, greedy: Any, base
 
 def evaluation(env: Any, args: argparse.Namespace) -> Any:
     """A score for `learn`: held-out episodes that the agent plays, `--eval-episodes` of them."""
-    return lambda agent, greedy: lg.evaluate(agent, env, args.eval_episodes, HELD_OUT_SEED, args.num_envs, greedy)
+    return lambda agent, greedy: lg.evaluate(
+        agent, env, episodes=args.eval_episodes, seed=HELD_OUT_SEED, num_envs=args.num_envs, greedy=greedy
+    )
 
 
 def run(main: Any) -> None:

@@ -70,7 +70,10 @@ def main() -> None:
     """Load, learn, and report."""
     options = script.parser(__doc__, eval_every=10, eval_episodes=256)
     args = script.parse(options, episodes=100_000, minutes=15)
-    baselines = {"random": evaluate("random", make, 200, script.HELD_OUT_SEED).mean, "optimum": best_return()}
+    baselines = {
+        "random": evaluate("random", make, episodes=200, seed=script.HELD_OUT_SEED).mean,
+        "optimum": best_return(),
+    }
     agent = script.load(args, Driver)
     script.learn(args, agent, make, script.evaluation(make, args), baselines)
 

@@ -84,7 +84,9 @@ def main() -> None:
         agent = script.load(args, TextWorldAgent)
     test_in = functools.partial(TextWorldEnv, unseen, args.max_steps)
     draw = random.Random(0).choice
-    chance = evaluate(lambda observation: draw(observation["admissible_commands"]), test_in, 200, script.HELD_OUT_SEED)
+    chance = evaluate(
+        lambda observation: draw(observation["admissible_commands"]), test_in, episodes=200, seed=script.HELD_OUT_SEED
+    )
     baselines = {"random": chance.mean, "optimum": 1.0}
     train_in = functools.partial(TextWorldEnv, seen, args.max_steps)
     commands = WarmStart(lambda: agent.sft_from_jsonl(demonstrations_path("format_text-world_commands")))

@@ -31,6 +31,7 @@ from .errors import (
     EpisodeError,
     LlamaGymError,
     ModelLoadError,
+    RankError,
 )
 from .learners.grpo import GRPO, GRPOConfig, ReinforceConfig
 from .learners.ppo import PPO, PPOConfig
@@ -84,6 +85,7 @@ __all__ = [
     "PPOTrainer",
     "PlayedEpisode",
     "Progress",
+    "RankError",
     "ReinforceConfig",
     "Run",
     "Score",

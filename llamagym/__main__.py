@@ -5,6 +5,7 @@ Exit status 0 says that all went well, 1 that something failed (one line says wh
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def models() -> None:
 
 def main() -> None:
     """Run a command; the library's own errors end it with one line."""
+    for stream in (sys.stdout, sys.stderr):
+        # Environments and models write any character, and a terminal or pipe may have a smaller set, such as cp1252.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         cli(prog_name="python -m llamagym")
     except LlamaGymError as error:

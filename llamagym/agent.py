@@ -35,10 +35,15 @@ from .models.lock import alone
 from .models.lora import redraw_, settle_depth_
 from .models.state_files import read_state
 from .models.value_head import AutoModelForCausalLMWithValueHead
-from .options import as_json, as_seed, check_arguments
+from .options import as_json, as_seed, check_arguments, explains_wrong_calls
 from .policy.export import KIND, write_export
 from .policy.policy import Policy
 from .policy.saved import restore_choices
+
+# Arguments of earlier versions, and what to pass instead.
+_REMOVED = {
+    "use_target_kl": "Set target_kl in ppo_config_dict (or that of the algorithm): 0.03 by default, None for none."
+}
 
 
 class Agent(LearningActor):
@@ -50,7 +55,9 @@ class Agent(LearningActor):
         observation, reward, terminated, truncated, info = env.step(action)
         agent.assign_reward(reward)
         ...
-        stats = agent.terminate_episode(truncated=truncated, final_observation=observation)
+        stats = agent.terminate_episode(
+            terminated=terminated, truncated=truncated, final_observation=observation
+        )
 
     `act_batch`, `assign_rewards` and `terminate_episodes` do the same for many environments at once, told apart by
     `env_ids`; the single methods are a batch of one whose id is 0.
@@ -63,6 +70,7 @@ class Agent(LearningActor):
 
     demonstrations: ClassVar[str | Path | None] = None
 
+    @explains_wrong_calls(positional=6, removed=_REMOVED)
     def __init__(
         self,
         model: AutoModelForCausalLMWithValueHead,
@@ -74,7 +82,6 @@ class Agent(LearningActor):
         algorithm: Algorithm = "ppo",
         grpo_config_dict: Mapping[str, Any] | GRPOConfig | None = None,
         reinforce_config_dict: Mapping[str, Any] | ReinforceConfig | None = None,
-        use_target_kl: bool = False,
         context: Context = "episode",
         response_prefix: str = "",
         invalid_action_penalty: float = -1.0,
@@ -95,13 +102,12 @@ class Agent(LearningActor):
             algorithm: What turns episodes into updates.
             grpo_config_dict: A `GRPOConfig` or its options, with algorithm="grpo".
             reinforce_config_dict: A `ReinforceConfig` or its options, with algorithm="reinforce".
-            use_target_kl: Steer updates to a KL of `target_kl`, or of 0.03 where no such option is given.
             context: "episode" shows the model the whole conversation, as far as it holds it (the oldest turns are
                 dropped first), "turn" only the current observation.
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are measured against what is usual for the model (see `policy`).
-            aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `adapter`).
+            aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora`).
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
             replay_config_dict: A `ReplayConfig` or its options: after each update, go on learning from the best recent
                 episodes; None does not.
@@ -129,7 +135,7 @@ class Agent(LearningActor):
         if seed is not None and not policy.is_initialized_from_data:
             redraw_(model.pretrained_model, seed)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
-        learner = make_learner(policy, algorithm, options, use_target_kl, seed)
+        learner = make_learner(policy, algorithm, options, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
         self._seeds = ranks.gather_objects(np.random.default_rng(seed))[0]

@@ -18,8 +18,12 @@ Every message says what failed, what was received, what was expected, and the ne
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+# How much of a value an error message shows: characters of a string, entries of a collection, characters in all.
+_SHOWN_CHARACTERS, _SHOWN_ENTRIES, _SHOWN_IN_ALL = 80, 8, 240
 
 
 class LlamaGymError(Exception):
@@ -89,6 +93,31 @@ def needs(extra: str, what: str) -> Iterator[None]:
         raise ConfigError(
             f"{what} needs a package that is not installed: {missing}. Run pip install 'llamagym[{extra}]'."
         ) from error
+
+
+class _ShortRepr(reprlib.Repr):
+    """Abbreviates values of any type and size; `reprlib` fails on integers that Python refuses to print."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _SHOWN_CHARACTERS
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = _SHOWN_ENTRIES
+
+    def repr_int(self, number: int, level: int) -> str:
+        """Digits up to 64 bits; beyond, the size."""
+        return repr(number) if number.bit_length() <= 64 else f"<int of {number.bit_length()} bits>"
+
+
+def excerpt(value: object) -> str:
+    """Returns a short repr of a value for an error message, whatever the value is.
+
+    >>> excerpt("a" * 1000) == repr("a" * 1000)[:38] + "..." + repr("a" * 1000)[-39:]
+    True
+    >>> excerpt(10**5000)
+    '<int of 16610 bits>'
+    """
+    text = _ShortRepr().repr(value)
+    return text if len(text) <= _SHOWN_IN_ALL else f"{text[:_SHOWN_IN_ALL]}..."
 
 
 def did_you_mean(received: str, expected: Iterable[str]) -> str:

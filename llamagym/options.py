@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    ParamSpec,
+    SupportsFloat,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError, did_you_mean, excerpt
 
 OptionsT = TypeVar("OptionsT", bound="Options")
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 # Whole numbers are counted in 64 bits, all others end up in float32.
 _LARGEST_WHOLE, _LARGEST_NUMBER = 2**63 - 1, 3.4e38
 _LARGEST_RATE = 3.4e37
@@ -38,7 +55,7 @@ class Options:
                 plain = int(value) if isinstance(value, Integral) else float(value)
                 largest = _LARGEST_WHOLE if isinstance(value, Integral) else _LARGEST_NUMBER
                 if largest < abs(plain) < math.inf:
-                    raise ConfigError(f"{name}={value} is too large. Pass a number up to {largest:.1e}.")
+                    raise ConfigError(f"{name}={excerpt(value)} is too large. Pass a number up to {largest:.1e}.")
                 # NumPy's numbers are not taken everywhere, and not saved.
                 object.__setattr__(self, name, plain)
         as_seed(values.get("seed"))
@@ -53,11 +70,11 @@ class Options:
         if isinstance(options, cls):
             return options
         if not isinstance(options, Mapping):
-            raise ConfigError(f"expected {cls.__name__} or a dictionary of its options, received {options!r}.")
+            raise ConfigError(f"expected {cls.__name__} or a dictionary of its options, received {excerpt(options)}.")
         known = {field.name for field in fields(cls) if field.init}
         for key in options:
             if key not in known:
-                raise ConfigError(f"Unknown option {key!r} of {cls.__name__}. {cls._hint(str(key), known)}")
+                raise ConfigError(f"Unknown option {excerpt(key)} of {cls.__name__}. {cls._hint(str(key), known)}")
         return cls(**options)
 
     def given(self) -> dict[str, Any]:
@@ -102,20 +119,82 @@ class Options:
 
     def _require_one_of(self, allowed: Sequence[str], name: str) -> None:
         if getattr(self, name) not in allowed:
-            raise ConfigError(f"{name}={getattr(self, name)!r}. {did_you_mean(str(getattr(self, name)), allowed)}")
+            raise ConfigError(
+                f"{name}={excerpt(getattr(self, name))}. {did_you_mean(str(getattr(self, name)), allowed)}"
+            )
 
 
-def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments of other types than the function's annotations say.
+def explains_wrong_calls(
+    positional: int, removed: Mapping[str, str] | None = None
+) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
+    """Decorates a function whose wrong calls are a `ConfigError` that says what to write instead of a `TypeError`.
+
+    Args:
+        positional: Number of arguments that may be passed by position.
+        removed: Arguments of earlier versions by name, with what to do instead.
+    """
+
+    def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+        names = [each.name for each in parameters]
+        keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        by_position = [name for name in names if name not in keywords]
+        title = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+            extra = args[positional:]
+            if extra:
+                pairs = ", ".join(f"{name}={excerpt(value)}" for name, value in zip(keywords, extra, strict=False))
+                raise ConfigError(
+                    f"{title}() takes {' and '.join(by_position)} by position, got {len(extra)} more arguments. Pass "
+                    f"the others by keyword: {pairs}."
+                )
+            for name in kwargs:
+                if name not in names:
+                    hint = (removed or {}).get(name) or did_you_mean(name, names)
+                    raise ConfigError(f"{title}() has no argument {name!r}. {hint}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], **names: Any) -> None:
+    """Rejects arguments of other types than the function's annotations say.
 
     Args:
         function: Whose annotations count.
         given: Its arguments by name, as `locals()` has them at its beginning.
+        **names: What names in the annotations mean that the function's module does not import at run time.
 
     Raises:
         ConfigError: One is of another type.
     """
-    _check_types(get_type_hints(function), given)
+    _check_types(get_type_hints(function, localns=names), given)
+
+
+def require_positive(**counts: int | None) -> None:
+    """Rejects counts below 1; None is no count.
+
+    Raises:
+        ConfigError: One is below 1.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}={count!r}. Pass a whole number of at least 1.")
+
+
+def require_text(**texts: str | Path | None) -> None:
+    """Rejects empty names and paths; None is not one.
+
+    Raises:
+        ConfigError: One is empty.
+    """
+    for name, text in texts.items():
+        if text is not None and not str(text):
+            raise ConfigError(f"{name} must not be empty, got {text!r}.")
 
 
 def as_seed(seed: int | None) -> int | None:
@@ -126,7 +205,7 @@ def as_seed(seed: int | None) -> int | None:
     """
     if seed is None or 0 <= seed < 2**63:
         return None if seed is None else int(seed)
-    raise ConfigError(f"seed={seed} is out of range. Pass a whole number from 0 to 2**63 - 1.")
+    raise ConfigError(f"seed={excerpt(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1.")
 
 
 def as_number(value: object) -> float:
@@ -158,12 +237,45 @@ def as_json(part: Any) -> Any:
     return [as_json(value) for value in part] if isinstance(part, (list, tuple)) else part
 
 
+def as_statistics(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns statistics that users may have added to with the numbers of any library as Python's own.
+
+    Raises:
+        ConfigError: A name is not a string, or a value is neither a number nor a string.
+
+    >>> as_statistics({"updates": np.int64(3), "loss": np.float32(0.5), "note": "x"})
+    {'updates': 3, 'loss': 0.5, 'note': 'x'}
+    """
+    return {_statistic_name(name): _statistic(name, value) for name, value in stats.items()}
+
+
+def _statistic_name(name: object) -> str:
+    if isinstance(name, str):
+        return name
+    raise ConfigError(f"The name of a statistic must be a string, got {excerpt(name)} ({type(name).__name__}).")
+
+
+def _statistic(name: str, value: Any) -> float | str:
+    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):
+        return value
+    if isinstance(value, np.integer):
+        return int(value)
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    if isinstance(value, (np.generic, SupportsFloat)) and not is_array:
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            return float(value)
+    raise ConfigError(
+        f"The statistic {name!r} must be a number or a string, got {excerpt(value)} ({type(value).__name__})."
+    )
+
+
 def _check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name in hints.keys() & given.keys():
         hint = hints[name]
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if not any(_fits(given[name], kind) for kind in allowed):
-            raise ConfigError(f"{name}={given[name]!r} is no {_named(allowed)}. Pass one.")
+        value = given[name]
+        if not any(_fits(value, kind) for kind in allowed):
+            raise ConfigError(f"{name} must be {_named(allowed)}, got {excerpt(value)} ({type(value).__name__}).")
 
 
 def _fits(value: object, kind: Any) -> bool:
@@ -175,24 +287,33 @@ def _fits(value: object, kind: Any) -> bool:
         # Which one is for `from_dict` to say, which knows what is meant.
         return isinstance(value, Options)
     if origin is Literal:
-        return isinstance(value, str)
+        return isinstance(value, str) or any(value is allowed for allowed in get_args(kind))
+    if origin is Sequence and isinstance(value, str):
+        return False
     if origin in (int, float):
         is_number = isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
         return is_number and not math.isnan(as_number(value))
+    if get_args(kind) == (str,):
+        return isinstance(value, origin) and all(isinstance(item, str) for item in value)
     return isinstance(value, origin)
 
 
 def _named(kinds: Sequence[Any]) -> str:
-    """The types as an error says them."""
+    """The types as an error message lists them."""
     names: dict[Any, str] = {
-        int: "whole number",
-        float: "number",
+        int: "an int",
+        float: "a number",
         bool: "True or False",
-        str: "string",
+        str: "a string",
         type(None): "None",
-        Literal: "string",
-        Mapping: "dictionary",
-        Callable: "function",
+        Literal: "a string",
+        Mapping: "a dictionary",
+        Sequence: "a list",
+        Sequence[str]: "a list of strings",
+        Callable: "a function",
     }
-    origins = [get_origin(kind) or kind for kind in kinds]
-    return " or ".join(names.get(origin) or str(getattr(origin, "__name__", origin)) for origin in origins)
+    titles = []
+    for kind in kinds:
+        origin = get_origin(kind) or kind
+        titles.append(names.get(kind) or names.get(origin) or f"a {getattr(origin, '__name__', origin)}")
+    return " or ".join(titles)

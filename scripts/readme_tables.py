@@ -50,6 +50,7 @@ PAGES: dict[Path, Sections] = {
     ROOT / "README.md": {"summary": learning_tables.summary},
     ROOT / "docs" / "benchmarks.md": {
         "results": learning_tables.results,
+        "shortfalls": learning_tables.shortfalls,
         "ablations": learning_tables.ablations,
         "comparisons": learning_tables.comparisons,
         "workloads": speed_tables.workloads,

@@ -84,7 +84,7 @@ for name, kind in agents.items():
             observation, reward, terminated, truncated, info = env.step(agent.act(observation))
             agent.assign_reward(reward)
             done, turns = terminated or truncated, turns + 1
-        stats = agent.terminate_episode(truncated=truncated, final_observation=observation)
+        stats = agent.terminate_episode(terminated=terminated, truncated=truncated, final_observation=observation)
         episode += 1
     seconds = time.perf_counter() - started
     print(f"{name}: {episode} episodes, {turns} turns, return {stats['return_mean']:.1f}, "

@@ -21,4 +21,4 @@ def report(stats: dict[str, float]) -> None:
 if __name__ == "__main__":
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     options = {"checkpoint_dir": sys.argv[1], "checkpoint_every": 1, "resume": True}
-    train(agent, DiceEnv, 10**9, 2, seed=0, on_update=report, **options)
+    train(agent, DiceEnv, episodes=10**9, num_envs=2, seed=0, on_update=report, **options)

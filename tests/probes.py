@@ -201,10 +201,12 @@ class Probe:
         model, tokenizer = tiny_model("llama", seed), tiny_tokenizer("llama")
         agent = self.agent(model, tokenizer, context=self.context, seed=seed, **options)
         agent.waits_at = self.waits_at
-        train(agent, self.env, self.updates * self.copies, num_envs=self.copies, seed=seed)
+        train(agent, self.env, episodes=self.updates * self.copies, num_envs=self.copies, seed=seed)
         if isinstance(self.optimum, dict):
             return max(abs(agent.value(observation) - value) for observation, value in self.optimum.items())
-        return abs(evaluate(agent, self.env, 4 * COPIES, seed=1, num_envs=COPIES, greedy=False).mean - self.optimum)
+        return abs(
+            evaluate(agent, self.env, episodes=4 * COPIES, seed=1, num_envs=COPIES, greedy=False).mean - self.optimum
+        )
 
 
 POLICY: dict[str, Any] = {"optimum": 1.0, "tolerance": 0.1}

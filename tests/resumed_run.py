@@ -105,9 +105,11 @@ def learn(agent: Agent, updates: int, **options: Any) -> dict[str, Any]:
 
     def count(stats: dict[str, float]) -> bool:
         counts.append(len(actions))
-        return len(counts) == updates
+        return len(counts) < updates
 
-    result = train(agent, DiceEnv, 1000, **{"num_envs": 4, "on_update": count, "checkpoint_every": 1, **options})
+    result = train(
+        agent, DiceEnv, episodes=1000, **{"num_envs": 4, "on_update": count, "checkpoint_every": 1, **options}
+    )
     digest = hashlib.sha256()
     for weight in (*agent.policy.model.parameters(), *agent.policy.model.v_head.buffers()):
         digest.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())

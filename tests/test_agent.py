@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ from llamagym import (
     ReinforceConfig,
     train,
 )
+from llamagym.learners import learning_actor
 from llamagym.learners.algorithms import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
@@ -287,10 +291,70 @@ def test_an_algorithm_takes_its_own_options_and_no_others():
         make_agent(algorithm="grpo", ppo_config_dict={"batch_size": 4})
 
 
-def test_use_target_kl_sets_a_target_where_none_is_named():
-    assert make_agent().learner.config.target_kl is None
-    assert make_agent(use_target_kl=True).learner.config.target_kl == 0.03
-    assert make_agent(use_target_kl=True, ppo={"target_kl": 0.01}).learner.config.target_kl == 0.01
+@pytest.mark.parametrize("value", [True, False, None])
+def test_rejects_use_target_kl_of_earlier_versions_with_what_to_do(value):
+    with pytest.raises(
+        ConfigError, match=r"Agent\(\) has no argument 'use_target_kl'\. Set target_kl in ppo_config_dict"
+    ):
+        make_agent(use_target_kl=value)
+
+
+def test_transcripts_have_advantages_where_episodes_are_copied_between_processes(monkeypatch):
+    monkeypatch.setattr(learning_actor, "of_all_ranks", lambda policy, own: pickle.loads(pickle.dumps(own)))
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 2})
+    for observation in ("a", "b"):
+        agent.act(observation)
+        agent.assign_reward(1.0)
+        agent.terminate_episode()
+    advantages = [turn["advantage"] for transcript in agent.transcripts for turn in transcript["turns"]]
+    assert len(advantages) == 2
+    assert None not in advantages
+
+
+def test_episode_that_is_terminated_and_truncated_at_once_is_terminated():
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000})
+
+    def end(**flags: Any) -> tuple[bool, bool, bool]:
+        agent.act("a")
+        agent.assign_reward(1.0)
+        agent.terminate_episode(final_observation="b", **flags)
+        episode = agent._buffer[-1]
+        return episode.terminated, episode.truncated, episode.final_value != 0.0
+
+    for true in (True, np.True_, torch.tensor(True)):
+        assert end(terminated=true, truncated=true) == end(terminated=true) == (True, False, False)
+    assert end(truncated=True) == end(terminated=False, truncated=True) == (False, True, True)
+    # The loop itself ended the episode.
+    assert end(terminated=False, truncated=False) == end(terminated=np.False_) == (False, True, True)
+    assert end() == (True, False, False)
+
+
+def test_termination_takes_precedence_in_a_batch():
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000})
+    agent.act_batch(["a", "b", "c"])
+    agent.assign_rewards([1.0, 1.0, 1.0])
+    ends = np.array([True, False, True])
+    agent.terminate_episodes([0, 1, 2], [True, True, False], ["x", "y", "z"], terminated=ends)
+    assert [episode.truncated for episode in agent._buffer] == [False, True, False]
+    assert [episode.final_value != 0.0 for episode in agent._buffer] == [False, True, False]
+
+
+@pytest.mark.parametrize("flags", [{"terminated": "no"}, {"terminated": [True]}, {"terminated": 2}])
+def test_rejects_terminated_that_is_neither_true_nor_false(flags):
+    agent = make_agent(ChoiceAgent)
+    agent.act("a")
+    agent.assign_reward(1.0)
+    with pytest.raises(EpisodeError, match="terminated"):
+        agent.terminate_episode(**flags)
+
+
+def test_rejects_end_without_termination_that_lacks_its_final_observation():
+    agent = make_agent(ChoiceAgent)
+    agent.act("a")
+    agent.assign_reward(1.0)
+    with pytest.raises(EpisodeError, match="final observation"):
+        agent.terminate_episode(terminated=False)
+    agent.terminate_episode(terminated=True, truncated=True)
 
 
 def test_a_model_without_value_head_is_refused():

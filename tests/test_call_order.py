@@ -177,7 +177,7 @@ class Loop(RuleBasedStateMachine):
     def evaluate(self, episodes: int, num_envs: int, data: st.DataObject) -> None:
         mode = self.agent.learning, self.agent.greedy
         env = data.draw(st.sampled_from([CountdownEnv, self.faulty(data)]))
-        result = self.tried(lambda: evaluate(self.agent, env, episodes, num_envs=num_envs))
+        result = self.tried(lambda: evaluate(self.agent, env, episodes=episodes, num_envs=num_envs))
         assert (self.agent.learning, self.agent.greedy) == mode
         assert result is None or len(result.returns) == episodes
 
@@ -190,7 +190,7 @@ class Loop(RuleBasedStateMachine):
             # Otherwise the run is refused before it begins.
             for env_id in range(num_envs):
                 self.turns.pop(env_id, None)
-        self.tried(lambda: train(self.agent, env, 2, num_envs, on_update=on_update, tracker=counting))
+        self.tried(lambda: train(self.agent, env, episodes=2, num_envs=num_envs, on_update=on_update, tracker=counting))
         self.updates += counting.updates
 
     def faulty(self, data: st.DataObject) -> Callable[[], FaultyEnv]:

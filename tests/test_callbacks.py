@@ -58,7 +58,13 @@ class Renamed(Recorder):
 def test_they_hear_of_everything_in_order_and_add_to_the_statistics():
     recorder, logged = Recorder(), []
     result = train(
-        make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, seed=0, callbacks=recorder, on_update=logged.append
+        make_agent(ChoiceAgent, **SMALL),
+        CountdownEnv,
+        episodes=2,
+        num_envs=2,
+        seed=0,
+        callbacks=recorder,
+        on_update=logged.append,
     )
     steps = ["step 2", "step 4", "step 6", "episode 2", "episode 2", "update 1"]
     assert recorder.heard == ["start at 0", *steps, "end"]
@@ -78,10 +84,48 @@ def test_they_hear_of_everything_in_order_and_add_to_the_statistics():
 @pytest.mark.parametrize(("stop_at", "turns"), [("step 4", 4), ("episode 2", 6), ("update 1", 6)])
 def test_false_ends_the_training_once_all_have_heard(stop_at, turns, answer):
     stopper, other = Recorder(stop_at, answer), Recorder()
-    result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 100, 2, seed=0, callbacks=[stopper, other])
+    result = train(
+        make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=100, num_envs=2, seed=0, callbacks=[stopper, other]
+    )
     assert result.turns == turns
     assert other.heard == stopper.heard
     assert stopper.heard[-1] == "end"
+
+
+@pytest.mark.parametrize("answer", [None, True, 0, 0.0, "", [], {}, np.int64(0), np.zeros(2)], ids=repr)
+def test_nothing_but_false_ends_the_training(answer):
+    recorders = [Recorder(stop_at, answer) for stop_at in ("step 2", "episode 2", "update 1")]
+    praised = EvalCallback(CountdownEnv, episodes=1, every=1, on_best=lambda result: answer)
+    agent = make_agent(ChoiceAgent, **SMALL)
+    callbacks = [*recorders, praised]
+    result = train(
+        agent, CountdownEnv, episodes=6, num_envs=2, seed=0, callbacks=callbacks, on_update=lambda stats: answer
+    )
+    assert len(result.returns) == 6
+
+
+@pytest.mark.parametrize("answer", [False, np.False_])
+def test_false_from_on_update_ends_the_training_and_is_logged(answer, caplog):
+    agent = make_agent(ChoiceAgent, **SMALL)
+    with caplog.at_level(logging.WARNING):
+        result = train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, on_update=lambda stats: answer)
+    assert len(result.updates) == 1
+    # A comparison that was True at the last update, as earlier versions wanted it, is False at the first.
+    assert "on_update returned False, which ends the training" in caplog.text
+
+
+def test_true_from_on_update_which_ended_earlier_versions_is_logged_once(caplog):
+    def train_with(answer: object) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            agent = make_agent(ChoiceAgent, **SMALL)
+            result = train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, on_update=lambda stats: answer)
+        assert len(result.updates) == 3
+        return [message for message in caplog.messages if "on_update" in message]
+
+    (message,) = train_with(True)
+    assert "Return False to end it" in message
+    assert train_with(None) == train_with(1) == []
 
 
 def test_one_that_fails_ends_the_training_and_the_others_hear_of_it():
@@ -91,35 +135,56 @@ def test_one_that_fails_ends_the_training_and_the_others_hear_of_it():
 
     recorder = Recorder()
     with pytest.raises(OSError, match="no room"):
-        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, seed=0, callbacks=[recorder, Failing()])
+        train(
+            make_agent(ChoiceAgent, **SMALL),
+            CountdownEnv,
+            episodes=4,
+            num_envs=2,
+            seed=0,
+            callbacks=[recorder, Failing()],
+        )
     assert recorder.heard[-1] == "broken off"
 
 
 def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
     where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
     before = Recorder()
-    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, callbacks=before, **where)
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=before, **where)
     after = Recorder()
-    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 2, 2, callbacks=[after], resume=True, **where)
+    train(
+        make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=[after], resume=True, **where
+    )
     # What is said at the start comes before the state is loaded.
     count = len(before.heard)
     assert after.heard[: count + 1] == [*before.heard, "loaded"]
     assert after.heard[count + 1 :] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
     with caplog.at_level(logging.WARNING):
-        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Renamed()], resume=True, **where)
+        train(
+            make_agent(ChoiceAgent, **SMALL),
+            CountdownEnv,
+            episodes=4,
+            num_envs=2,
+            callbacks=[Renamed()],
+            resume=True,
+            **where,
+        )
     assert "The checkpoint has no state for Renamed" in caplog.text
 
 
 def test_what_is_no_callback():
     with pytest.raises(ConfigError, match="a function of an update's statistics is passed as on_update"):
-        train(make_agent(ChoiceAgent), CountdownEnv, 1, callbacks=[print])
+        train(make_agent(ChoiceAgent), CountdownEnv, episodes=1, callbacks=[print])
 
 
 def test_a_return_that_is_high_enough_ends_the_training():
     # Returns are between 0 and 6.
-    result = train(make_agent(ChoiceAgent), CountdownEnv, 40, 2, seed=0, callbacks=StopOnReturn(0.0, episodes=5))
+    result = train(
+        make_agent(ChoiceAgent), CountdownEnv, episodes=40, num_envs=2, seed=0, callbacks=StopOnReturn(0.0, episodes=5)
+    )
     assert len(result.returns) == 6
-    result = train(make_agent(ChoiceAgent), CountdownEnv, 10, 2, seed=0, callbacks=StopOnReturn(6.1, episodes=1))
+    result = train(
+        make_agent(ChoiceAgent), CountdownEnv, episodes=10, num_envs=2, seed=0, callbacks=StopOnReturn(6.1, episodes=1)
+    )
     assert len(result.returns) == 10
     with pytest.raises(ConfigError, match="episodes=0"):
         StopOnReturn(1.0, episodes=0)
@@ -149,7 +214,7 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
     callback = EvalCallback(
         CountdownEnv, 4, every=1, best_dir=tmp_path / "best", on_best=lambda result: praised.append(result.mean)
     )
-    result = train(agent, CountdownEnv, 12, 2, seed=0, callbacks=[Noise(), callback])
+    result = train(agent, CountdownEnv, episodes=12, num_envs=2, seed=0, callbacks=[Noise(), callback])
     means = [measured.mean for _, measured in callback.results]
     assert means == [stats["eval_return"] for stats in result.updates]
     assert len(means) == 6
@@ -160,14 +225,14 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
     assert praised == sorted(set(praised))
     assert praised[-1] == max(means)
     best = ChoiceAgent.load(tmp_path / "best", "cpu", "float32")
-    again = [evaluate(each, CountdownEnv, 4, seed=1_000_000) for each in (best, agent)]
+    again = [evaluate(each, CountdownEnv, episodes=4, seed=1_000_000) for each in (best, agent)]
     assert again == [callback.results[callback.best_update - 1][1], callback.results[-1][1]]
 
 
 def test_evaluations_come_after_so_many_updates_or_episodes_and_at_the_end():
     def updates(episodes: int, **options: int) -> list[int]:
         callback = EvalCallback(CountdownEnv, 1, **options)
-        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes, 2, seed=0, callbacks=callback)
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=episodes, num_envs=2, seed=0, callbacks=callback)
         return [update for update, _ in callback.results]
 
     assert updates(10, every=2) == [2, 4, 5]
@@ -181,7 +246,7 @@ def test_evaluations_come_after_so_many_updates_or_episodes_and_at_the_end():
 def test_evaluating_changes_nothing_that_is_learnt(tmp_path):
     def weights(callbacks: list[Callback]) -> list[torch.Tensor]:
         agent = make_agent(ChoiceAgent, **SMALL)
-        train(agent, CountdownEnv, 6, 2, seed=0, callbacks=callbacks)
+        train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, callbacks=callbacks)
         return [weight.detach().clone() for weight in agent.policy.model.parameters()]
 
     sampled = EvalCallback(CountdownEnv, 3, every=1, greedy=False)
@@ -192,9 +257,17 @@ def test_evaluating_changes_nothing_that_is_learnt(tmp_path):
 def test_a_resumed_run_remembers_which_was_the_best(tmp_path):
     where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
     first = EvalCallback(CountdownEnv, 2, every=1)
-    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Noise(), first], **where)
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=[Noise(), first], **where)
     again, stop = EvalCallback(CountdownEnv, 2, every=100), Recorder(stop_at="step 14")
-    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, 4, 2, callbacks=[Noise(), again, stop], resume=True, **where)
+    train(
+        make_agent(ChoiceAgent, **SMALL),
+        CountdownEnv,
+        episodes=4,
+        num_envs=2,
+        callbacks=[Noise(), again, stop],
+        resume=True,
+        **where,
+    )
     assert stop.heard[-2:] == ["step 14", "end"]
     assert (again.best_mean, again.best_update) == (first.best_mean, first.best_update)
     assert again.results == []

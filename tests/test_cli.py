@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -95,6 +97,48 @@ def trained(model, tmp_path_factory) -> Path:
 
 def test_the_version_is_printed(run):
     assert run("--version") == (0, f"llamagym {llamagym.__version__}\n", "")
+
+
+class Emojis(gym.Env):
+    """Shows characters that Windows' terminals lack, as text and as a picture."""
+
+    metadata: ClassVar = {"render_modes": ["ansi"]}
+    observation_space, action_space = spaces.Text(9, charset="\u2603\u2192"), spaces.Discrete(4)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        return "\u2603", {}
+
+    def step(self, action):
+        return "\u2192", 1.0, True, False, {}
+
+    def render(self) -> str:
+        return "\u2603\ud83d"
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-8"])
+def test_what_the_output_cannot_encode_is_escaped(encoding, trained, monkeypatch):
+    spec = gym.envs.registration.EnvSpec("Emojis-v0", entry_point=Emojis, disable_env_checker=True)
+    monkeypatch.setitem(gym.registry, "Emojis-v0", spec)
+    printed, errors = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setattr(sys, "stderr", errors)
+    for words in (["play", trained, "Emojis-v0"], ["eval", trained, "\u2603-v0"], ["models"]):
+        monkeypatch.setattr(sys, "argv", ["llamagym", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code or words[0] == "eval"
+    printed.flush()
+    errors.flush()
+    told = printed.buffer.getvalue().decode(encoding)
+    snowman = "\u2603" if encoding == "utf-8" else r"\u2603"
+    assert f"{snowman}\\ud83d" in told
+    assert "return 1 in 1 turns" in told
+    assert "smollm2-135m" in told
+    assert f"{snowman}-v0" in errors.buffer.getvalue().decode(encoding)
 
 
 def test_a_run_is_logged_and_its_agent_measured_watched_and_reported(trained, run):

@@ -62,7 +62,10 @@ def test_an_evaluation_plays_no_more_than_it_counts():
 
 def test_an_evaluation_in_a_caller_s_copies_plays_the_same_episodes():
     envs = gym.vector.SyncVectorEnv([DiceEnv] * 6)
-    assert evaluate("random", envs, 21, seed=0).lengths == evaluate("random", DiceEnv, 21, seed=0, num_envs=6).lengths
+    assert (
+        evaluate("random", envs, episodes=21, seed=0).lengths
+        == evaluate("random", DiceEnv, episodes=21, seed=0, num_envs=6).lengths
+    )
 
 
 @pytest.mark.parametrize("in_processes", [False, True])

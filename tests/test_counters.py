@@ -148,7 +148,17 @@ def test_a_resumed_run_of_dice_computes_what_it_would_have_computed(tmp_path):
 
     def dice(folder: Path, **options: Any) -> Any:
         agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 8})
-        result = train(agent, DiceEnv, 30, 4, seed=0, checkpoint_dir=folder, checkpoint_every=1, resume=True, **options)
+        result = train(
+            agent,
+            DiceEnv,
+            episodes=30,
+            num_envs=4,
+            seed=0,
+            checkpoint_dir=folder,
+            checkpoint_every=1,
+            resume=True,
+            **options,
+        )
         return result, torch.cat([weight.detach().flatten() for weight in agent.policy.model.parameters()])
 
     whole, weights = dice(tmp_path / "whole")

@@ -11,6 +11,10 @@ block says what is special about it:
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib
+import keyword
 import re
 import subprocess
 import sys
@@ -22,6 +26,8 @@ import pytest
 
 import llamagym
 from llamagym import load_model_and_tokenizer
+from llamagym.agent import _REMOVED
+from tests.agents import make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,6 +112,116 @@ def small(tmp_path_factory) -> Any:
     tiny_base_model("llama").save_pretrained(folder)
     tiny_tokenizer("llama").save_pretrained(folder)
     return lambda name, *args, **options: load_model_and_tokenizer(folder, *args, **options)
+
+
+# Names of other libraries, of LlamaGym 0.1.1 and of shells that pages set in code.
+FOREIGN = {
+    *("MaskablePPO", "environment_factory", "fully_shard", "custom_module_functions", "custom_updater"),
+    *("beta", "clip_coef", "gae_lambda", "lr_actor", "lr_critic", "update_epochs"),
+    *("current_batch", "model_ref", "ppo_config", "resize_token_embeddings"),
+    *("OMP_PROC_BIND", "OMP_PLACES", "HF_TOKEN", "HF_HOME", "WANDB_MODE", "ENV_ID", "FOLDER"),
+    *("pip", "install", "deps", "python", "nltk", "downloader", "torchrun", "launch", "multi_gpu", "venv", "cores"),
+    # Made up on the page.
+    *("LakeAgent", "lake", "walker", "demos", "im_end", "you", "my", "ok"),
+}
+SOURCES = [path for folder in ("llamagym", "examples", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def names_in(source: str) -> set[str]:
+    """Names that code defines, imports, passes or reads, and the words of strings without spaces, such as keys."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
+            names.add(node.arg)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.update((node.asname or node.name).split("."))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not re.search(r"\s", node.value):
+            names.update(re.findall(r"[A-Za-z_]\w+", node.value))
+    return names - set(_REMOVED)
+
+
+@pytest.fixture(scope="module")
+def known_names() -> set[str]:
+    """All names that a page may set in code."""
+    folders_of_files = ("docs", "examples", "llamagym", "scripts", "sft_data", "tests", ".ci", "requirements")
+    paths = [path for folder in folders_of_files for path in (ROOT / folder).rglob("*.*")]
+    files = {part for path in [*paths, *ROOT.glob("*.*")] for part in re.findall(r"\w+", path.name)}
+    folders = {part for path in SOURCES for part in path.relative_to(ROOT).parts}
+    code = set().union(*(names_in(path.read_text("utf-8")) for path in SOURCES))
+    return {*code, *files, *folders, *dir(builtins), *keyword.kwlist, *FOREIGN, "tests", "docs"}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_names_that_a_page_sets_in_code_exist(page, known_names):
+    if "log" in page.relative_to(ROOT).with_suffix("").parts:
+        pytest.skip("the log tells of what there was")
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    # Tests that a page names have a test of their own, in test_readme.py.
+    spans = [span for span in re.findall(r"`([^`\n]+)`", text) if "::test_" not in span]
+    missing = {(span, name) for span in spans for name in re.findall(r"[A-Za-z_]\w+", span) if name not in known_names}
+    # `*_internals.py` and `format_*.jsonl` name groups of files.
+    assert {(span, name) for span, name in missing if "*" not in span} == set()
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a module, or what is in one, has this name."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for name in parts[count:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *PAGES, *SOURCES], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_dotted_names_lead_somewhere(path):
+    if "log" in path.parts:
+        pytest.skip("the log tells of what there was")
+    dotted = set(re.findall(r"(?<![\w/-])llamagym(?:\.[A-Za-z_]\w*)+", path.read_text(encoding="utf-8")))
+    assert [name for name in dotted if not resolves(name)] == []
+
+
+def test_what_a_page_calls_on_an_agent_exists():
+    agent = make_agent()
+    for page in [ROOT / "README.md", *PAGES]:
+        if "log" not in page.parts:
+            called = re.findall(r"\bagent\.(\w+)", page.read_text(encoding="utf-8"))
+            # `agent.py` is a file, and `agent.get_action` AgileRL's.
+            assert {name for name in called if not hasattr(agent, name)} <= {"py", "get_action", "learn"}, page.name
+
+
+def test_references_in_docstrings_lead_somewhere():
+    trees = {path: path.read_text(encoding="utf-8") for path in SOURCES if "llamagym" in path.parts}
+    defined = set().union(*map(names_in_definitions, trees.values()), {path.stem for path in trees})
+    for path, text in trees.items():
+        named = re.findall(r"(?:[Ss]ee|is in|are in|stands in) `([\w.]+)`", text)
+        assert [name for name in named if name.split(".")[-1] not in defined] == [], path.name
+
+
+def names_in_definitions(source: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(source)))
+    fields = {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    return fields | {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def test_names_that_are_gone_are_found():
+    assert "use_target_kl" not in names_in('options = {"use_target_kl": 1, "target_kl": 2}')
+    assert "target_kl" in names_in('options = {"use_target_kl": 1, "target_kl": 2}')
+    assert resolves("llamagym.models.lora.settle_depth_")
+    assert not resolves("llamagym.models.adapter")
+    assert not resolves("llamagym.Agents")
 
 
 def has_code(page: Path) -> bool:

@@ -43,7 +43,7 @@ def trained(kind: Any, base: Path, peft_config: Any = None, **options: Any) -> A
     model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32", peft_config=peft_config)
     settings = {"max_new_tokens": 5, "temperature": 0.7}
     agent = kind(model, tokenizer, device, settings, SIZES, context="turn", seed=1, **options)
-    train(agent, DiceEnv, 10, 2, seed=0)
+    train(agent, DiceEnv, episodes=10, num_envs=2, seed=0)
     return agent
 
 
@@ -55,7 +55,7 @@ def test_a_loaded_agent_is_the_one_that_was_saved(base, tmp_path, kind, peft_con
     assert again._options == json.loads(json.dumps(agent._options))
     assert again.policy.calibration.prior == agent.policy.calibration.prior
     for greedy in (True, False):
-        results = [evaluate(each, DiceEnv, 12, seed=3, num_envs=4, greedy=greedy) for each in (agent, again)]
+        results = [evaluate(each, DiceEnv, episodes=12, seed=3, num_envs=4, greedy=greedy) for each in (agent, again)]
         assert results[0] == results[1]
     # What the constructor is given at loading goes before what was saved.
     assert kind.load(tmp_path / "agent", response_prefix="So:").response_prefix == "So:"
@@ -255,7 +255,7 @@ def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tm
     learning = {**SIZES, "learning_rate": 1e-3, "ppo_epochs": 2, "entropy_coef": 0.01, "gamma": 1.0}
     chooser = ChoiceAgent(model, tokenizer, device, ppo_config_dict=learning, **options)
     untrained = chooser.action_probabilities([0])[0]
-    train(chooser, DiceEnv, 4, 4, seed=0)
+    train(chooser, DiceEnv, episodes=4, num_envs=4, seed=0)
     assert chooser.action_probabilities([0])[0] != pytest.approx(untrained, abs=2 * most)
     chooser.save_pretrained(tmp_path / "choices")
     observations = range(0, 100, 20)

@@ -64,7 +64,7 @@ def test_the_info_after_the_last_step_reaches_the_critic():
             return super().format_observation(observation, info)
 
     agent = make_agent(Noting, context="turn", ppo={"batch_size": 100})
-    train(agent, lambda: Env(2, truncates=True), 1, 1, seed=0)
+    train(agent, lambda: Env(2, truncates=True), episodes=1, num_envs=1, seed=0)
     assert agent.words == [None, "word 1", "word 0"]
 
 
@@ -116,9 +116,9 @@ def test_taxi_s_masks_need_no_wrapper():
         return Strict(gym.make("Taxi-v4", max_episode_steps=20))
 
     train(make_agent(Driver, context="turn", ppo={"batch_size": 1000}), make, turns=80, num_envs=4, seed=0)
-    evaluate("random", make, 8, seed=0, num_envs=4)
+    evaluate("random", make, episodes=8, seed=0, num_envs=4)
     with pytest.raises(AssertionError):
-        evaluate(lambda observation: 5, make, 1, seed=0)
+        evaluate(lambda observation: 5, make, episodes=1, seed=0)
 
 
 def test_infos_come_out_of_a_vector_environment_as_they_went_in():
@@ -144,5 +144,5 @@ def test_what_cannot_leave_a_process_stays_there():
             return super().format_observation(observation, info)
 
     agent = make_agent(Noting, context="turn", ppo={"batch_size": 100})
-    train(agent, Env, 1, 1, seed=0, env_timeout=60)
+    train(agent, Env, episodes=1, num_envs=1, seed=0, env_timeout=60)
     assert agent.infos == [{}, {"word": "kept"}, {"word": "kept"}]

@@ -57,7 +57,7 @@ def test_a_judge_sees_the_episode_and_its_rewards_are_learnt_from():
         return [10.0 * number for number in range(episode.length)] if len(seen) == 1 else 5
 
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 100})
-    result = train(agent, CountdownEnv, 2, 2, seed=0, judge=judge)
+    result = train(agent, CountdownEnv, episodes=2, num_envs=2, seed=0, judge=judge)
     first, second = agent._buffer
     assert [turn.reward for turn in first.turns] == [a + 10.0 * n for n, a in enumerate(seen[0].actions)]
     assert [turn.reward for turn in second.turns] == [*seen[1].actions[:2], seen[1].actions[2] + 5.0]
@@ -66,14 +66,14 @@ def test_a_judge_sees_the_episode_and_its_rewards_are_learnt_from():
     assert seen[0].rewards == tuple(map(float, seen[0].actions))
     assert [message["role"] for message in seen[0].messages] == ["system", *["user", "assistant"] * 3]
     assert seen[0].messages[1]["content"] == "Observation 3"
-    assert evaluate(lambda observation: 1, CountdownEnv, 2, judge=lambda episode: 0.5).returns == [3.5, 3.5]
+    assert evaluate(lambda observation: 1, CountdownEnv, episodes=2, judge=lambda episode: 0.5).returns == [3.5, 3.5]
 
 
 @pytest.mark.parametrize("given", [math.nan, [1.0], [1.0, 2.0, math.inf], "good", None, {"a": 1}])
 def test_judges_that_give_something_else(given):
     agent = make_agent(ChoiceAgent)
     with pytest.raises(ConfigError, match=r"The judge gave .* to an episode of 3 turns"):
-        train(agent, CountdownEnv, 1, 1, seed=0, judge=lambda episode: given)
+        train(agent, CountdownEnv, episodes=1, num_envs=1, seed=0, judge=lambda episode: given)
     assert agent._buffer == []
 
 
@@ -84,7 +84,7 @@ def test_an_update_that_fails_takes_the_judge_s_rewards_back(tmp_path, monkeypat
         return make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 3})
 
     where = {"seed": 0, "judge": lambda episode: [1.0] * episode.length}
-    expected = train(make(), CountdownEnv, 2, 1, **where).returns
+    expected = train(make(), CountdownEnv, episodes=2, num_envs=1, **where).returns
     agent = make()
 
     def fails(batch):
@@ -92,6 +92,6 @@ def test_an_update_that_fails_takes_the_judge_s_rewards_back(tmp_path, monkeypat
 
     monkeypatch.setattr(agent.learner, "update", fails)
     with pytest.raises(ValueError, match="no update"):
-        train(agent, CountdownEnv, 2, 1, checkpoint_dir=tmp_path / "run", **where)
-    again = train(make(), CountdownEnv, 2, 1, checkpoint_dir=tmp_path / "run", resume=True, **where)
+        train(agent, CountdownEnv, episodes=2, num_envs=1, checkpoint_dir=tmp_path / "run", **where)
+    again = train(make(), CountdownEnv, episodes=2, num_envs=1, checkpoint_dir=tmp_path / "run", resume=True, **where)
     assert again.returns == expected

@@ -63,7 +63,7 @@ def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode,
 
     def played(env: Any, count: int | None = None) -> tuple[Any, ...]:
         agent = make_agent(Noting, context="turn", ppo={"batch_size": 1000})
-        result = train(agent, env, 6, count, seed=0)
+        result = train(agent, env, episodes=6, num_envs=count, seed=0)
         ends = [(len(episode.turns), episode.truncated, episode.final_prompt) for episode in agent._buffer]
         return agent.seen, result.returns, result.successes, result.turns, ends
 
@@ -81,7 +81,7 @@ def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode,
 def test_groups_begin_alike_in_a_vector_environment_too():
     agent = make_agent(Noting, context="turn", algorithm="grpo", grpo={"batch_size": 1000, "group_size": 2})
     envs = SyncVectorEnv([Timed] * 4)
-    train(agent, envs, 8, seed=0)
+    train(agent, envs, episodes=8, seed=0)
     groups: dict[Any, set[int]] = {}
     for episode in agent._buffer:
         groups.setdefault(episode.group, set()).add(len(episode.turns))
@@ -92,7 +92,7 @@ def test_groups_begin_alike_in_a_vector_environment_too():
 def test_wrappers_around_a_vector_environment_may_stay():
     envs = DictInfoToList(RecordEpisodeStatistics(SyncVectorEnv([Timed] * 2)))
     agent = make_agent(Noting, context="turn", ppo={"batch_size": 1000})
-    assert len(train(agent, envs, 4, seed=0).returns) == 4
+    assert len(train(agent, envs, episodes=4, seed=0).returns) == 4
     assert {at for _, at in agent.seen} == {0, 1, 2}
 
 
@@ -100,30 +100,30 @@ def test_vector_environments_that_cannot_be_used():
     agent = make_agent(ChoiceAgent)
     envs = SyncVectorEnv([CountdownEnv] * 2)
     with pytest.raises(ConfigError, match=r"num_envs=3, but .* has 2 environments"):
-        train(agent, envs, 1, 3)
+        train(agent, envs, episodes=1, num_envs=3)
     with pytest.raises(ConfigError, match="env_timeout and overlap are for copies that are made here"):
-        train(agent, envs, 1, env_timeout=5)
+        train(agent, envs, episodes=1, env_timeout=5)
     envs.close()
     with pytest.raises(ConfigError, match="is closed"):
-        evaluate(agent, envs, 1)
+        evaluate(agent, envs, episodes=1)
     native = gym.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
     with pytest.raises(ConfigError, match="CartPoleVectorEnv, whose environments cannot be reset one by one"):
-        train(agent, native, 1)
+        train(agent, native, episodes=1)
     native.close()
 
 
 def test_an_environment_that_was_passed_stays_open_and_one_that_was_made_does_not():
     mine = Timed()
-    train(make_agent(ChoiceAgent), mine, 1)
-    evaluate("random", mine, 1)
+    train(make_agent(ChoiceAgent), mine, episodes=1)
+    evaluate("random", mine, episodes=1)
     assert not mine.closed
-    evaluate("random", Timed, 2)
+    evaluate("random", Timed, episodes=2)
     assert [env.closed for env in Timed.made[1:]] == [True, True]
 
 
 def test_copies_are_closed_after_an_error_too():
     with pytest.raises(ActionParseError, match="returned None"):
-        evaluate(lambda observation: None, Timed, 1)
+        evaluate(lambda observation: None, Timed, episodes=1)
     assert Timed.made[0].closed
 
 
@@ -169,16 +169,23 @@ def test_the_readme_s_loop_and_the_library_s_play_gymnasium_s_environments(name)
             observation, reward, terminated, truncated, info = env.step(agent.act(observation, info))
             agent.assign_reward(reward)
             done = terminated or truncated
-        updates += bool(agent.terminate_episode(truncated=truncated, final_observation=observation, final_info=info))
+        updates += bool(
+            agent.terminate_episode(
+                terminated=terminated, truncated=truncated, final_observation=observation, final_info=info
+            )
+        )
     assert updates
     assert train(agent, env, turns=24, num_envs=2, seed=0).updates
-    results = {"agent": evaluate(agent, env, 2, 0, 2), "random": evaluate("random", env, 2, 0, 2)}
+    results = {
+        "agent": evaluate(agent, env, episodes=2, seed=0, num_envs=2),
+        "random": evaluate("random", env, episodes=2, seed=0, num_envs=2),
+    }
     env.close()
     # Taxi's masks leave out what would earn -10.
     assert all(result.mean >= -12 for result in results.values())
     assert len(side_by_side(results).splitlines()) == 3
     if name == IDS[0]:
-        assert len(train(agent, name, 1, 1, seed=0).returns) == 1
+        assert len(train(agent, name, episodes=1, num_envs=1, seed=0).returns) == 1
 
 
 def test_any_function_is_a_policy_and_sees_the_info_that_it_asks_for():
@@ -188,17 +195,17 @@ def test_any_function_is_a_policy_and_sees_the_info_that_it_asks_for():
         return 1
 
     seen: list[int] = [-1]
-    result = evaluate(by_info, Timed, 4, seed=0, num_envs=1)
+    result = evaluate(by_info, Timed, episodes=4, seed=0, num_envs=1)
     assert result.successes == [True] * 4
     assert result.success_rate == 1.0
     assert result.returns == [float(length) for length in result.lengths]
     assert set(result.lengths) == {2, 3}
     assert result.invalid_rate == 0.0
-    assert evaluate(lambda observation: 2, Timed, 4, seed=0).success_rate == 0.0
+    assert evaluate(lambda observation: 2, Timed, episodes=4, seed=0).success_rate == 0.0
     # The same seed plays the same episodes, whoever plays.
-    assert evaluate("random", Timed, 4, seed=0, num_envs=1).lengths == result.lengths
+    assert evaluate("random", Timed, episodes=4, seed=0, num_envs=1).lengths == result.lengths
     with pytest.raises(ConfigError, match=r"agent='randon'.*Did you mean 'random'"):
-        evaluate("randon", Timed, 1)
+        evaluate("randon", Timed, episodes=1)
 
 
 def test_an_agent_s_successes_and_invalid_replies_are_counted():
@@ -210,13 +217,13 @@ def test_an_agent_s_successes_and_invalid_replies_are_counted():
             return info["at"]
 
     agent = make_agent(Odd, context="turn", ppo={"batch_size": 6})
-    result = train(agent, Timed, 30, 2, seed=0)
+    result = train(agent, Timed, episodes=30, num_envs=2, seed=0)
     known = [success for success in result.successes if success is not None]
     assert len(known) == 30
     assert result.success_rate == sum(known) / 30
     assert 0 < result.success_rate < 1
     assert {stats["success_rate"] for stats in result.updates} > {0.0}
-    measured = evaluate(agent, Timed, 30, seed=0, greedy=False)
+    measured = evaluate(agent, Timed, episodes=30, seed=0, greedy=False)
     assert 0 < measured.invalid_rate < 1
     assert measured.invalid_rate == sum(measured.invalid) / sum(measured.lengths)
     assert f"invalid replies {measured.invalid_rate:.1%}" in str(measured)
@@ -246,14 +253,14 @@ def test_free_text_without_a_fallback_is_told_at_the_start(caplog):
             return len(response) % 3
 
     with caplog.at_level(logging.WARNING):
-        train(make_agent(Talker), CountdownEnv, 1, 1)
+        train(make_agent(Talker), CountdownEnv, episodes=1, num_envs=1)
     told = [message for message in caplog.messages if "will end the training" in message]
     assert len(told) == 1
     assert "define fallback_action(observation)" in told[0]
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for kind in (Prepared, Taker, ChoiceAgent):
-            train(make_agent(kind), CountdownEnv, 1, 1)
+            train(make_agent(kind), CountdownEnv, episodes=1, num_envs=1)
     assert not any("will end the training" in message for message in caplog.messages)
 
 
@@ -262,7 +269,7 @@ def test_our_own_environments_are_known_by_id(name):
     env = gym.make(f"llamagym/{name}")
     assert isinstance(env.reset(seed=0)[0], str)
     env.close()
-    result = evaluate("random", f"llamagym/{name}", 8, seed=0)
+    result = evaluate("random", f"llamagym/{name}", episodes=8, seed=0)
     assert result.success_rate is not None
     assert {f"llamagym/{other}-v0" for other in ("AddressBook", "BabyAI", "TextWorld")} <= set(gym.registry)
 

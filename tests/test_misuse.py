@@ -72,9 +72,11 @@ def test_numbers_of_numpy_and_whole_numbers_are_numbers(tmp_path):
     assert (config.batch_size, config.horizon) == (8, 5)
     two, options = np.int64(2), {"recent_updates": np.int64(2), "steps": np.int64(1)}
     agent = make_agent(ChoiceAgent, seed=two, invalid_action_penalty=np.float32(-1), replay_config_dict=options)
-    train(agent, CountdownEnv, two, two, two, checkpoint_dir=tmp_path / "run", checkpoint_every=two)
+    train(
+        agent, CountdownEnv, episodes=two, num_envs=two, seed=two, checkpoint_dir=tmp_path / "run", checkpoint_every=two
+    )
     assert agent.policy.num_updates == 1
-    assert evaluate(agent, CountdownEnv, two, two, two).returns
+    assert evaluate(agent, CountdownEnv, episodes=two, seed=two, num_envs=two).returns
     agent.save(tmp_path / "agent")
 
 
@@ -243,7 +245,6 @@ def test_text_with_half_a_surrogate_pair(tmp_path):
         {"seed": 2**63},
         {"calibrate_choices": 3},
         {"aim_lora": "no"},
-        {"use_target_kl": 0},
         {"sft_warm_start": None},
         {"context": ["turn"]},
         {"response_prefix": None},

@@ -73,7 +73,7 @@ def test_an_agent_plays_copies():
             return ["left", "right"]
 
     result = evaluate(
-        make_agent(Repeater), lambda: OpenEnv(Parrot(), lambda reply: Word(word=reply)), 4, num_envs=2, seed=0
+        make_agent(Repeater), lambda: OpenEnv(Parrot(), lambda reply: Word(word=reply)), episodes=4, num_envs=2, seed=0
     )
     assert set(result.returns) <= {0.0, 1.0}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +189,6 @@ def test_a_configuration_is_taken_where_its_options_are():
 
     assert config_of(ppo_config_dict=config, seed=1) is config
     assert config_of(ppo_config_dict={"batch_size": 7}, seed=1) == PPOConfig(batch_size=7, seed=1)
-    assert config_of(ppo_config_dict=config, use_target_kl=True) == replace(config, target_kl=0.03)
     with pytest.raises(ConfigError, match="expected PPOConfig or a dictionary of its options, received GRPOConfig"):
         config_of(ppo_config_dict=GRPOConfig())
 

@@ -79,7 +79,7 @@ def test_steps_that_were_skipped_are_in_the_line_and_in_the_file(monkeypatch, tm
     counts, usual = iter([0.0, 2.0, 0.0]), agent.learner.update
     monkeypatch.setattr(agent.learner, "update", lambda batch: usual(batch) | {name: next(counts)})
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
-        train(agent, CountdownEnv, 3, 1, seed=0, tracker=tracker)
+        train(agent, CountdownEnv, episodes=3, num_envs=1, seed=0, tracker=tracker)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("update ")]
     assert [f", {name} 2, " in line for line in lines] == [False, True, False]
     assert [name in line for line in lines] == [False, True, False]
@@ -97,7 +97,7 @@ def test_a_step_that_is_not_finite_is_in_the_line_and_in_the_file(monkeypatch, t
 
     monkeypatch.setattr(agent.learner, "_loss", loss)
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
-        train(agent, CountdownEnv, 1, seed=0, tracker=tracker)
+        train(agent, CountdownEnv, episodes=1, seed=0, tracker=tracker)
     assert ", skipped_steps 1, " in capsys.readouterr().err
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["skipped_steps"] == 1.0
 

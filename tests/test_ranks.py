@@ -90,6 +90,7 @@ def play(case: Case) -> dict[str, Any]:
         "stats": stats,
         "calibration": agent.policy.calibration.record(learns=True),
         "draw": int(torch.randint(2**60, (), generator=agent.policy.rng)),
+        "transcripts": agent.transcripts,
     }
 
 
@@ -165,6 +166,16 @@ def test_both_processes_end_with_the_same_bits_and_draw_other_numbers(played, na
     same = {key: value for key, value in first["stats"].items() if not key.endswith("_s")}
     assert {key: second["stats"][key] for key in same} == pytest.approx(same, nan_ok=True, rel=0, abs=0)
     assert first["draw"] != second["draw"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_transcripts_of_each_process_have_their_advantages(played, name):
+    for rank, answer in enumerate(played):
+        transcripts = answer[name]["transcripts"]
+        own = [episode for episode in answer[name]["episodes"] if episode.rank == rank and episode.is_over]
+        assert len(transcripts) == min(len(own), 4)
+        assert all(turn["advantage"] is not None for transcript in transcripts for turn in transcript["turns"])
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ def _ctrl_c_interrupts():
 
 def learning(folder: Path | None, episodes: int = 12, callbacks: Any = None, env: Any = DiceEnv, **options: Any) -> Any:
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
-    return train(agent, env, episodes, num_envs=2, seed=0, run_dir=folder, callbacks=callbacks, **options)
+    return train(agent, env, episodes=episodes, num_envs=2, seed=0, run_dir=folder, callbacks=callbacks, **options)
 
 
 class InterruptAfter(Callback):
@@ -151,7 +151,7 @@ def scored(
     """Train for a number of updates of one episode each."""
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 3})
     callback = ScoreCallback(score, every=every, **options)
-    return callback, train(agent, CountdownEnv, updates, 1, seed=0, callbacks=callback).updates
+    return callback, train(agent, CountdownEnv, episodes=updates, num_envs=1, seed=0, callbacks=callback).updates
 
 
 def test_scores_before_during_and_after_training():
@@ -257,12 +257,12 @@ def test_rejects_paths_that_cannot_be_folders(tmp_path, monkeypatch, path):
     Path("file").write_text("mine")
     for name in ("run_dir", "checkpoint_dir"):
         with pytest.raises(ConfigError, match=f"{name}={path!r}"):
-            train(make_agent(ChoiceAgent), DiceEnv, 2, **{name: path})
+            train(make_agent(ChoiceAgent), DiceEnv, episodes=2, **{name: path})
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_rejects_a_single_name_of_a_tracker(tmp_path):
-    with pytest.raises(ConfigError, match=r"log_with must be a list of names, got 'csv' \(str\)"):
+    with pytest.raises(ConfigError, match=r"log_with must be a list of strings, got 'csv' \(str\)"):
         learning(tmp_path, log_with="csv")
 
 

@@ -126,7 +126,9 @@ class TalkativeEnv(CountdownEnv):
 
 @pytest.mark.parametrize("env_timeout", [None, 60])
 def test_infos_may_be_anything(env_timeout):
-    assert len(train(make_agent(ChoiceAgent), TalkativeEnv, 2, 2, env_timeout=env_timeout).returns) == 2
+    assert (
+        len(train(make_agent(ChoiceAgent), TalkativeEnv, episodes=2, num_envs=2, env_timeout=env_timeout).returns) == 2
+    )
 
 
 def test_every_episode_has_a_seed_of_its_own_and_another_run_plays_others(resets):
@@ -228,7 +230,7 @@ def test_the_agent_s_seed_alone_fixes_a_run():
 
 def test_the_callback_can_end_the_training():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
-    result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["updates"] == 2)
+    result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["updates"] < 2)
     assert len(result.updates) == 2
     assert len(result.returns) == 4
 

@@ -34,7 +34,7 @@ def learnt(monkeypatch, episodes=30, judge=None, **options):
     agent = make_agent(ChoiceAgent, **{"context": "turn", **(options or {"ppo": {"batch_size": 16}})})
     batches, ended, update = [], Ended(), agent.learner.update
     monkeypatch.setattr(agent.learner, "update", lambda batch: batches.append(list(batch)) or update(batch))
-    result = train(agent, Uneven, episodes, 4, seed=0, callbacks=ended, judge=judge)
+    result = train(agent, Uneven, episodes=episodes, num_envs=4, seed=0, callbacks=ended, judge=judge)
     assert len(batches) > 2
     return agent, batches, ended.episodes, result
 

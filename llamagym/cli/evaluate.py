@@ -33,7 +33,7 @@ def evaluate(
     """
     agent, env_id = load_agent(folder, env_id, prompt)
     results = {
-        "agent": training.evaluate(agent, env_id, episodes, seed, num_envs, greedy=not sample),
-        "random": training.evaluate("random", env_id, episodes, seed, num_envs),
+        "agent": training.evaluate(agent, env_id, episodes=episodes, seed=seed, num_envs=num_envs, greedy=not sample),
+        "random": training.evaluate("random", env_id, episodes=episodes, seed=seed, num_envs=num_envs),
     }
     click.echo(training.side_by_side(results))

@@ -79,16 +79,17 @@ def train(
     loaded, tokenizer, device = load_model_and_tokenizer(model)
     sizes = {} if batch_size is None else {"batch_size": batch_size}
     agent = kind(loaded, tokenizer, device, ppo_config_dict=sizes, context=context, seed=seed)
-    results = {"before": training.evaluate(agent, env_id, eval_episodes, EVALUATION_SEED, num_envs)}
+    measured: dict[str, Any] = {"episodes": eval_episodes, "seed": EVALUATION_SEED, "num_envs": num_envs}
+    results = {"before": training.evaluate(agent, env_id, **measured)}
     settings |= {"prompt": None if prompt is None else copy_prompt(prompt, run_dir), "context": context}
     with closing(default_tracker(run_dir, settings, agent=agent)) as tracker:
         try:
             result = training.train(
                 agent,
                 env_id,
-                episodes,
-                num_envs,
-                seed,
+                episodes=episodes,
+                num_envs=num_envs,
+                seed=seed,
                 tracker=tracker,
                 turns=turns,
                 minutes=minutes,
@@ -98,9 +99,9 @@ def train(
         except SystemExit:
             click.echo(f"To continue: the same command with --run-dir {run_dir} --resume", err=True)
             raise
-    results["after"] = training.evaluate(agent, env_id, eval_episodes, EVALUATION_SEED, num_envs)
-    results["random"] = training.evaluate("random", env_id, eval_episodes, EVALUATION_SEED)
-    said = {f"mean return {name}": f"{measured.mean:.3f}" for name, measured in results.items()}
+    results["after"] = training.evaluate(agent, env_id, **measured)
+    results["random"] = training.evaluate("random", env_id, **measured)
+    said = {f"mean return {name}": f"{each.mean:.3f}" for name, each in results.items()}
     agent.save_pretrained(run_dir / AGENT, environment=env_id, results=said)
     click.echo(training.side_by_side(results))
     click.echo(

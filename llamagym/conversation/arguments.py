@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
-from ..errors import ConfigError, EpisodeError
+import numpy as np
+
+from ..errors import ConfigError, EpisodeError, excerpt
 from ..options import as_number
+
+# Integers up to this size, and no others, can be saved and read again.
+_LARGEST_KEY = 2**63 - 1
 
 
 def listed(items: Iterable[Any], what: str) -> list[Any]:
@@ -22,33 +26,46 @@ def listed(items: Iterable[Any], what: str) -> list[Any]:
     except TypeError:
         # No collection, or an array of no dimension.
         pass
-    raise EpisodeError(f"{what} came as {items!r}. Pass a list, with one item for each environment.")
+    raise EpisodeError(f"{what} came as {excerpt(items)}. Pass a list, with one item for each environment.")
 
 
 def environment_ids(items: Sequence[Any], env_ids: Iterable[Hashable] | None, what: str) -> list[Hashable]:
     """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
-    ids: list[Hashable] = list(range(len(items))) if env_ids is None else listed(env_ids, "env_ids")
-    check_keys(ids, "environment id")
+    if env_ids is None:
+        return list(range(len(items)))
+    ids = plain_keys(listed(env_ids, "env_ids"), "environment id")
     if len(ids) != len(items) or len(set(ids)) != len(ids):
         raise EpisodeError(
-            f"{len(items)} {what} came for environments {ids}. Pass one for each of distinct environments."
+            f"{len(items)} {what} came for environments {excerpt(ids)}. Pass one for each of distinct environments."
         )
     return ids
 
 
-def check_keys(keys: Sequence[Any], what: str) -> None:
-    """Refuse ids and groups that could not be saved; `what` names them in an error.
+def plain_keys(keys: Iterable[Any], what: str) -> list[Hashable]:
+    """Returns ids or groups as values of Python's own types, which can be saved; `what` names them in an error.
+
+    Args:
+        keys: Numbers, strings and None, also those of NumPy, and tuples of such.
+        what: Name of one of them.
 
     Raises:
-        EpisodeError: One is no number, string or None, and no tuple of such.
+        EpisodeError: One is something else, NaN, or an integer of more than 64 bits.
     """
-    for key in keys:
-        if isinstance(key, tuple):
-            check_keys(key, what)
-        elif not (key is None or isinstance(key, (str, int, Real))):  # the last takes longest
-            raise EpisodeError(
-                f"The {what} {key!r} is a {type(key).__name__}. Pass a number, a string, or a tuple of such."
-            )
+    return [_plain_key(key, what) for key in keys]
+
+
+def _plain_key(key: Any, what: str) -> Hashable:
+    if isinstance(key, tuple):
+        return tuple(plain_keys(key, what))
+    if isinstance(key, (np.integer, np.floating)):
+        key = key.item()
+    is_number = isinstance(key, (int, float)) and abs(key) <= _LARGEST_KEY
+    if key is None or is_number or isinstance(key, str):
+        return key
+    raise EpisodeError(
+        f"The {what} {excerpt(key)} ({type(key).__name__}) cannot be saved. Pass a number, a string, or a tuple of such"
+        " with numbers that are finite and have at most 64 bits."
+    )
 
 
 def one_each(given: Iterable[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:
@@ -68,7 +85,9 @@ def informed(infos: Iterable[Any] | None, env_ids: Sequence[Hashable]) -> list[A
     items = one_each(infos, None, env_ids, "infos")
     for info in items:
         if not (info is None or isinstance(info, Mapping)):
-            raise EpisodeError(f"infos holds {info!r}. Pass a dictionary for each environment, as env.step() returns.")
+            raise EpisodeError(
+                f"infos holds {excerpt(info)}. Pass a dictionary for each environment, as env.step() returns."
+            )
     return items
 
 
@@ -80,7 +99,7 @@ def check_flags(flags: Sequence[Any], what: str) -> None:
     """
     for flag in flags:
         if as_number(flag) not in (0.0, 1.0):
-            raise EpisodeError(f"{what} holds {flag!r}. Pass True or False, as env.step() returns them.")
+            raise EpisodeError(f"{what} holds {excerpt(flag)}. Pass True or False, as env.step() returns them.")
 
 
 def check_text(text: object, source: str) -> None:
@@ -90,11 +109,11 @@ def check_text(text: object, source: str) -> None:
         ConfigError: It is no string, or holds half of a surrogate pair.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"{source} gave {text!r}, a {type(text).__name__}. Expected a string, '' for no text.")
+        raise ConfigError(f"{source} gave {excerpt(text)}, a {type(text).__name__}. Expected a string, '' for no text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{source} gave {text!r}, which is no valid Unicode text ({error.reason}). Repair it: "
+            f"{source} gave {excerpt(text)}, which is no valid Unicode text ({error.reason}). Repair it: "
             'text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").'
         ) from error

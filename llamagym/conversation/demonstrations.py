@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import ConfigError, ContextLengthError
+from ..errors import ConfigError, ContextLengthError, excerpt
 from .arguments import check_text
 from .chat_template import Message
 from .episode import Conversation, Episode, Reply
@@ -47,7 +47,7 @@ def demonstrations_path(name: str) -> Path:
     folder = demonstrations_folder()
     names = sorted(path.stem for path in folder.glob("*.jsonl"))
     if name not in names:
-        raise ConfigError(f"No demonstrations named {name!r} in {str(folder)!r}. Pass one of {names}.")
+        raise ConfigError(f"No demonstrations named {excerpt(name)} in {str(folder)!r}. Pass one of {names}.")
     return folder / f"{name}.jsonl"
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from ..errors import ActionParseError, ConfigError
+from ..errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class TextInterface(ABC):
         """The action that a reply names.
 
         Raises:
-            ActionParseError: It names none; any ValueError, or returning None, says the same.
+            ActionParseError: It names none; a ValueError other than ConfigError, or returning None, says the same.
         """
 
     def get_action_choices(self, observation: Any) -> list[str] | None:
@@ -95,7 +95,10 @@ class TextInterface(ABC):
     def _extract(self, text: str) -> Any:
         try:
             return self.extract_action(text)
-        except (ActionParseError, ValueError) as problem:
+        except ConfigError:
+            # A mistake in the call, such as a space that parse_action cannot read: no reply would name an action.
+            raise
+        except ValueError as problem:
             logger.debug("invalid reply: %s", problem)
             return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from ..errors import ConfigError, did_you_mean
@@ -15,15 +14,12 @@ from .ppo import PPO, PPOConfig
 
 Algorithm = Literal["ppo", "grpo", "reinforce"]
 _CONFIGS: dict[str, type[PPOConfig | GRPOConfig]] = {"ppo": PPOConfig, "grpo": GRPOConfig, "reinforce": ReinforceConfig}
-# What `use_target_kl` steers to where the configuration names nothing else: 0.03 learns Blackjack fastest.
-_TARGET_KL = 0.03
 
 
 def make_learner(
     policy: Policy,
     algorithm: Algorithm,
     options: Mapping[str, Mapping[str, Any] | LearnerConfig | None],
-    use_target_kl: bool = False,
     seed: int | None = None,
 ) -> Learner[Any]:
     """Build the learner of a policy.
@@ -33,7 +29,6 @@ def make_learner(
         algorithm: Its name.
         options: Per algorithm its options, by name or as its configuration, or None; those of another algorithm are
             refused.
-        use_target_kl: Whether updates are steered to a KL of 0.03 where the options name none.
         seed: Of the minibatches' order, where the options name none.
 
     Raises:
@@ -51,6 +46,4 @@ def make_learner(
     if seed is not None and isinstance(given, Mapping):
         given = {"seed": seed, **given}
     config = _CONFIGS[algorithm].from_dict(given)
-    if use_target_kl and config.target_kl is None:
-        config = replace(config, target_kl=_TARGET_KL)
     return PPO(policy, config) if isinstance(config, PPOConfig) else GRPO(policy, config)

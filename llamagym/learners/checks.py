@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..conversation.episode import Conversation, Episode
-from ..errors import ConfigError, EpisodeError
+from ..errors import ConfigError, EpisodeError, excerpt
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_number
 
@@ -48,19 +48,20 @@ def check_reward(reward: float, place: int, conversation: Conversation, env_id: 
     is_whole = isinstance(place, Integral) and not isinstance(place, bool)
     if not is_whole or not -count <= place < count:
         raise EpisodeError(
-            f"Reward {reward} is for turn {place!r} of environment {env_id!r}, whose episode has {count} turns. Pass a "
-            f"whole number from {-count} to {count - 1}; rewards of an episode that has ended cannot be changed."
+            f"Reward {excerpt(reward)} is for turn {excerpt(place)} of environment {env_id!r}, whose episode has "
+            f"{count} turns. Pass a whole number from {-count} to {count - 1}; rewards of an episode that has ended "
+            "cannot be changed."
         )
     if place % count < conversation.learnt_turns:
         raise EpisodeError(
-            f"Reward {reward} for turn {place} of environment {env_id!r} comes too late: its first "
+            f"Reward {excerpt(reward)} for turn {place} of environment {env_id!r} comes too late: its first "
             f"{conversation.learnt_turns} turns have been learnt from. Pass a judge to train(), which then "
             "learns from whole episodes."
         )
     total = conversation.turns[int(place)].reward + as_number(reward)
     if not abs(total) < _LARGEST_REWARD:
         raise EpisodeError(
-            f"Reward {reward!r} for environment {env_id!r} is no number, not finite, or brings the sum of its "
+            f"Reward {excerpt(reward)} for environment {env_id!r} is no number, not finite, or brings the sum of its "
             f"action's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the environment, or scale "
             "its rewards."
         )
@@ -109,7 +110,7 @@ def check_samples(
     given = {"queries": queries, "responses": responses, "scores": scores}
     for name, values in given.items():
         if isinstance(values, str) or not hasattr(values, "__len__"):
-            raise ConfigError(f"{name} is {values!r}, expected a list with one entry a sample.")
+            raise ConfigError(f"{name} is {excerpt(values)}, expected a list with one entry a sample.")
     lengths = {name: len(values) for name, values in given.items()}
     if set(lengths.values()) != {batch_size}:
         raise ConfigError(
@@ -119,7 +120,7 @@ def check_samples(
     for name, sequences in (("queries", queries), ("responses", responses)):
         for index, ids in enumerate(sequences):
             if not isinstance(ids, Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-                received = ids.dtype if isinstance(ids, Tensor) else f"{ids!r}"
+                received = ids.dtype if isinstance(ids, Tensor) else excerpt(ids)
                 raise ConfigError(
                     f"{name}[{index}] is {received}, expected a tensor of token ids, int64 (length,). Pass "
                     "torch.tensor(tokenizer(text).input_ids)."
@@ -136,11 +137,11 @@ def check_samples(
                 )
     for index, score in enumerate(scores):
         if not isinstance(score, SupportsFloat):
-            raise ConfigError(f"scores[{index}] is {score!r}, expected a number.")
+            raise ConfigError(f"scores[{index}] is {excerpt(score)}, expected a number.")
         if (shape := tuple(getattr(score, "shape", ()))) and math.prod(shape) != 1:
             raise ConfigError(f"scores[{index}] has shape {shape}, expected one number per response.")
-        if not math.isfinite(score):
-            raise ConfigError(f"scores[{index}] is {float(score)}, expected a finite number. Check the reward.")
+        if not math.isfinite(as_number(score)):
+            raise ConfigError(f"scores[{index}] is {excerpt(score)}, expected a finite number. Check the reward.")
 
 
 def check_trainer(config: object, kind: type, *models: object) -> None:
@@ -155,7 +156,9 @@ def check_trainer(config: object, kind: type, *models: object) -> None:
         ConfigError: One is something else.
     """
     if not isinstance(config, kind):
-        raise ConfigError(f"config is {config!r}, expected a {kind.__name__}. Pass {kind.__name__}(batch_size=...).")
+        raise ConfigError(
+            f"config is {excerpt(config)}, expected a {kind.__name__}. Pass {kind.__name__}(batch_size=...)."
+        )
     for model, name in zip(models, ("model", "ref_model"), strict=True):
         if not isinstance(model, AutoModelForCausalLMWithValueHead) and not (model is None and name == "ref_model"):
             raise ConfigError(

@@ -42,7 +42,7 @@ class LearnerConfig(Options):
         batch_size: An update runs when finished episodes, and in `train` what is learnt from of those under way, hold
             at least this many turns. None: 768 turns that differ, or 8,192 in all, since equal turns are computed once
             and more of them cost next to nothing.
-        mini_batch_size: Turns per optimiser step; a batch that is smaller makes one step. None: a quarter of the batch, at
+        mini_batch_size: Turns per optimizer step; a smaller batch makes one step. None: a quarter of the batch, at
             least 64.
         learning_rate: Of the policy's weights (Adam).
         warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure

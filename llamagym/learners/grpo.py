@@ -31,6 +31,7 @@ from torch import Tensor
 from ..conversation.episode import Episode
 from ..conversation.records import key_from
 from ..errors import EpisodeError
+from ..options import check_arguments
 from ..policy.policy import Policy
 from .base import Learner, Stats
 from .config import LearnerConfig
@@ -153,7 +154,11 @@ class GRPO(Learner[Targets]):
         Args:
             policy: Whose trainable weights are updated; its value head is left alone.
             config: How; a `ReinforceConfig` makes it REINFORCE.
+
+        Raises:
+            ConfigError: An argument has the wrong type.
         """
+        check_arguments(GRPO.__init__, locals())
         self._learned = LearnedGroups()
         super().__init__(policy, config, config.epochs)
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.arguments import check_flags, check_keys, environment_ids, informed, listed, one_each
+from ..conversation.arguments import check_flags, environment_ids, informed, listed, one_each, plain_keys
 from ..conversation.chat_template import ChatTemplate
 from ..conversation.episode import Context, Conversation, Episode, commonest_reply, renumbered
 from ..conversation.records import IdTable, episode_from, episode_record
-from ..errors import EpisodeError
+from ..errors import EpisodeError, excerpt
 from ..models import checkpoints
 from ..models.atomic import written_whole
 from ..models.lock import alone
 from ..models.quantization import computing_dtype
 from ..models.state_files import read_state, write_state
-from ..options import as_number
+from ..options import as_json, as_number
 from ..policy.actor import Actor
 from ..policy.policy import Policy
 from . import ranks
@@ -112,11 +112,11 @@ class LearningActor(Actor):
         """
         self.policy.drop_caches()
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
-        own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": dict(loop or {})}
+        own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": as_json(dict(loop or {}))}
         of_others = ranks.gather_objects(own)[1:]
         if ranks.is_main_process():
             target = Path(os.path.expanduser(folder))
-            about = {"options": self._identity, **(facts or {})}
+            about = {"options": self._identity, **as_json(dict(facts or {}))}
             with written_whole(target, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather_objects(None)
@@ -188,9 +188,17 @@ class LearningActor(Actor):
         final_observation: Any = None,
         group: Hashable | None = None,
         final_info: Mapping[str, Any] | None = None,
+        *,
+        terminated: bool | None = None,
     ) -> Stats:
-        """End the episode of one environment; see `terminate_episodes`."""
-        return self.terminate_episodes([0], [truncated], [final_observation], train, [group], [final_info])
+        """End the episode of one environment; see `terminate_episodes`.
+
+        agent.terminate_episode(terminated=terminated, truncated=truncated, final_observation=observation)
+        """
+        reached_final_state = None if terminated is None else [terminated]
+        return self.terminate_episodes(
+            [0], [truncated], [final_observation], train, [group], [final_info], terminated=reached_final_state
+        )
 
     def assign_rewards(
         self,
@@ -215,7 +223,9 @@ class LearningActor(Actor):
         places = one_each(turns, -1, ids, "turns")
         for reward, env_id, place in zip(given, ids, places, strict=True):
             if not self._has_turns(env_id):
-                raise EpisodeError(f"Reward {reward} for environment {env_id!r} follows no action. Call act() first.")
+                raise EpisodeError(
+                    f"Reward {excerpt(reward)} for environment {env_id!r} follows no action. Call act() first."
+                )
             check_reward(reward, place, self._conversations[env_id], env_id)
         for reward, env_id, place in zip(given, ids, places, strict=True):
             self.conversation(env_id).reward(as_number(reward), int(place))
@@ -229,6 +239,8 @@ class LearningActor(Actor):
         train: bool = True,
         groups: Sequence[Hashable | None] | None = None,
         final_infos: Sequence[Mapping[str, Any] | None] | None = None,
+        *,
+        terminated: Sequence[bool] | None = None,
     ) -> Stats:
         """End episodes, and learn if that fills a batch.
 
@@ -239,7 +251,8 @@ class LearningActor(Actor):
 
         Args:
             env_ids: Environments whose episodes ended.
-            truncated: Which of them were cut off rather than finished; by default none.
+            truncated: Which of them were cut off rather than finished; by default none. Without effect where
+                `terminated` is passed.
             final_observations: The observation after the last step; a learner with a critic (PPO) needs it of those
                 that were cut off.
             train: Whether these episodes are learnt from; if not, they are dropped, as those are of which a turn was
@@ -247,18 +260,22 @@ class LearningActor(Actor):
             groups: For GRPO, what tells which episodes began alike, such as the seed of their reset; by default all
                 did. A start that is played again needs a group of its own.
             final_infos: The info after the last step, for a `format_observation` that takes it.
+            terminated: Which of them reached a final state, after which nothing is earned. Takes precedence: an episode
+                that was terminated and truncated at once is terminated; one that is neither was cut off by the loop.
+                None: those that were not truncated.
 
         Returns:
             Statistics of the update, or an empty dictionary if none ran.
         """
         ids = listed(env_ids, "env_ids")
-        environment_ids(ids, ids, "episodes")
-        cut = one_each(truncated, False, ids, "truncated")
+        ids = environment_ids(ids, ids, "episodes")
+        flagged = one_each(truncated, False, ids, "truncated")
         finals = one_each(final_observations, None, ids, "final_observations")
-        group_of = one_each(groups, None, ids, "groups")
+        group_of = plain_keys(one_each(groups, None, ids, "groups"), "group")
         last_infos = informed(final_infos, ids)
-        check_keys(group_of, "group")
-        check_flags([*cut, train], "truncated or train")
+        ends = one_each(terminated, False, ids, "terminated")
+        check_flags([*flagged, *ends, train], "truncated, terminated or train")
+        cut = [bool(flag) for flag in flagged] if terminated is None else [not end for end in ends]
         bootstraps = self._learning and train and self.learner.has_critic
         for env_id, was_cut, final in zip(ids, cut, finals, strict=True):
             check_end(env_id, self._has_turns(env_id), bootstraps and was_cut and final is None)
@@ -266,7 +283,13 @@ class LearningActor(Actor):
         try:
             if self._learning and train:
                 with self.undone_on_error(ids):
-                    self._buffer += of_all_ranks(self.policy, self._ended(ids, cut, finals, last_infos, group_of))
+                    conversations, own = self._ended(ids, cut, finals, last_infos, group_of)
+                    finished = of_all_ranks(self.policy, own)
+                    self._buffer += finished
+                    # With several processes, what is learned from are copies of `own`.
+                    mine = [episode for episode in finished if episode.rank == ranks.rank()]
+                    for conversation, episode in zip(conversations, mine, strict=True):
+                        self._sample.add(episode, conversation.messages)
                     stats = self._learn(set(ids))
         except BaseException:
             self._buffer[:], self._sample = before, sample
@@ -281,17 +304,16 @@ class LearningActor(Actor):
         finals: list[Any],
         infos: list[Any],
         groups: list[Hashable | None],
-    ) -> list[Episode]:
-        """The conversations of environments as episodes, but for those with turns that were not taken to learn from."""
-        learnt = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
-        ended = []
-        for index in learnt:
-            conversation = self._conversations[env_ids[index]]
+    ) -> tuple[list[Conversation], list[Episode]]:
+        """The conversations of environments, without those that were not recorded for learning, and their episodes."""
+        recorded = [index for index, env_id in enumerate(env_ids) if self._conversations[env_id].learns]
+        conversations = [self._conversations[env_ids[index]] for index in recorded]
+        episodes = []
+        for index, conversation in zip(recorded, conversations, strict=True):
             if cut[index] and self.learner.has_critic:
                 conversation.observe(self.text_of(finals[index], infos[index]), self.response_prefix)
-            ended.append(conversation.finished(bool(cut[index]), groups[index]))
-            self._sample.add(conversation, bool(cut[index]))
-        return ended
+            episodes.append(conversation.finished(cut[index], groups[index]))
+        return conversations, episodes
 
     @contextmanager
     def cutting_episodes(self, env_ids: Sequence[Hashable]) -> Iterator[None]:

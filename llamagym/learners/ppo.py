@@ -2,7 +2,7 @@
 
 Departures from the PPO paper: the value is read at the last prompt token of a turn and one turn is one step of GAE,
 however many tokens the reply has. The value head learns on detached features, apart from the policy. What PPO shares
-with other learners stands in `learner`.
+with other learners is in `base`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..conversation.episode import Episode
+from ..options import check_arguments
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from .base import Learner, Stats
@@ -119,7 +120,11 @@ class PPO(Learner[ValueTargets]):
         Args:
             policy: Whose trainable weights are updated.
             config: How.
+
+        Raises:
+            ConfigError: An argument has the wrong type.
         """
+        check_arguments(PPO.__init__, locals())
         rate = _VALUE_RATE if config.value_learning_rate is None else config.value_learning_rate
         self._size = 1.0
         super().__init__(policy, config, config.ppo_epochs, None if config.solves_for_values else rate)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from ..models.hardware import PASS_TOKENS
 from ..models.lock import lock_of
 from ..models.lora import mask_frozen_gradients_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+from ..options import check_arguments, explains_wrong_calls
 from ..policy.choices import entropy_from_logits
 from . import ranks
 from .checks import check_precision, check_samples, check_trainer
@@ -59,6 +60,7 @@ _ESTIMATORS: dict[KLPenalty, KLEstimator] = {"kl": "k1", "abs": "abs", "mse": "k
 _KL_TOLERANCE = 1.5
 
 
+@runtime_checkable
 class Shuffler(Protocol):
     """What draws the order of the samples; a `numpy.random.Generator` is one."""
 
@@ -78,6 +80,7 @@ class PPOTrainer:
         kl_coef: Weight of the KL penalty in the next step's rewards.
     """
 
+    @explains_wrong_calls(positional=5)
     def __init__(
         self,
         config: PPOConfig,
@@ -110,7 +113,11 @@ class PPOTrainer:
             ConfigError: `kl_penalty` is unknown, `config` puts the KL into the loss or solves for the critic, an
                 argument is of another type, or weights that learn have fewer than 32 bits.
         """
+        arguments = dict(locals())
         check_trainer(config, PPOConfig, model, ref_model)
+        check_arguments(PPOTrainer.__init__, arguments)
+        if ratio_threshold <= 0:
+            raise ConfigError(f"ratio_threshold={ratio_threshold} is not positive.")
         if kl_penalty not in _ESTIMATORS:
             raise ConfigError(f"kl_penalty={kl_penalty!r}. {did_you_mean(str(kl_penalty), get_args(KLPenalty))}")
         if config.kl_placement != "reward":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..conversation.chat_template import Message
-from ..conversation.episode import Conversation, Turn
+from ..conversation.episode import Episode, Turn
 
 Transcript = dict[str, Any]
 """An episode as JSON holds it: `system`, `return`, `length`, `truncated` and `turns` (of many, both ends).
@@ -35,9 +35,9 @@ class EpisodeSample:
         twin._seen, twin._kept = self._seen, list(self._kept)
         return twin
 
-    def add(self, conversation: Conversation, truncated: bool) -> None:
-        """Take in an episode that has ended, and whether it was cut off."""
-        whole = (tuple(conversation.turns), list(conversation.messages), truncated)
+    def add(self, episode: Episode, messages: Sequence[Message]) -> None:
+        """Take in an episode that has ended, and its chat messages."""
+        whole = (episode.all_turns, list(messages), episode.truncated)
         self._seen += 1
         if len(self._kept) < _EPISODES:
             self._kept.append(whole)

@@ -25,7 +25,8 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
-from ..errors import ConfigError, ModelLoadError, did_you_mean
+from ..errors import ConfigError, ModelLoadError, did_you_mean, excerpt
+from ..options import check_arguments
 from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import (
@@ -108,14 +109,15 @@ def load_model_and_tokenizer(
 
     if not (peft_config is None or peft_config is False or isinstance(peft_config, PeftConfig)):
         raise ConfigError(
-            f"peft_config={peft_config!r}. Pass None for the registry's LoRA, False for none, or a configuration of "
-            "PEFT's, such as LoraConfig(...)."
+            f"peft_config={excerpt(peft_config)}. Pass None for the registry's LoRA, False for none, or a "
+            "configuration of PEFT's, such as LoraConfig(...)."
         )
     if lora_layer_fraction is not None and peft_config is not None:
         raise ConfigError(
             f"lora_layer_fraction={lora_layer_fraction} belongs to the registry's LoRA; peft_config says otherwise. "
             "Set layers_to_transform in the latter instead."
         )
+    check_arguments(load_model_and_tokenizer, locals(), PeftConfig=PeftConfig)
     target = resolve_device(device)
     if attn_implementation not in (None, *_ATTENTION):
         raise ConfigError(

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, excerpt
 from .hub import (
     ADAPTER_CONFIG,
     check_model_file,
@@ -140,7 +140,16 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
     """
 
     def __init__(self, pretrained_model: PreTrainedModel | PeftModel) -> None:
-        """Put a fresh value head on `pretrained_model`."""
+        """Put a fresh value head on `pretrained_model`.
+
+        Raises:
+            ModelLoadError: It is not a model; a name or a folder is for `from_pretrained`.
+        """
+        if not isinstance(pretrained_model, nn.Module):
+            raise ModelLoadError(
+                f"pretrained_model must be a model, got {excerpt(pretrained_model)}. Pass names and folders to "
+                "AutoModelForCausalLMWithValueHead.from_pretrained()."
+            )
         super().__init__()
         self.pretrained_model = pretrained_model
         self.lora_depth_is_open = False

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.arguments import check_keys, check_text, environment_ids, informed, listed
+from ..conversation.arguments import check_text, environment_ids, informed, listed, plain_keys
 from ..conversation.chat_template import ChatTemplate, Message
 from ..conversation.episode import Context, Conversation, Reply
 from ..conversation.interface import TextInterface
@@ -23,6 +23,7 @@ from ..conversation.records import IdTable, conversation_record, key_from, resto
 from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
 from ..models.trained_weights import check_fits
+from ..options import check_arguments
 from .policy import Policy
 from .sampling import redrawn_on_error
 from .saved import policy_state, restore_policy
@@ -61,7 +62,7 @@ class Actor(TextInterface):
         self.chat_template = template
         self._context: Context = context
         self.response_prefix = response_prefix
-        self._penalty = invalid_action_penalty
+        self._penalty = float(invalid_action_penalty)
         self._conversations: dict[Hashable, Conversation] = {}
         self._masking = Masking(lambda choice: self._extract(self.response_prefix + choice))
         self._learning, self._greedy = True, False
@@ -76,7 +77,11 @@ class Actor(TextInterface):
 
         Args:
             greedy: Take the most likely choice or token instead of sampling.
+
+        Raises:
+            ConfigError: It is neither True nor False.
         """
+        check_arguments(Actor.eval, locals())
         self._learning, self._greedy = False, greedy
 
     @property
@@ -106,10 +111,10 @@ class Actor(TextInterface):
 
     def conversation(self, env_id: Hashable) -> Conversation:
         """The current conversation of an environment; a new one if there is none."""
-        check_keys([env_id], "environment id")
-        if env_id not in self._conversations:
-            self._conversations[env_id] = self.new_conversation()
-        return self._conversations[env_id]
+        (key,) = plain_keys([env_id], "environment id")
+        if key not in self._conversations:
+            self._conversations[key] = self.new_conversation()
+        return self._conversations[key]
 
     def _has_turns(self, env_id: Hashable) -> bool:
         return env_id in self._conversations and bool(self._conversations[env_id].turns)
@@ -219,9 +224,7 @@ class Actor(TextInterface):
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
         """Drop unfinished episodes without learning from them."""
-        ids = listed(env_ids, "env_ids")
-        check_keys(ids, "environment id")
-        for env_id in ids:
+        for env_id in plain_keys(listed(env_ids, "env_ids"), "environment id"):
             self._conversations.pop(env_id, None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Policy:
         offered: Every choice that was ever offered.
         calibrates: Whether choices are measured against what is usual, unless demonstrations said what is meant.
         calibration: What they are measured against, if anything.
-        aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `adapter`).
+        aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `lora`).
         num_updates: Number of updates. An update is all that is learned from one batch: the learner's optimizer steps
             and, where there is replay, its steps after them. A warm start is not an update.
         rng: Draws replies.
@@ -263,7 +263,7 @@ class Policy:
     def initialize_from_data(self, segments: Sequence[Segment], critic: bool = True) -> None:
         """Data-dependent initialisation from these segments, equal ones once; replies and values stay what they are.
 
-        A fresh adapter is pointed at what differs between observations (see `adapter`), and the value head's features
+        A fresh adapter is pointed at what differs between observations (see `lora`), and the value head's features
         are standardised.
 
         Args:

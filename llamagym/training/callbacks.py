@@ -6,8 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+import numpy as np
+
+from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
+from ..options import as_json, as_statistics, check_arguments, require_positive
 from .played import PlayedEpisode
 from .run import Run
 
@@ -18,10 +21,11 @@ class Callback:
     """Is told what happens in a training; override what you need.
 
     `on_step`, `on_episode_end` and `on_update` end the training after the step under way by returning False; anything
-    else, None among it, lets it go on. They are called in this order, after all has been counted in `run`. An exception
-    ends the training like one of the environment: with a `checkpoint_dir` the state after the step is saved.
+    else, such as None or 0, lets it go on. They are called in this order, after all has been counted in `run`. An
+    exception ends the training like one of the environment: with a `checkpoint_dir` the state after the step is saved.
 
-    A callback that a resumed run must find as it was left returns its state, as JSON holds it, from `state_dict`.
+    A callback that a resumed run must find as it was left returns its state from `state_dict`: what JSON holds, and
+    numbers and arrays of NumPy, which are read again as Python's numbers and lists.
     """
 
     def on_training_start(self, run: Run) -> None:
@@ -34,7 +38,7 @@ class Callback:
         """After an episode has ended; `episode` holds all that was read, said, done and earned in it."""
 
     def on_update(self, run: Run, stats: Stats) -> bool | None:
-        """After an update; numbers that are added to `stats` are logged and kept with its own."""
+        """After an update; numbers and strings that are added to `stats` are logged and kept with its own."""
 
     def on_training_end(self, run: Run) -> None:
         """After the last step, whatever ended the training: `run.is_over` is False after an error or a signal."""
@@ -54,10 +58,10 @@ class StopOnReturn(Callback):
         """Stop when the mean over the last `episodes`, as many at least, reaches `mean_return`.
 
         Raises:
-            ConfigError: There are no episodes to take the mean of.
+            ConfigError: An argument has the wrong type, or there are no episodes to take the mean of.
         """
-        if episodes < 1:
-            raise ConfigError(f"episodes={episodes}. Pass the number to take the mean over, at least 1.")
+        check_arguments(StopOnReturn.__init__, locals())
+        require_positive(episodes=episodes)
         self._mean_return, self._episodes = mean_return, episodes
 
     def on_episode_end(self, run: Run, episode: PlayedEpisode) -> bool:
@@ -79,8 +83,8 @@ class Callbacks(Callback):
         for callback in given:
             if not isinstance(callback, Callback):
                 raise ConfigError(
-                    f"callbacks holds {callback!r}. Pass objects of classes derived from llamagym.Callback; a function "
-                    "of an update's statistics is passed as on_update."
+                    f"callbacks holds {excerpt(callback)}. Pass objects of classes derived from llamagym.Callback; a "
+                    "function of an update's statistics is passed as on_update."
                 )
         self._callbacks = given
 
@@ -98,8 +102,14 @@ class Callbacks(Callback):
         return self._go_on(lambda callback: callback.on_episode_end(run, episode))
 
     def on_update(self, run: Run, stats: Stats) -> bool:
-        """Tell each; False if one says so."""
-        return self._go_on(lambda callback: callback.on_update(run, stats))
+        """Call each; False if one returned False. Statistics that callbacks added become Python's own numbers.
+
+        Raises:
+            ConfigError: A callback added a statistic that is neither a number nor a string; it is dropped.
+        """
+        goes_on = self._go_on(lambda callback: callback.on_update(run, stats))
+        make_plain_(stats)
+        return goes_on
 
     def on_training_end(self, run: Run) -> None:
         """Tell each."""
@@ -108,7 +118,8 @@ class Callbacks(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each, with the name of its class."""
-        return {"callbacks": [[type(callback).__name__, callback.state_dict()] for callback in self._callbacks]}
+        states = [[type(callback).__name__, as_json(callback.state_dict())] for callback in self._callbacks]
+        return {"callbacks": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore each callback's state by the name of its class; several of one class in their order."""
@@ -122,6 +133,28 @@ class Callbacks(Callback):
             elif callback.state_dict():
                 logger.warning("The checkpoint has no state for %s; it starts fresh.", name)
 
-    def _go_on(self, tell: Callable[[Callback], bool | None]) -> bool:
-        answers = [tell(callback) for callback in self._callbacks]
-        return all(answer is None or bool(answer) for answer in answers)
+    def _go_on(self, call: Callable[[Callback], bool | None]) -> bool:
+        answers = [call(callback) for callback in self._callbacks]
+        return not any(map(is_false, answers))
+
+
+def is_false(answer: object) -> bool:
+    """Whether a callback returned False, Python's or NumPy's; nothing else ends a training, such as None or 0."""
+    return isinstance(answer, (bool, np.bool_)) and not answer
+
+
+def make_plain_(stats: Stats) -> None:
+    """Makes Python's own numbers of statistics that users added, so that they can be logged and saved.
+
+    Raises:
+        ConfigError: One is neither a number nor a string; it is dropped, so that the rest can be saved.
+    """
+    problems: list[ConfigError] = []
+    for name in list(stats):
+        value = stats.pop(name)
+        try:
+            stats.update(as_statistics({name: value}))
+        except ConfigError as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..learners.base import Stats
-from ..options import as_seed, check_arguments
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, require_text
 from .callbacks import Callback
 from .environments import EnvSource
-from .evaluation import EvaluationResult, evaluate, require_positive
+from .evaluation import EvaluationResult, evaluate
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class EvalCallback(Callback):
         best_update: The update that it was measured after.
     """
 
+    @explains_wrong_calls(positional=3)
     def __init__(
         self,
         env: EnvSource,
@@ -63,6 +64,7 @@ class EvalCallback(Callback):
             ConfigError: An argument is of the wrong type or out of range, or both intervals are given.
         """
         check_arguments(EvalCallback.__init__, locals())
+        require_text(best_dir=best_dir)
         require_positive(episodes=episodes, every=every, every_episodes=every_episodes, num_envs=num_envs)
         if every is not None and every_episodes is not None:
             raise ConfigError(f"every={every} and every_episodes={every_episodes}. Pass one of them.")
@@ -103,7 +105,14 @@ class EvalCallback(Callback):
             self._evaluate(run)
 
     def _evaluate(self, run: Run) -> tuple[EvaluationResult, bool]:
-        result = evaluate(run.agent, self._env, self._episodes, self._seed, self._num_envs, self._greedy)
+        result = evaluate(
+            run.agent,
+            self._env,
+            episodes=self._episodes,
+            seed=self._seed,
+            num_envs=self._num_envs,
+            greedy=self._greedy,
+        )
         self._last_update, self._last_episodes = len(run.updates), len(run.returns)
         self.results.append((self._last_update, result))
         logger.info("after update %d: %s", self._last_update, result)

@@ -11,8 +11,8 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from ..agent import Agent
-from ..errors import ConfigError
-from ..options import as_seed, check_arguments
+from ..errors import ConfigError, excerpt
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
 from .environments import EnvSource, copies_for, opened
 from .play import Play
 from .played import Judge, success_rate
@@ -131,11 +131,17 @@ def _bootstrap_interval(returns: Sequence[float]) -> tuple[float, float]:
 def side_by_side(results: Mapping[str, EvaluationResult]) -> str:
     """Results as a table with a row for each, by name.
 
+    Raises:
+        ConfigError: `results` is not a dictionary of results of `evaluate`, or empty.
+
     >>> print(side_by_side({"agent": EvaluationResult([1.0, 1.0], [2, 4], [0, 0], [True, True])}))
     policy  mean return   95% interval  success  turns  invalid  episodes
     agent         1.000  0.342..1.000   100.0%    3.0     0.0%         2
     """
-    width = max(map(len, ("policy", *results)))
+    is_usable = isinstance(results, Mapping) and len(results) > 0
+    if not is_usable or not all(isinstance(result, EvaluationResult) for result in results.values()):
+        raise ConfigError(f"results must be a dictionary of results of evaluate() by name, got {excerpt(results)}.")
+    width = max(len(str(name)) for name in ("policy", *results))
     rows = [f"{'policy':<{width}}  mean return   95% interval  success  turns  invalid  episodes"]
     for name, result in results.items():
         low, high = result.interval
@@ -147,14 +153,15 @@ def side_by_side(results: Mapping[str, EvaluationResult]) -> str:
     return "\n".join(rows)
 
 
+@explains_wrong_calls(positional=2)
 def evaluate(
     agent: Agent | Policy,
     env: EnvSource,
+    *,
     episodes: int,
     seed: int | None = None,
     num_envs: int | None = None,
     greedy: bool = True,
-    *,
     judge: Judge | None = None,
 ) -> EvaluationResult:
     """Measure an agent or another policy; nothing is learnt, and what the agent was training on stays as it is.
@@ -222,17 +229,6 @@ def _measured(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) ->
             agent.train()
         else:
             agent.eval(was_greedy)
-
-
-def require_positive(**counts: int | None) -> None:
-    """Refuse counts below 1; None is no count.
-
-    Raises:
-        ConfigError: One is.
-    """
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigError(f"{name}={count!r}. Pass a whole number of at least 1.")
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from ..errors import ConfigError
 from ..learners import ranks
 from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
-from ..options import as_seed, check_arguments
-from .callbacks import Callback, Callbacks
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
+from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
-from .evaluation import own_conversations, require_positive
+from .evaluation import own_conversations
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play, Taken
 from .played import Judge, PlayedEpisode, success_rate
@@ -68,16 +68,17 @@ class TrainingResult:
         return success_rate(self.successes)
 
 
+@explains_wrong_calls(positional=2)
 def train(
     agent: Agent,
     env: EnvSource,
+    *,
     episodes: int | None = None,
     num_envs: int | None = None,
     seed: int | None = None,
     on_update: Callable[[Stats], bool | None] | None = None,
     tracker: Tracker | None = None,
     group_size: int | None = None,
-    *,
     turns: int | None = None,
     minutes: float | None = None,
     callbacks: Sequence[Callback] | Callback | None = None,
@@ -120,8 +121,8 @@ def train(
             first, and after each update as many as a batch holds episodes, at least 16: with more, few episodes would
             start per batch, and early turns would hardly be trained on.
         seed: Base seed of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
-        on_update: Called with the statistics of each update, after callbacks and tracker; returning True ends the
-            training.
+        on_update: Called with the statistics of each update, after callbacks and tracker; as with callbacks, returning
+            False ends the training.
         tracker: Receives them with what callbacks added, and the minutes so far. If it fails, that is said, and
             training goes on.
         group_size: Leave it out. The number of episodes that share a reset seed, in as many copies in a row, is the
@@ -252,7 +253,10 @@ def train(
                 "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
             )
 
+        has_warned = False
+
         def take(taken: Taken) -> None:
+            nonlocal has_warned
             taken = taken.with_others()
             counted = run.take(taken.ended, taken.stats, taken.turns)
             _notify(all_callbacks, run, counted, taken.stats)
@@ -261,8 +265,18 @@ def train(
                 if finds_copies:
                     play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, taken.stats))
                 trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
-                if on_update is not None and on_update(taken.stats):
-                    run.stop()
+                if on_update is not None:
+                    answer = on_update(taken.stats)
+                    make_plain_(taken.stats)
+                    if is_false(answer):
+                        logger.warning("on_update returned False, which ends the training (in earlier versions: True).")
+                        run.stop()
+                    elif answer is True and not has_warned:
+                        has_warned = True
+                        logger.warning(
+                            "on_update returned True, which ended the training in earlier versions. Now False ends it, "
+                            "as in callbacks, and it goes on. Return False to end it, None to go on."
+                        )
 
         def save() -> None:
             if saved is not None:

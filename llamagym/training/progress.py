@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..learners import ranks
 from ..models.quiet import is_terminal
+from ..options import check_arguments, require_positive
 
 # A line is printed after this many seconds without one: an update of a large model may take a minute.
 _LONGEST_SILENCE_S = 10.0
@@ -53,7 +54,12 @@ class Progress:
             unit: Name of an episode in the output, such as "hand".
             window: Number of latest episodes in the mean return.
             share: Returns the share of the run's budget that is used up, 0 to 1; None is the share of `episodes`.
+
+        Raises:
+            ConfigError: An argument has the wrong type, or a number is below 1.
         """
+        check_arguments(Progress.__init__, locals())
+        require_positive(episodes=episodes, window=window)
         self._total = episodes
         self._share_of_budget = share
         self._unit = unit

@@ -19,7 +19,7 @@ from ..agent import Agent
 from ..errors import ConfigError
 from ..learners import ranks
 from ..learners.base import Stats
-from ..options import as_json
+from ..options import as_json, check_arguments, require_positive
 from .played import PlayedEpisode, success_rate
 
 
@@ -40,8 +40,10 @@ class Run:
         """Begin; the first budget that is spent ends the run, and None is no limit.
 
         Raises:
-            ConfigError: There is no limit at all, or `minutes` is none.
+            ConfigError: There is no limit at all, or an argument has the wrong type or is not positive.
         """
+        check_arguments(Run.__init__, locals())
+        require_positive(episodes=episodes, turns=turns)
         if episodes is None and turns is None and minutes is None:
             raise ConfigError(
                 "train() needs a budget. Pass minutes=10, episodes=20_000 or turns=100_000, or several of them; the "

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from ..agent import Agent
 from ..errors import ConfigError
 from ..learners.base import Stats
-from ..options import check_arguments
+from ..options import check_arguments, require_positive, require_text
 from .callbacks import Callback
-from .evaluation import EvaluationResult, require_positive
+from .evaluation import EvaluationResult
 from .run import Run
 
 
@@ -52,6 +52,7 @@ class ScoreCallback(Callback):
         """
         check_arguments(ScoreCallback.__init__, locals())
         require_positive(every=every)
+        require_text(name=name)
         self._function = score
         self._every = every
         self._name = name

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..agent import Agent
-from ..errors import ConfigError
 from ..learners import ranks
-from ..options import as_json
+from ..options import as_json, as_statistics, check_arguments, explains_wrong_calls, require_text
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
@@ -55,8 +54,9 @@ class JsonlTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Append a line; a number that is not finite, which JSON has no word for, is left out."""
-        finite = {name: value for name, value in metrics.items() if isinstance(value, str) or math.isfinite(value)}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        row = as_statistics({"step": step, **metrics})
+        finite = {name: value for name, value in row.items() if isinstance(value, str) or math.isfinite(value)}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def position(self) -> int:
@@ -176,6 +176,7 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
+@explains_wrong_calls(positional=4)
 def default_tracker(
     run_dir: str | Path,
     config: Mapping[str, Any],
@@ -198,10 +199,11 @@ def default_tracker(
         log_with: "csv", or trackers that accelerate knows: "tensorboard", "wandb", "trackio", "mlflow", ...
 
     Raises:
-        ConfigError: A tracker is unknown, or its package is missing; then no file has been written.
+        ConfigError: An argument has the wrong type, a tracker is unknown, or its package is missing; then no file has
+            been written.
     """
-    if isinstance(log_with, str):
-        raise ConfigError(f"log_with must be a list of names, got {log_with!r} (str). Pass [{log_with!r}].")
+    check_arguments(default_tracker, locals())
+    require_text(run_dir=run_dir)
     if not ranks.is_main_process():
         return MultiTracker()
     folder = Path(run_dir).expanduser()

@@ -3,7 +3,8 @@
 python scripts/benchmarks/ablation.py [--only VARIANT ...] [--workloads WORKLOAD ...]
 
 In one process, with and without in turn. Below 1, the piece makes the workload faster: 0.9 is a tenth less without it.
-What is not below 0.95 anywhere does not pay. What a run leaves out stays as it was measured before.
+What is not below 0.95 anywhere does not pay. What a run leaves out stays as it was measured before; every value names
+its session, with the commit, the command and the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from common import RESULTS, save
+from common import RESULTS, command, setting
 from torch.nn import functional
 from workload import feign_update
 from workloads import WORKLOADS, agent_of, round_of, take_batch
@@ -37,6 +38,7 @@ MEASURED = {
     "single": WORKLOADS["single"],
 }
 ROUNDS = 3
+UNIT = "turns per second of CPU time without, over with; medians of pairs in turn"
 LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
@@ -151,12 +153,27 @@ def main() -> None:
                 }
             shown = {work: row["without_over_with"] for work, row in table[name].items()}
             print(f"{name}: {shown}", flush=True)
-    result = RESULTS / "ablation.json"
-    before = json.loads(result.read_text())["rows"] if result.exists() else {}
-    rows = {name: before.get(name, {}) | table.get(name, {}) for name in VARIANTS if name in before or name in table}
-    save(
-        "ablation", {"unit": "turns per second of CPU time without, over with; medians of pairs in turn", "rows": rows}
-    )
+    path = RESULTS / "ablation.json"
+    saved = json.loads(path.read_text()) if path.exists() else {"rows": {}, "sessions": {}}
+    path.write_text(json.dumps(merged(saved, table, {"command": command(), **setting()}), indent=1) + "\n")
+
+
+def merged(saved: dict[str, Any], table: dict[str, dict[str, Any]], session: dict[str, Any]) -> dict[str, Any]:
+    """A result with new values in the place of old ones; sessions that no value is of any more are dropped."""
+    key = f"{session['commit'][:7]} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    rows: dict[str, dict[str, Any]] = {}
+    for name in VARIANTS:
+        new = {work: {**value, "session": key} for work, value in table.get(name, {}).items()}
+        if row := saved["rows"].get(name, {}) | new:
+            rows[name] = row
+    sessions = {**saved["sessions"], key: session}
+    used = {value["session"] for row in rows.values() for value in row.values()}
+    return {
+        **saved,
+        "unit": UNIT,
+        "sessions": {name: sessions[name] for name in sessions if name in used},
+        "rows": rows,
+    }
 
 
 if __name__ == "__main__":

@@ -228,12 +228,16 @@ def named(claim: str, dtype: str) -> str:
     return claim if dtype == "float32" else f"{claim}-{dtype}"
 
 
+def command() -> str:
+    """The command that this process was started with."""
+    # Where a rival's environment lies is of no use to anybody else.
+    arguments = ["PATH" if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
+    return " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *arguments])
+
+
 def save(name: str, result: dict[str, Any]) -> None:
     """Write a result beside its setting and its command, and show it."""
     RESULTS.mkdir(exist_ok=True)
-    # Where a rival's environment lies is of no use to anybody else.
-    arguments = ["PATH" if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
-    command = " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *arguments])
-    whole = {"command": command, **setting(), **result}
+    whole = {"command": command(), **setting(), **result}
     (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
     print(json.dumps(result, indent=1))

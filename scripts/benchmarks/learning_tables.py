@@ -30,6 +30,14 @@ _TARGETS = {
     "babyai-memory": "0.9",
     "babyai-go-to-local": "0.85",
 }
+# What did not reach its target, by the name of the result files, and what limits it.
+_LIMITS = {
+    "mastermind-10000-games": "games to imitate, and the residual randomness of sampling",
+    "mastermind": "random guesses hardly ever find the code, so next to nothing is rewarded",
+    "babyai-memory": "looking back is unlearned before it is worth anything",
+    "cartpole-two-decimals": "half of what an update gains is for its own batch alone; what the critic can tell",
+    "babyai-go-to-local": "greedy alone: the agent goes to and fro between two views",
+}
 # The README's rows, by the name of the result files: short and long tasks, numbers and texts, listed and free replies.
 _SHOWN_IN_README = (
     "text-world-defaults",
@@ -114,6 +122,17 @@ def results() -> str:
         *time_to_goal(runs_by_name()["blackjack"]),
     ]
     return "\n".join([*lines, *plots])
+
+
+def shortfalls() -> str:
+    """What fell short of its target: an experiment a line, with its seeds one after the other."""
+    lines = ["| task | target | sampled, by seed | greedy, by seed | what limits it |", "|---|---|---|---|---|"]
+    found = runs_by_name()
+    for name, limit in _LIMITS.items():
+        runs = found[name]
+        returns = (", ".join(number(run[f"expected_return_{how}"]) for run in runs) for how in ("after", "greedy"))
+        lines.append(table_row(title(name, runs), _TARGETS[name], *returns, limit))
+    return "\n".join(lines)
 
 
 def minutes(run: Run) -> float:

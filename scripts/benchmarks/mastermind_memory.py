@@ -137,7 +137,7 @@ def main() -> None:
             for name, of_agent in likely.items():
                 shares[name].append(of_agent[number][turn])
     greedy = {
-        name: evaluate(agent, Mastermind, args.eval_episodes, HELD_OUT_SEED, greedy=True).mean
+        name: evaluate(agent, Mastermind, episodes=args.eval_episodes, seed=HELD_OUT_SEED, greedy=True).mean
         for name, agent in agents.items()
     }
     result = {

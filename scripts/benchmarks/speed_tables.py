@@ -95,7 +95,11 @@ def pieces() -> str:
     for name, row in result["rows"].items():
         cells = (f"{row[work]['without_over_with']:.2f}" if work in row else "" for work in works)
         lines.append(table_row(name, *cells))
-    return "\n".join([*lines, "", f"[Result]({_LINK}/ablation.json), on {machine(result)}."])
+    machines = dict.fromkeys(machine(session) for session in result["sessions"].values())
+    sessions = f"{len(result['sessions'])} sessions, on {' or '.join(machines)}"
+    return "\n".join(
+        [*lines, "", f"[Result]({_LINK}/ablation.json), of {sessions}; the file names one for each value."]
+    )
 
 
 def benchmarks() -> str:

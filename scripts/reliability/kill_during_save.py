@@ -65,7 +65,7 @@ def kills(folder: Path, kind: str, save: Callable[[Path], Any]) -> dict[str, int
 
 def trained(agent: Agent) -> Agent:
     """An agent that has learnt something."""
-    train(agent, DiceEnv, 12, 2, seed=0)
+    train(agent, DiceEnv, episodes=12, num_envs=2, seed=0)
     return agent
 
 

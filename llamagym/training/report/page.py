@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
+from ...errors import ConfigError, excerpt
 from ...learners.alarms import Alarms
+from ...options import check_arguments, require_text
 
 # Transcripts of a run that the page holds, spread evenly over what was recorded.
 _TRANSCRIPTS = 200
@@ -27,8 +28,12 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
         path: What to write.
 
     Raises:
-        ConfigError: A folder holds no metrics, or a line of a file is damaged.
+        ConfigError: An argument has the wrong type, a folder holds no metrics, or a line of a file is damaged.
     """
+    check_arguments(write_report, locals())
+    require_text(path=path)
+    if not runs or not all(isinstance(run, (str, Path)) and str(run) for run in runs):
+        raise ConfigError(f"runs must be a list of folders, got {excerpt(runs)}. Pass at least one.")
     data = {"runs": [_run(Path(run).expanduser()) for run in runs]}
     title = ", ".join(run["name"] for run in data["runs"])
     # Inside a script element only "</" and "<!--" could end the data.

@@ -1,0 +1,354 @@
+"""The public interface: wrong values are rejected by name, and the same rules hold everywhere."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from gymnasium import spaces
+
+import llamagym
+from llamagym import (
+    GRPO,
+    PPO,
+    AutoModelForCausalLMWithValueHead,
+    ConfigError,
+    EvalCallback,
+    GRPOConfig,
+    LlamaGymError,
+    PPOConfig,
+    PPOTrainer,
+    Progress,
+    Run,
+    ScoreCallback,
+    StopOnReturn,
+    default_tracker,
+    demonstrations_path,
+    evaluate,
+    find_json,
+    load_model_and_tokenizer,
+    name_actions,
+    parse_action,
+    parse_choice,
+    side_by_side,
+    train,
+    write_report,
+)
+from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+from tests.tiny import tiny_model, tiny_tokenizer
+
+LIMIT = 1500
+WRONG: dict[str, Any] = {
+    "object": object(),
+    "nan": float("nan"),
+    "negative": -1,
+    "digits": 10**5000,
+    "no text": "",
+    "no items": [],
+    "no entries": {},
+    "none": None,
+}
+# Wrong values of another kind than the argument's, by what else is right.
+NUMBER = {"object", "nan", "digits", "no text", "no items", "no entries"}
+TEXT = {"object", "nan", "negative", "digits", "no items", "no entries"}
+ANY = set(WRONG)
+
+
+class Call(NamedTuple):
+    """A public name, arguments that are right, and what is wrong for each."""
+
+    function: Callable[..., Any]
+    right: Callable[[], dict[str, Any]]
+    wrong: dict[str, set[str]]
+
+
+def of_model() -> dict[str, Any]:
+    return {"model": tiny_model("llama"), "tokenizer": tiny_tokenizer("llama")}
+
+
+def of_run() -> dict[str, Any]:
+    return {"agent": make_agent(ChoiceAgent), "env": CountdownEnv, "episodes": 1}
+
+
+def of_learner(config: Any) -> dict[str, Any]:
+    return {"policy": make_agent(ChoiceAgent).policy, "config": config}
+
+
+COUNT = NUMBER | {"negative"}
+FLAG = ANY
+OPTIONS = ANY - {"no entries", "none"}
+FOLDER = TEXT | {"no text"}
+RUN = {
+    "agent": ANY,
+    "env": ANY,
+    "num_envs": COUNT,
+    "seed": COUNT,
+}
+CALLS = {
+    "Agent": Call(
+        ChoiceAgent,
+        of_model,
+        {
+            "model": ANY,
+            "tokenizer": ANY,
+            "device": ANY - {"none"},
+            "generate_config_dict": OPTIONS,
+            "ppo_config_dict": OPTIONS,
+            "algorithm": ANY,
+            "grpo_config_dict": OPTIONS,
+            "reinforce_config_dict": OPTIONS,
+            "context": ANY,
+            "response_prefix": TEXT | {"none"},
+            "invalid_action_penalty": (NUMBER | {"none"}),
+            "calibrate_choices": FLAG,
+            "aim_lora": FLAG,
+            "sft_warm_start": FLAG,
+            "replay_config_dict": OPTIONS,
+            "seed": COUNT,
+        },
+    ),
+    "AutoModelForCausalLMWithValueHead": Call(
+        AutoModelForCausalLMWithValueHead, lambda: {"pretrained_model": tiny_model("llama")}, {"pretrained_model": ANY}
+    ),
+    "EvalCallback": Call(
+        EvalCallback,
+        lambda: {"env": CountdownEnv},
+        {
+            "env": ANY - {"no text"},
+            "episodes": ANY,
+            "every": COUNT,
+            "every_episodes": COUNT,
+            "best_dir": FOLDER,
+            "seed": ANY,
+            "num_envs": COUNT,
+            "greedy": FLAG,
+            "on_best": ANY - {"none"},
+        },
+    ),
+    "GRPO": Call(GRPO, lambda: of_learner(GRPOConfig()), {"policy": ANY, "config": ANY}),
+    "PPO": Call(PPO, lambda: of_learner(PPOConfig()), {"policy": ANY, "config": ANY}),
+    "PPOTrainer": Call(
+        PPOTrainer,
+        lambda: {"config": PPOConfig(), **of_model()},
+        {
+            "config": ANY,
+            "model": ANY,
+            "ref_model": ANY - {"none"},
+            "tokenizer": ANY - {"none"},
+            "kl_penalty": ANY,
+            "ratio_threshold": NUMBER | {"none", "negative"},
+            "rng": ANY - {"none"},
+        },
+    ),
+    "Progress": Call(
+        Progress,
+        dict,
+        {"episodes": COUNT, "unit": TEXT | {"none"}, "window": ANY, "share": ANY - {"none"}},
+    ),
+    "Run": Call(
+        Run,
+        lambda: {"agent": make_agent(ChoiceAgent), "episodes": 1, "turns": 1, "minutes": 1.0},
+        {"agent": ANY, "episodes": COUNT, "turns": COUNT, "minutes": COUNT},
+    ),
+    "ScoreCallback": Call(
+        ScoreCallback,
+        lambda: {"score": lambda agent: 0.0},
+        {"score": ANY, "every": ANY, "name": TEXT | {"none", "no text"}},
+    ),
+    "StopOnReturn": Call(
+        StopOnReturn, lambda: {"mean_return": 1.0}, {"mean_return": NUMBER | {"none"}, "episodes": ANY}
+    ),
+    "default_tracker": Call(
+        default_tracker,
+        lambda: {"run_dir": "unused", "config": {}},
+        {
+            "run_dir": FOLDER | {"none"},
+            "config": ANY - {"no entries"},
+            "project": TEXT,
+            "mode": TEXT,
+            "agent": ANY - {"none"},
+            "log_with": ANY - {"no items"},
+        },
+    ),
+    "demonstrations_path": Call(demonstrations_path, dict, {"name": ANY}),
+    "evaluate": Call(evaluate, of_run, {**RUN, "episodes": ANY, "greedy": FLAG, "judge": ANY - {"none"}}),
+    "find_json": Call(find_json, dict, {"reply": ANY - {"no text"}}),
+    "load_model_and_tokenizer": Call(
+        load_model_and_tokenizer,
+        dict,
+        {
+            "name": ANY,
+            "device": ANY,
+            "dtype": ANY,
+            "load_in_8bit": FLAG,
+            "load_in_4bit": FLAG,
+            "peft_config": ANY - {"none"},
+            "token": TEXT,
+            "attn_implementation": ANY - {"none"},
+            "lora_layer_fraction": COUNT,
+        },
+    ),
+    "name_actions": Call(name_actions, lambda: {"space": spaces.Discrete(2)}, {"space": ANY, "names": ANY - {"none"}}),
+    "parse_action": Call(
+        parse_action,
+        lambda: {"reply": "1", "space": spaces.Discrete(2)},
+        {"reply": ANY, "space": ANY, "key": TEXT | {"none"}},
+    ),
+    "parse_choice": Call(
+        parse_choice,
+        lambda: {"reply": "hit", "actions": {"hit": 1}},
+        {"reply": ANY, "actions": ANY, "json_key": TEXT | {"none"}},
+    ),
+    "side_by_side": Call(side_by_side, dict, {"results": ANY}),
+    "train": Call(
+        train,
+        of_run,
+        {
+            **RUN,
+            "episodes": COUNT,
+            "on_update": ANY - {"none"},
+            "tracker": ANY - {"none"},
+            "group_size": COUNT,
+            "turns": COUNT,
+            "minutes": COUNT,
+            "callbacks": ANY - {"none", "no items"},
+            "judge": ANY - {"none"},
+            "run_dir": FOLDER,
+            "log_with": ANY - {"no items"},
+            "checkpoint_dir": FOLDER,
+            "checkpoint_every": ANY,
+            "keep_checkpoints": ANY,
+            "resume": FLAG,
+            "handle_signals": FLAG,
+            "env_timeout": COUNT,
+            "overlap": FLAG,
+        },
+    ),
+    "write_report": Call(
+        write_report, lambda: {"runs": ["nowhere"], "path": "unused"}, {"runs": ANY, "path": FOLDER | {"none"}}
+    ),
+}
+# Numbers, whose wrong values `test_misuse.py` and `test_any_option.py` try, one option after the other.
+CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "PPOConfig", "ReinforceConfig"}
+# What the library makes for users to read, and what takes no argument or any.
+RECORDS = {"EvaluationResult", "PlayedEpisode", "Score", "TrainingResult"}
+WITHOUT_ARGUMENTS = {"Callback", "Tracker", "is_main_process", "main_process_first"}
+TAKE_ANYTHING = {"gather_objects"}
+
+
+def is_error(name: str) -> bool:
+    value = getattr(llamagym, name)
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def test_the_table_has_every_public_name_and_argument():
+    others = CONFIGURATIONS | RECORDS | WITHOUT_ARGUMENTS | TAKE_ANYTHING
+    assert set(CALLS) | others | set(filter(is_error, llamagym.__all__)) == set(llamagym.__all__)
+    for name, call in CALLS.items():
+        assert set(call.wrong) == set(inspect.signature(call.function).parameters), name
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name, call in CALLS.items() for argument in call.wrong]
+)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:gymnasium")
+def test_rejects_wrong_values_of_an_argument_by_its_name(name, argument, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = CALLS[name]
+    right = call.right()
+    for kind in sorted(call.wrong[argument]):
+        with pytest.raises(LlamaGymError) as caught:
+            call.function(**{**right, argument: WRONG[kind]})
+        assert argument.removesuffix("_config_dict") in str(caught.value), kind
+        assert len(str(caught.value)) < LIMIT, kind
+    assert list(tmp_path.iterdir()) == []
+
+
+def keyword_only(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if keyword_only(call.function)])
+def test_rejects_arguments_by_position_with_their_keywords(name):
+    call = CALLS[name]
+    keywords = keyword_only(call.function)
+    by_position = [None] * (len(inspect.signature(call.function).parameters) - len(keywords))
+    with pytest.raises(ConfigError, match=rf"Pass the others by keyword: {keywords[0]}=5, {keywords[1]}='x'\."):
+        call.function(*by_position, 5, "x")
+    with pytest.raises(ConfigError, match=rf"\(\) has no argument '{keywords[0]}x'\. Did you mean '{keywords[0]}'"):
+        call.function(*by_position, **{f"{keywords[0]}x": 1})
+
+
+def test_train_and_evaluate_take_agent_and_environment_by_position():
+    for function in (train, evaluate):
+        names = list(inspect.signature(function).parameters)
+        assert names[:2] == ["agent", "env"]
+        assert keyword_only(function) == names[2:]
+    with pytest.raises(ConfigError, match=r"train\(\) takes agent and env by position, got 3 more arguments"):
+        train("agent", "FrozenLake-v1", 10, 2, 0)
+
+
+def test_every_error_is_exported():
+    values = vars(llamagym.errors).values()
+    errors = {value.__name__ for value in values if isinstance(value, type) and issubclass(value, LlamaGymError)}
+    assert errors == set(filter(is_error, llamagym.__all__))
+    assert [name for name in errors if name not in llamagym.errors.__doc__] == []
+
+
+INFO = {"object", "nan", "negative", "digits", "no text", "no items"}
+LIST = {"object", "nan", "negative", "digits", "no text", "no entries"}
+METHODS: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
+    "act": ({"observation": "b"}, {"info": INFO}),
+    "act_batch": ({"observations": ["b"]}, {"observations": LIST | {"none"}, "env_ids": LIST, "infos": LIST}),
+    "assign_reward": ({"reward": 1.0}, {"reward": NUMBER | {"none"}, "turn": NUMBER | {"none"}}),
+    "assign_rewards": ({"rewards": [1.0]}, {"rewards": LIST | {"none"}, "env_ids": LIST, "turns": LIST}),
+    "terminate_episode": (
+        {"final_observation": "b"},
+        {
+            "train": ANY,
+            "truncated": ANY,
+            "group": {"object", "nan", "digits", "no items", "no entries"},
+            "final_info": INFO,
+            "terminated": ANY - {"none"},
+        },
+    ),
+    "terminate_episodes": (
+        {"env_ids": [0], "final_observations": ["b"]},
+        {
+            "env_ids": LIST | {"none"},
+            "truncated": LIST | {"no items"},
+            "final_observations": LIST | {"no items"},
+            "train": ANY,
+            "groups": LIST | {"no items"},
+            "final_infos": LIST | {"no items"},
+            "terminated": LIST | {"no items"},
+        },
+    ),
+    "discard_episodes": ({}, {"env_ids": LIST | {"none"}}),
+    "conversation": ({}, {"env_id": {"object", "nan", "digits", "no items", "no entries"}}),
+    "action_probabilities": ({"observations": ["b"]}, {"observations": LIST | {"none"}, "infos": LIST}),
+    "preflight": ({}, {"observations": LIST | {"none"}}),
+    "eval": ({}, {"greedy": ANY}),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"), [(method, argument) for method, (_, wrong) in METHODS.items() for argument in wrong]
+)
+def test_rejects_wrong_values_of_a_method_and_changes_nothing(method, argument):
+    agent = make_agent(ChoiceAgent)
+    agent.act("a")
+    if not method.startswith("assign"):
+        agent.assign_reward(0.0)
+    right, wrong = METHODS[method]
+    before = str(agent.state_dict())
+    for kind in sorted(wrong[argument]):
+        with pytest.raises(LlamaGymError) as caught:
+            getattr(agent, method)(**{**right, argument: WRONG[kind]})
+        assert len(str(caught.value)) < LIMIT, kind
+    assert str(agent.state_dict()) == before
+    assert agent.learning
+    assert not agent.greedy
