@@ -128,7 +128,7 @@ def test_hooks_are_called(family, runs):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(TERMS))
 def test_a_call_that_returns_hidden_states_does_not_change_later_passes(dtype, runs):
-    """transformers leaves hooks on all layers then, which do nothing in a pass that returns none."""
+    """Transformers leaves hooks on all layers then, which do nothing in a pass that returns none."""
     model = model_of("llama", dtype=dtype)
     backbone = prefix_cache.PrefixCache(model)
     torch.manual_seed(1)
