@@ -121,6 +121,7 @@ class Probes:
         for _ in range(1 if actor.sees_one_turn else _TURNS):
             pairs = zip(conversations, observations, strict=True)
             contexts = [self._observed(conversation, observation) for conversation, observation in pairs]
+            actor.policy.calibrate(contexts)
             for conversation, reply in zip(conversations, actor.policy.sample(contexts), strict=True):
                 conversation.answer(reply, "")
         self._said = [conversation.current_segment() for conversation in conversations]
