@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 # Objects without state of their own, or with one that only says which object it is.
-_OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, GeneratorType, partial, torch.device)
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.Size, range, slice)
+_OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, GeneratorType, partial)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype, torch.Size, range, slice)
 # A meter of work that was done, on which nothing depends; and a cache of pure functions of its keys.
 METERS = {"tokens_forwarded", "_orders"}
 
@@ -43,9 +43,11 @@ def _walk(part: Any, way: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(part, _OPAQUE):
         yield way, id(part)
         return
-    if id(part) in seen:
-        return
-    seen.add(id(part))
+    # Python may make one object of equal tuples.
+    if not isinstance(part, tuple):
+        if id(part) in seen:
+            return
+        seen.add(id(part))
     if isinstance(part, torch.Tensor):
         yield way, (id(part) if isinstance(part, nn.Parameter) else None, part.requires_grad, _digest(part))
     elif isinstance(part, torch.Generator):

@@ -80,13 +80,16 @@ def test_the_reference_is_the_policy_at_the_end_of_a_warm_start(kind, tmp_path):
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_a_warm_started_policy_is_not_pulled_back_to_the_base(tmp_path, placement):
-    agent = agent_of("activated", init_kl_coef=1.0, kl_placement=placement, ppo_epochs=4)
+    """With the penalty alone, and nothing to earn."""
+    alone = {"init_kl_coef": 1.0, "entropy_coef": 0.0, "whiten_advantages": False, "learning_rate": 1e-2}
+    agent = agent_of("activated", kl_placement=placement, ppo_epochs=4, **alone)
     start_warm(agent, tmp_path, epochs=30)
-    before = agent.action_probabilities([0])[0]["go right"]
-    for _ in range(12):
+    chances = []
+    for _ in range(15):
         update(agent)
-    assert before > 0.8
-    assert agent.action_probabilities([0])[0]["go right"] > 0.8
+        chances.append(agent.action_probabilities([0])[0]["go right"])
+    # Rounding alone moves it by a little; against the base's 0.4 it went to 0.7 on average.
+    assert sum(chances) / len(chances) > 0.9
 
 
 def test_under_a_fresh_adapter_the_reference_costs_nothing():

@@ -54,7 +54,8 @@ class LearnerConfig(Options):
         entropy_decay: What that is multiplied by after each update: much exploration first, little in the end.
         entropy_floor: Entropy, in nats per decision, that the policy should keep: after an update below it the bonus
             weighs more, up to 100 times `entropy_coef`, and less again after one above it. None leaves the weight.
-        init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
+        init_kl_coef: Weight of the KL to the reference, to begin with: to the policy as it is at the first update after
+            the latest warm start. 0 needs no reference.
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593).
         target: KL to the reference, in nats per turn, that the coefficient steers to.
         horizon: Turns over which it does.
