@@ -167,17 +167,19 @@ def test_a_run_that_goes_on_in_another_process_is_the_same_whether_it_was_looked
     assert json.dumps(resumed) == json.dumps(whole)
 
 
+@pytest.mark.parametrize("kind", [Wordy, Talker])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_packed_first_where_there_is_room_for_some_weights_alone(dtype, monkeypatch):
+def test_what_is_packed_where_there_is_room_for_some_weights_alone(dtype, kind):
     """Weights are packed at their first use, as long as there is room; looking leaves it to those that acting uses."""
-    agents = [agent_of(Talker, dtype) for _ in range(2)]
+    agents = [agent_of(kind, dtype) for _ in range(2)]
     for agent in agents:
         packed = agent.policy._backbone._acceleration._packed
         if packed is None:
             pytest.skip("no weights are packed here")
         packed._max_bytes = 12_000
-    agents[0].preflight([1])
-    evaluate(agents[0], DiceEnv, 3, seed=7, num_envs=3)
+    for name in LOOKS:
+        if kind is Wordy or name != "action_probabilities":
+            look(agents[0], name)
     assert play(agents[0], 0) == play(agents[1], 0)
     copies = [agent.policy._backbone._acceleration._packed._copies.values() for agent in agents]
     found = [[copy is not None for _, copy in of_agent] for of_agent in copies]
