@@ -55,7 +55,8 @@ def test_aiming_makes_every_direction_count_the_same() -> None:
 
 @pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
 def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activated: bool) -> None:
-    agent = make_agent(ChoiceAgent, family, activated, context="turn", ppo={"batch_size": 12, "learning_rate": 0.0})
+    options = {"context": "turn", "calibrate_choices": False, "ppo": {"batch_size": 12, "learning_rate": 0.0}}
+    agent = make_agent(ChoiceAgent, family, activated, **options)
     with torch.no_grad():
         for name, weight in agent.policy.model.named_parameters():
             if "lora_B" in name or "v_head" in name:

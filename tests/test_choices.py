@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -101,6 +102,7 @@ def log_probabilities(agent, observations):
         agent.new_conversation().observe(f"Observation {observation}", choices=agent.get_action_choices(observation))
         for observation in observations
     ]
+    agent.policy.calibrate(contexts)
     return agent.policy.choice_logprobs(contexts)
 
 
@@ -238,6 +240,46 @@ def test_a_sample_of_contexts_is_enough_and_none_is_likelier_in_it_than_another(
     assert measured == pytest.approx(1920, abs=100)
     # The mean of all so far when it was last looked at, at 1.65 times as many a time; the first 512 alone have 0.03.
     assert calibration.prior == {(1,): pytest.approx(0.4, abs=0.13), (2,): 0.0}
+
+
+def test_choices_first_offered_after_the_sample_is_full_get_a_prior():
+    """Before the first update; whether or not their contexts have a place in the sample."""
+    calibration, late = Calibration(), {}
+    for number in range(2000):
+        choices = ((1,), (2,)) if number < 1000 else ((1,), (3 + number,))
+        decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=ChoiceTrie.of(choices).branches)
+        tree = TokenTree((number,), (), (decision,))
+        before = calibration.prior
+        changed = calibration.add(
+            {tree: [[(choices[0], -1.0), (choices[1], 1.0)]] for tree in calibration.unmeasured([tree], learns=False)}
+        )
+        assert calibration.prior[choices[1]] == 1.0
+        # A choice that is new says nothing of those that were measured.
+        assert not changed or any(calibration.prior[path] != before[path] for path in before)
+        if number >= 1000:
+            late[choices[1]] = 1.0
+            assert calibration.unmeasured([tree], learns=False) == []
+    assert len(calibration._sample) == 512
+    assert late.items() <= calibration.prior.items()
+    resumed = Calibration.from_record(json.loads(json.dumps(calibration.record(learns=False))))
+    assert (resumed.prior, resumed.measured.keys()) == (calibration.prior, calibration.measured.keys())
+
+
+def test_processes_agree_on_choices_first_offered_after_the_sample_is_full():
+    calibrations = [Calibration() for _ in range(2)]
+    for number in range(3000):
+        process = calibrations[number % 2]
+        choices = ((1,), (2,)) if number < 1500 else ((1,), (3 + number % 7,))
+        decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=ChoiceTrie.of(choices).branches)
+        fresh = process.unmeasured([TokenTree((number,), (), (decision,))], learns=False)
+        process.add({tree: [[(choices[0], number / 3000), (choices[1], -number / 3000)]] for tree in fresh})
+        if number % 100 == 99:
+            measured = [dict(each.measured) for each in calibrations]
+            for each in calibrations:
+                each.agree(measured, learns=False)
+            one, other = (each.record(learns=False) for each in calibrations)
+            assert (one["choice_prior"], one["choice_deviation"]) == (other["choice_prior"], other["choice_deviation"])
+    assert calibrations[0].prior.keys() == {(number,) for number in range(1, 10)}
 
 
 def test_what_is_offered_late_is_measured_like_what_was_offered_first():

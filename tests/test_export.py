@@ -167,7 +167,7 @@ def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp
     assert space["probabilities"].tolist() == pytest.approx(expected, abs=1e-5)
     # Loaded to be calibrated, or no longer, it starts from no prior of the other kind.
     other = ChoiceAgent.load(tmp_path / "agent", "cpu", "float32", calibrate_choices=True)
-    other.action_probabilities([7])
+    other.act(7)
     assert all(other.policy.calibration.prior.values())
     other.save(tmp_path / "other")
     again = ChoiceAgent.load(tmp_path / "other", "cpu", "float32", calibrate_choices=False)
@@ -182,6 +182,8 @@ def test_an_agent_that_started_warm_is_loaded_as_it_acts(base, tmp_path):
     agent.sft_from_jsonl(tmp_path / "demo.jsonl", epochs=20, learning_rate=1e-2)
     expected = agent.action_probabilities([7])[0]
     assert max(expected, key=expected.__getitem__) == "go left now"
+    # What is only looked at has not been offered.
+    agent.act(7)
     agent.save(tmp_path / "agent")
     loaded = Wordy.load(tmp_path / "agent", "cpu", "float32")
     assert loaded.action_probabilities([7])[0] == pytest.approx(expected, abs=1e-5)

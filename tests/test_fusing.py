@@ -126,6 +126,24 @@ def test_hooks_are_called(family, runs):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", list(TERMS))
+def test_a_call_that_returns_hidden_states_does_not_change_later_passes(dtype, runs):
+    """Transformers leaves hooks on all layers then, which do nothing in a pass that returns none."""
+    model = model_of("llama", dtype=dtype)
+    backbone = prefix_cache.PrefixCache(model)
+    torch.manual_seed(1)
+    before = flat(states_of(backbone, True, dtype))
+    model(torch.tensor([[1, 2, 3]]))
+    model.pretrained_model(input_ids=torch.tensor([[1, 2, 3]]), output_attentions=True)
+    assert any(module._forward_hooks for module in model.modules())
+    for each in (backbone, prefix_cache.PrefixCache(model)):
+        runs.clear()
+        torch.manual_seed(1)
+        assert torch.equal(flat(states_of(each, True, dtype)), before)
+        assert set(runs) == set(backbone._body.layers)
+
+
+@torch.no_grad()
 def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
     model = tiny_model("llama")
     layers = model.pretrained_model.get_base_model().model.layers

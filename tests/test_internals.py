@@ -16,7 +16,7 @@ from llamagym.engine.cpu import fused_layer, numba_internals
 from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
 from tests.rounding import assert_within_rounding
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 # Attributes with an underscore that belong to Python or to PyTorch's documented way to subclass.
 OURS = {"_asdict", "_exit", "_replace"}
@@ -34,6 +34,15 @@ def test_the_bar_of_reading_a_gguf_file_is_hidden_and_comes_back(monkeypatch):
     with transformers_internals.gguf_bar_hidden():
         pass
     assert not hasattr(reader, "tqdm")
+
+
+def test_hooks_that_capture_outputs_are_told_from_others():
+    model = tiny_base_model("llama")
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda *_: None)
+    model(torch.tensor([[1, 2]]), output_hidden_states=True, output_attentions=False)
+    hooks = list(layer._forward_hooks.values())
+    assert [transformers_internals.captures_outputs(hook) for hook in hooks] == [False, True]
 
 
 def test_lora_is_taken_off_layers():

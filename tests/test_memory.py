@@ -21,7 +21,7 @@ from llamagym.engine.token_tree import TokenTree
 from llamagym.models import hardware, loading
 from llamagym.models.registry import lookup
 from llamagym.policy.choice_cache import ChoiceCache, ScoredChoices
-from tests.agents import ChoiceAgent, make_agent, settled
+from tests.agents import ChoiceAgent, make_agent
 
 
 def groups(folder: Path, processes: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -105,16 +105,17 @@ def test_the_choice_cache_has_a_hundred_megabytes(length: int, count: int, token
 
 
 def test_the_choice_cache_does_not_pile_up():
-    agent, most = settled(make_agent(ChoiceAgent)), 200_000
-    agent.eval()
+    agent, most = make_agent(ChoiceAgent, context="turn", calibrate_choices=False), 200_000
     usual = agent.action_probabilities(["0"])
-    cache = agent.policy._choice_cache = ChoiceCache(most)
+    cache = agent.policy._workspaces[0].choices = ChoiceCache(most)
     for observation in range(0, 300, 3):
-        agent.action_probabilities([str(observation), str(observation + 1), str(observation + 2)])
+        agent.act_batch([str(observation), str(observation + 1), str(observation + 2)])
+        agent.assign_rewards([0.0] * 3)
         assert held(cache._known) < 2 * most
     assert 10 < len(cache) < 200
     assert agent.action_probabilities(["0"])[0] == pytest.approx(usual[0], abs=1e-5)
     # More at once than there is room for.
+    agent.act_batch([str(observation) for observation in range(300)])
     shown = agent.action_probabilities([str(observation) for observation in range(300)])
     assert shown[0] == pytest.approx(usual[0], abs=1e-5)
     assert held(cache._known) < 2 * most

@@ -133,8 +133,7 @@ def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
     assert trees[0].parents != trees[1].parents
     agent.policy.choice_logprobs([first])
     after = agent.policy.choice_logprobs([second])[0]
-    agent.policy._backbone.forget_all()
-    agent.policy._choice_cache.clear()
+    agent.policy.drop_caches()
     assert torch.allclose(after, agent.policy.choice_logprobs([second])[0], atol=LOGPROB_TOLERANCE)
 
 
@@ -209,7 +208,7 @@ def test_what_does_not_fit_is_read_again():
     step(agent)
     usual = step(agent)
     backbone = agent.policy._backbone
-    backbone._tree = RadixTree(max_bytes=1000)
+    backbone.activations = RadixTree(max_bytes=1000)
     assert step(agent) > 3 * usual
     conversation = agent.conversation(0)
     recorded = [turn.reply.logprobs[0] for turn in conversation.turns]

@@ -76,6 +76,24 @@ def test_one_acts_while_another_learns(hasty):
     assert max(errors) < 1e-3
 
 
+def test_two_agents_on_one_model_are_warned_of_once(caplog):
+    def of(agent: Any, kind: type) -> Any:
+        return kind(agent.policy.model, tiny_tokenizer("llama"))
+
+    one, _apart = make_agent(ChoiceAgent), make_agent(ChoiceAgent)
+    assert "same weights" not in caplog.text
+    other = of(one, WordAgent)
+    assert "This WordAgent has the same model as another ChoiceAgent" in caplog.text
+    assert "load the model once for each" in caplog.text
+    caplog.clear()
+    _third = of(other, ChoiceAgent)
+    assert "same weights" not in caplog.text
+    # One that takes the place of another, as where a notebook's cell runs again after `del agent`.
+    model = make_agent(ChoiceAgent).policy.model
+    _again = ChoiceAgent(model, tiny_tokenizer("llama"))
+    assert "same weights" not in caplog.text
+
+
 def test_the_lock_is_the_model_s():
     agents = [make_agent(ChoiceAgent) for _ in range(2)]
     other = ChoiceAgent(agents[0].policy.model, tiny_tokenizer("llama"))

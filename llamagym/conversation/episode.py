@@ -17,6 +17,9 @@ from ..errors import ConfigError, EpisodeError
 from .arguments import check_text
 from .chat_template import ChatTemplate, Message
 
+# Of the turns shown one in so many is dropped where a conversation no longer fits.
+_DROPPED = 4
+
 Context = Literal["episode", "turn"]
 FinishReason = Literal["eos", "length", "choice"]
 
@@ -204,9 +207,11 @@ class Conversation:
         system_prompt: Opens every context.
         context: Whether the model sees the whole episode or only the current observation.
         max_length: Tokens that the model can hold; None is no limit. Where a prompt and its reply would not fit, the
-            older half of the turns shown, or as many as need be, is dropped: a new context begins with the rest.
-        reply_length: Tokens kept free for a reply in free text.
+            oldest quarter of the turns shown is dropped, at least one turn, and as many more as need be: a new context
+            begins with the rest.
+        reply_length: Tokens kept free for a reply in free text; for choices, those of the longest are.
         turns: Finished turns.
+        first_shown: Number of the first turn that the current context shows.
         learnt_turns: How many of them have been learnt from.
         messages: The same as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
@@ -220,6 +225,7 @@ class Conversation:
     max_length: int | None = None
     reply_length: int = 0
     turns: list[Turn] = field(default_factory=list)
+    first_shown: int = 0
     learnt_turns: int = 0
     messages: list[Message] = field(default_factory=list)
     pending: Prompt | None = None
@@ -252,14 +258,20 @@ class Conversation:
         encoded = None if choices is None else tuple(tuple(self.template.encode(choice)) for choice in choices)
         if encoded is not None:
             _check_choices(encoded, choices)
-        reply_length = self.reply_length if encoded is None else sum(map(len, encoded))
-        shown = 0 if self.context == "turn" else len(self.current_segment().turns)
+        reply_length = self.reply_length if encoded is None else max(map(len, encoded))
+        room = math.inf if self.max_length is None else self.max_length - reply_length
+        shown = 0 if self.context == "turn" else len(self.turns) - self.first_shown
         starts_context = shown == 0
         ids = self._opened(text, opening) if starts_context else self._continued(text, opening)
-        before = 0 if starts_context else sum(len(t.prompt.ids) + len(t.reply.ids) for t in self.turns[-shown:])
-        while shown and self.max_length is not None and before + len(ids) + reply_length > self.max_length:
-            shown, starts_context, before = shown // 2, True, 0
+        if shown and self.current_segment().token_count + len(ids) > room:
+            starts_context = True
+            # To drop no more than need be would drop a turn each time, and all the others would be read again for it.
+            shown -= max(1, shown // _DROPPED)
             ids = self._reopened(shown, text, opening)
+            while shown and len(ids) > room:
+                shown -= 1
+                ids = self._reopened(shown, text, opening)
+        self.first_shown = len(self.turns) - shown
         shared = self.template.shared_length(self.system_prompt, ids) if starts_context else 0
         self.pending = Prompt(tuple(ids), starts_context, encoded, shared, 1 + len(opening))
         self.messages.append({"role": "user", "content": text})
@@ -268,20 +280,29 @@ class Conversation:
     def _opened(self, text: str, opening: list[int]) -> list[int]:
         return [*self.template.first_prompt(self.system_prompt, text), *opening]
 
-    def _continued(self, text: str, opening: list[int]) -> list[int]:
-        last = self.turns[-1].reply
+    def _continued(self, text: str, opening: list[int], turn: int = -1) -> list[int]:
+        """What a new observation adds after a turn, by default the last one."""
+        last = self.turns[turn].reply
         return [*self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None), *opening]
 
     def _reopened(self, shown: int, text: str, opening: list[int]) -> list[int]:
         """A new context's ids: the last `shown` turns, then the new observation."""
         if not shown:
             return self._opened(text, opening)
-        first, *others = self.turns[-shown:]
+        start = len(self.turns) - shown
         observations = [message["content"] for message in self.messages if message["role"] == "user"]
-        its_opening = first.prompt.ids[len(first.prompt.ids) - first.prompt.opening_length + 1 :]
-        ids = [*self._opened(observations[-shown], list(its_opening)), *first.reply.ids]
-        for turn in others:
-            ids += [*turn.prompt.ids, *turn.reply.ids]
+        ids: list[int] = []
+        for index in range(start, len(self.turns)):
+            prompt, reply = self.turns[index].prompt, self.turns[index].reply
+            its_opening = list(prompt.ids[len(prompt.ids) - prompt.opening_length + 1 :])
+            if index == start:
+                ids += self._opened(observations[index], its_opening)
+            elif prompt.starts_context:
+                # Its ids hold the turns before it, too.
+                ids += self._continued(observations[index], its_opening, index - 1)
+            else:
+                ids += prompt.ids
+            ids += reply.ids
         return ids + self._continued(text, opening)
 
     def current_segment(self) -> Segment:
@@ -339,10 +360,12 @@ class Conversation:
 
         A closure, not a context manager: entering one per conversation took 6 % of a step of 64 environments.
         """
-        turns, messages, flags = len(self.turns), len(self.messages), (self.pending, self.learns, self.awaits_reward)
+        turns, messages, first_shown = len(self.turns), len(self.messages), self.first_shown
+        flags = self.pending, self.learns, self.awaits_reward
 
         def roll_back() -> None:
             del self.turns[turns:], self.messages[messages:]
+            self.first_shown = first_shown
             self.pending, self.learns, self.awaits_reward = flags
 
         return roll_back

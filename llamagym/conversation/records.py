@@ -106,6 +106,7 @@ def conversation_record(conversation: Conversation, table: IdTable) -> dict[str,
         "system_prompt": conversation.system_prompt,
         "turns": [_turn_record(turn, table) for turn in conversation.turns],
         "messages": conversation.messages,
+        "first_shown": conversation.first_shown,
         "learnt_turns": conversation.learnt_turns,
         "learns": conversation.learns,
         "awaits_reward": conversation.awaits_reward,
@@ -116,6 +117,9 @@ def restore_conversation(conversation: Conversation, record: Mapping[str, Any], 
     """Let a new conversation go on where the one that was recorded stood."""
     conversation.system_prompt = record["system_prompt"]
     conversation.turns = [_turn_from(turn, table) for turn in record["turns"]]
+    # Older records do not say what a context that was begun in the middle shows from before.
+    begun = len(conversation.turns) - len(conversation.current_segment().turns)
+    conversation.first_shown = record.get("first_shown", begun)
     conversation.learnt_turns = record.get("learnt_turns", 0)
     conversation.messages = record["messages"]
     conversation.learns, conversation.awaits_reward = record["learns"], record["awaits_reward"]

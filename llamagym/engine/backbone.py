@@ -35,17 +35,19 @@ class Backbone(PrefixCache):
             return tree.node_count + tree.context_length // 8
         return tree.node_count + len(tree.history)
 
-    def hidden_states(self, trees: Sequence[TokenTree], adapted: bool = True) -> Tensor:
+    def hidden_states(self, trees: Sequence[TokenTree], adapted: bool = True, cached: bool = True) -> Tensor:
         """The last hidden state of every decision node, one tree after the other, float (N, H).
 
         Args:
             trees: With one prefix.
             adapted: Whether an activated LoRA acts on the decisions; a plain one always does.
+            cached: Whether results may be cached. Not where other weights stand in the place of those that learn; what
+                none of these has a part in is cached all the same.
         """
         batch = Batch.from_trees(trees)
         nodes, size = batch.nodes, batch.history.shape[1]
         self.tokens_forwarded += nodes.inputs.numel()
-        if not self.history_is_frozen and (torch.is_grad_enabled() or not adapted):
+        if not self.history_is_frozen and (torch.is_grad_enabled() or not cached):
             cache: BufferCache = self._prefill_with_gradients(batch)
         else:
             known = self.prefill(trees, with_decisions=self.history_is_frozen)

@@ -61,6 +61,7 @@ class PrefixCache(Transformer):
 
     Attributes:
         history_is_frozen: Whether histories do not depend on what is trained.
+        activations: What has been computed of tokens so far.
         tokens_forwarded: Tokens, with what padding there was, that went through the model so far.
     """
 
@@ -69,17 +70,17 @@ class PrefixCache(Transformer):
         super().__init__(model)
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
-        self._tree = RadixTree(int(_KEPT_SHARE * memory_bytes(self.device)) or _KEPT_BYTES)
+        self.activations = RadixTree(int(_KEPT_SHARE * memory_bytes(self.device)) or _KEPT_BYTES)
         if self.history_is_frozen:
             self._split()
 
     def forget(self) -> None:
         """Drop what depends on weights that have changed."""
-        self._tree.forget(lambda part: not self.history_is_frozen or isinstance(part, int))
+        self.activations.forget(lambda part: not self.history_is_frozen or isinstance(part, int))
 
     def forget_all(self, packed: bool = False) -> None:
         """Drop everything that was computed; `packed` weights as well, if so said."""
-        self._tree.forget(lambda part: True)
+        self.activations.forget(lambda part: True)
         if packed:
             self.forget_copies()
 
@@ -113,13 +114,13 @@ class PrefixCache(Transformer):
     def reply(self, tree: TokenTree, said: Ids) -> tuple[list[Activations], list[Activations]]:
         """What is known of a reply, the tokens that open it first: below the adapted layers, and from these on."""
         ids, start = _path(tree, said), tree.context_length
-        return self._tree.find(ids, _TRUNK, start), self._tree.find(ids, self._part_of_reply(tree), start)
+        return self.activations.find(ids, _TRUNK, start), self.activations.find(ids, self._part_of_reply(tree), start)
 
     def keep_reply(self, tree: TokenTree, said: Ids, below: Activations, above: Activations) -> None:
         """Keep what the layers made of a reply, the tokens that open it first."""
         ids, start = _path(tree, said), tree.context_length
-        self._tree.put(ids, _TRUNK, start, below)
-        self._tree.put(ids, self._part_of_reply(tree), start, above)
+        self.activations.put(ids, _TRUNK, start, below)
+        self.activations.put(ids, self._part_of_reply(tree), start, above)
 
     def decode(self, tokens: Tokens, cache: Cache) -> tuple[Tensor, Tensor]:
         """Last hidden states (B, T, H) of a reply's tokens, and those that the trunk returned.
@@ -140,12 +141,12 @@ class PrefixCache(Transformer):
     def _look_up(self, tree: TokenTree, with_decisions: bool) -> Prefilled:
         """What the radix tree knows of a context."""
         ids, start = tree.prefix + tree.history, len(tree.prefix)
-        known = Prefilled(self._tree.find(ids, _TRUNK, start), self._tree.find(ids, _HISTORY, start), None)
+        known = Prefilled(self.activations.find(ids, _TRUNK, start), self.activations.find(ids, _HISTORY, start), None)
         if with_decisions:
             found: list[Activations] = []
             for decision in tree.decisions:
                 before = ids[: decision.start]
-                found += self._tree.find(before + decision.ids, _part_of(decision), decision.start)
+                found += self.activations.find(before + decision.ids, _part_of(decision), decision.start)
             known.decisions = Activations.cat(found) if _length(found) == tree.node_count else None
         return known
 
@@ -168,7 +169,7 @@ class PrefixCache(Transformer):
                 for decision in tree.decisions:
                     own, first = nodes[first : first + len(decision.ids)], first + len(decision.ids)
                     before = (tree.prefix + tree.history)[: decision.start]
-                    self._tree.put(before + decision.ids, _part_of(decision), decision.start, own)
+                    self.activations.put(before + decision.ids, _part_of(decision), decision.start, own)
 
     def _run_top(self, known_of: dict[TokenTree, Prefilled]) -> None:
         """Add what the layers above the trunk make of histories."""
@@ -185,7 +186,7 @@ class PrefixCache(Transformer):
         """Add what some layers made of a history's last tokens to what is known of it."""
         if len(new):
             path = tree.prefix + tree.history
-            self._tree.put(path, part, len(path) - len(new), new)
+            self.activations.put(path, part, len(path) - len(new), new)
             known.append(new)
 
     def _extend(

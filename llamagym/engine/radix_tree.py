@@ -73,6 +73,22 @@ class RadixTree:
         # Least recently used first.
         self._uses: OrderedDict[tuple[_Node, Part], None] = OrderedDict()
 
+    def copy(self) -> RadixTree:
+        """A tree that holds the same activations, not copied, and from then on keeps and forgets by itself."""
+        copied = RadixTree(self._max_bytes)
+        copied.nbytes = self.nbytes
+        copies = {self._root: copied._root}
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            for child in node.children.values():
+                copies[child] = copies[node].children[child.ids[0]] = _Node(child.ids, copies[node])
+                copies[child].known = dict(child.known)
+                waiting.append(child)
+        for node, part in self._uses:
+            copied._uses[copies[node], part] = None
+        return copied
+
     def find(self, ids: Ids, part: Part, start: int = 0) -> list[Activations]:
         """Activations of `ids[start:]` in pieces, up to the first token that is unknown in this part."""
         found, used, at = [], [], 0

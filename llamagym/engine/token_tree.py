@@ -45,6 +45,13 @@ class Decision:
     choices: tuple[tuple[int, ...], ...] | None = None
     branches: tuple[Branch, ...] = field(default=(), compare=False)
 
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest way from the first node to a last one."""
+        if self.choices is None:
+            return len(self.ids)
+        return self.prompt_end + 1 + max((len(branch.path) for branch in self.branches), default=0)
+
     @classmethod
     def from_turn(cls, start: int, prompt: Prompt, reply: Reply | None) -> Decision:
         """Lay out a turn's decision."""

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -103,8 +103,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.cooldown = Cooldown(config.cooldown)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed)
-        if config.init_kl_coef:
-            policy.enable_reference()
 
     def reset_optimizer(self) -> None:
         """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
@@ -154,7 +152,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception restores weights, optimiser, controllers and counters."""
-        counted = attributes_undone_on_error(self.policy, {"num_updates": int})
+        counted = attributes_undone_on_error(self.policy, {"num_updates": int, "reference": copy})
         with undone_on_error(self, dict.fromkeys(self._update_state, deepcopy), self._all_weights()), counted:
             yield
 
@@ -219,6 +217,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             if self.policy.weights_version != version:
                 # Rounded otherwise than in the first process, on other hardware.
                 self.policy.drop_caches(version)
+        if config.init_kl_coef:
+            self.policy.fix_reference()
         sampled = collect(
             self.policy, episodes, segments, self.pass_tokens, bool(config.init_kl_coef), self.reads_features
         )

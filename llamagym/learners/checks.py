@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from numbers import Integral
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..conversation.episode import Conversation, Episode
 from ..errors import ConfigError, EpisodeError, excerpt
+from ..models.lock import language_model_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_number
 
+logger = logging.getLogger(__name__)
+
 # Of an action: in float32 the squares of the returns of a large batch of long episodes still add up to a finite number.
 _LARGEST_REWARD = 1e12
+# Agents by the language model that they act with.
+_AGENTS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
+_WARNED: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_if_shared(agent: Any, model: AutoModelForCausalLMWithValueHead) -> None:
+    """Warn, once for each model, where another agent acts with the same weights."""
+    base = language_model_of(model)
+    others = _AGENTS.setdefault(base, WeakSet())
+    if others and base not in _WARNED:
+        # An agent that was deleted may still wait for the garbage collector.
+        gc.collect()
+        if others:
+            _WARNED.add(base)
+            logger.warning(
+                "This %s has the same model as another %s: both act with the same weights, and what one learns changes "
+                "the other. For agents that learn apart, load the model once for each. For self-play with one policy, "
+                "take one agent and give each player an environment id of its own (act_batch(..., env_ids=...)).",
+                type(agent).__name__,
+                type(next(iter(others))).__name__,
+            )
+    others.add(agent)
 
 
 def check_episodes(episodes: Sequence[Episode]) -> None:

@@ -54,7 +54,8 @@ class LearnerConfig(Options):
         entropy_coef: Weight of the entropy bonus, per nat; at most a tenth of the batch's mean absolute advantage, so
             that the bonus alone never sets the direction of a step.
         entropy_decay: Factor of that weight after each update: much exploration first, little in the end.
-        init_kl_coef: Weight of the KL to the reference policy, to begin with; 0 needs no reference.
+        init_kl_coef: Weight of the KL to the reference, to begin with: to the policy as it is at the first update after
+            the latest warm start. 0 needs no reference.
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593),
             between a thousandth and a thousand times `init_kl_coef`.
         target: KL to the reference, in nats per turn, that the coefficient steers to.

@@ -27,7 +27,7 @@ from ..policy.policy import Policy
 from . import ranks
 from .alarms import Alarms
 from .base import Learner, Stats
-from .checks import check_end, check_reward
+from .checks import check_end, check_reward, warn_if_shared
 from .exchange import of_all_ranks
 from .replay import Replay, ReplayConfig
 from .transcripts import EpisodeSample, Transcript
@@ -61,6 +61,7 @@ class LearningActor(Actor):
     ) -> None:
         """Prepare to act and to learn; arguments as for `Agent`."""
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
+        warn_if_shared(self, policy.model)
         ranks.diverge_(policy.rng)
         self.learner = learner
         self._replay = None if replay is None else Replay(policy, replay)

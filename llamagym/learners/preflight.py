@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -104,19 +103,17 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
 
 @contextmanager
 def _untouched(actor: LearningActor) -> Iterator[None]:
-    """Restores the random state, choices and their calibration, the mode, the longest reply and the caches on exit."""
+    """Restores the random state, the mode, the longest reply, packed weights; all else is measured apart."""
     policy = actor.policy
     generation = policy.generation
-    drawn, version, mode = policy.rng.get_state(), policy.weights_version, (actor.learning, actor.greedy)
-    offered, calibration = policy.offered.copy(), deepcopy(policy.calibration)
+    drawn, mode = policy.rng.get_state(), (actor.learning, actor.greedy)
     actor.train()
     try:
-        yield
+        with policy.measuring(), policy.temporary_copies():
+            yield
     finally:
         policy.rng.set_state(drawn)
         policy.generation = generation
-        policy.offered, policy.calibration = offered, calibration
-        policy.drop_caches(version)
         if not mode[0]:
             actor.eval(mode[1])
 

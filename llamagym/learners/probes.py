@@ -81,10 +81,11 @@ class Probes:
     def language(self) -> str:
         """English is likelier than chance."""
         policy = self._actor.policy
+        model: Any = policy.model.pretrained_model
         ids = torch.tensor([self._actor.chat_template.encode(_ENGLISH)], device=policy.device)
         for _ in range(2):  # the first pass prepares what later ones have
             started = time.perf_counter()
-            logits = policy.model(ids)[0][0, :-1].float()
+            logits = model(input_ids=ids).logits[0, :-1].float()
         self._shorten_replies(time.perf_counter() - started)
         if not logits.isfinite().all():
             raise FaultError("the model's output is not finite. Load the last saved model, or pass dtype='float32'.")
@@ -120,6 +121,7 @@ class Probes:
         for _ in range(1 if actor.sees_one_turn else _TURNS):
             pairs = zip(conversations, observations, strict=True)
             contexts = [self._observed(conversation, observation) for conversation, observation in pairs]
+            actor.policy.calibrate(contexts)
             for conversation, reply in zip(conversations, actor.policy.sample(contexts), strict=True):
                 conversation.answer(reply, "")
         self._said = [conversation.current_segment() for conversation in conversations]

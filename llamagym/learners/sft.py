@@ -106,7 +106,8 @@ def fine_tune(
     if not (policy.calibration is None or policy.calibration.is_frozen or policy.num_updates):
         # What the model finds likely anyway is what was demonstrated now; without it the agent would act otherwise.
         policy.calibration = None
-        policy.calibration_changed()
+    # What the rewards start from now.
+    policy.reference = None
     return {
         "loss_before": before["loss"],
         "loss_after": after["loss"],

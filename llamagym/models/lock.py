@@ -31,10 +31,15 @@ LockedT = TypeVar("LockedT", bound=Locked)
 
 def lock_of(model: AutoModelForCausalLMWithValueHead) -> threading.RLock:
     """The lock of a language model: the same for all that use it, whatever adapters and heads they put around it."""
-    pretrained: Any = model.pretrained_model
-    base = pretrained.get_base_model() if model.is_peft_model else pretrained
     with _MAKING:
-        return _LOCKS.setdefault(base, threading.RLock())
+        return _LOCKS.setdefault(language_model_of(model), threading.RLock())
+
+
+def language_model_of(model: AutoModelForCausalLMWithValueHead) -> nn.Module:
+    """The language model without adapters and heads."""
+    pretrained: Any = model.pretrained_model
+    base: nn.Module = pretrained.get_base_model() if model.is_peft_model else pretrained
+    return base
 
 
 def alone(method: Callable[Concatenate[LockedT, P], R]) -> Callable[Concatenate[LockedT, P], R]:

@@ -87,6 +87,14 @@ def attending_by(config: Any, name: str) -> Iterator[None]:
         config._attn_implementation = usual
 
 
+def captures_outputs(hook: Any) -> bool:
+    """Whether a forward hook is one of transformers' own that collect hidden states and attentions.
+
+    The first pass that returns either leaves them on all layers for good. They do nothing in any other pass.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 class InitializedLayer(DynamicLayer):
     """A cache layer whose dtype and device are given, not inferred from the first keys and values."""
 

@@ -73,7 +73,7 @@ class Actor(TextInterface):
         self._learning, self._greedy = True, False
 
     def eval(self, greedy: bool = True) -> None:
-        """Only act: nothing is buffered and no weights change.
+        """Only act: nothing is buffered, and no weights change, nor what choices are measured against.
 
         Args:
             greedy: Take the most likely choice or token instead of sampling.
@@ -179,7 +179,9 @@ class Actor(TextInterface):
                 conversations, observations, infos, choices, strict=True
             )
         ]
-        replies = self.policy.sample(contexts, self._learning, self._greedy)
+        with self.policy.acting(self._learning), self.policy.trees.kept():
+            self.policy.calibrate(contexts)
+            replies = self.policy.sample(contexts, self._learning, self._greedy)
         said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
         named = [self._extract(text) for text in said]
         actions = [
@@ -271,6 +273,8 @@ class Actor(TextInterface):
     ) -> list[dict[str, float]]:
         """Exact probability of each choice at the start of an episode, for observations that offer choices.
 
+        Nothing changes: choices that are offered here for the first time are measured for this call alone.
+
         Args:
             observations: Any number.
             infos: What the environment said with each, as for `act_batch`.
@@ -291,7 +295,9 @@ class Actor(TextInterface):
             offers.append(offered)
             conversation = self.new_conversation()
             contexts.append(conversation.observe(self.text_of(observation, info), self.response_prefix, offered))
-        logprobs = self.policy.choice_logprobs(contexts)
+        with self.policy.measuring(), self.policy.trees.kept():
+            self.policy.calibrate(contexts)
+            logprobs = self.policy.choice_logprobs(contexts)
         return [
             dict(zip(offered, row.exp().tolist(), strict=True)) for offered, row in zip(offers, logprobs, strict=True)
         ]

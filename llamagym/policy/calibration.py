@@ -54,10 +54,18 @@ class Calibration:
         self._sample: dict[str, Sequence[Row]] = {}
         # How many contexts have come into the sample, and at how many it is to be looked at again.
         self._taken, self._due = 0, 1
+        # The prior when several processes last agreed.
+        self._agreed: dict[Ids, float] = {}
 
     def anew(self) -> Calibration:
         """One of another reference, of which nothing is known."""
         return Calibration(self.is_frozen)
+
+    def apart(self) -> Calibration:
+        """One to look at the policy with: what is known stays, and choices that are new to it are measured into it."""
+        apart = Calibration(self.is_frozen or bool(self.prior))
+        apart.prior, apart.deviation = dict(self.prior), self.deviation
+        return apart
 
     def unmeasured(self, trees: Iterable[TokenTree], learns: bool) -> list[TokenTree]:
         """Those of these contexts that are to be measured.
@@ -71,7 +79,11 @@ class Calibration:
             return [tree for tree in trees if not self._is_known(tree)]
         last = max(self._sample, default="") if len(self._sample) == _CONTEXTS else None
         names = {tree: _name(tree) for tree in trees}
-        return [tree for tree, name in names.items() if name not in self._sample and (last is None or name < last)]
+        return [
+            tree
+            for tree, name in names.items()
+            if name not in self._sample and (last is None or name < last or not self._is_known(tree))
+        ]
 
     def add(self, found: Mapping[TokenTree, Sequence[Row]]) -> bool:
         """Take what was measured in contexts that had not been.
@@ -80,20 +92,18 @@ class Calibration:
             Whether what had been measured before is another now.
         """
         rows = {_name(tree): places for tree, places in found.items()}
-        if not self.is_frozen:
-            self._taken += len(rows)
-            self._take(rows)
-            self.measured = {name: self._sample[name] for name in (*self.measured, *rows) if name in self._sample}
-            if self._taken >= self._due:
-                self._due = self._taken + min(self._taken, _CONTEXTS // 2)
-                return self._fit()
-        else:
-            for name, places in rows.items():
-                if late := [new for row in places if (new := [each for each in row if each[0] not in self.prior])]:
-                    self.measured[name] = late
-        # What is known stays.
-        self.prior = _means(rows.values()) | self.prior
-        return False
+        if self.is_frozen:
+            self._note(rows)
+            return False
+        prior, deviation = self.prior, self.deviation
+        self._take(rows)
+        self._note(rows)
+        self._taken += sum(name in self._sample for name in rows)
+        if self._taken >= self._due:
+            self._due = self._taken + min(self._taken, _CONTEXTS // 2)
+            self._fit()
+        known_is_another = any(self.prior[path] != likelier for path, likelier in prior.items())
+        return known_is_another or (bool(prior) and self.deviation != deviation)
 
     def agree(self, measured: Sequence[Sample], learns: bool) -> bool:
         """Take what several processes, this one among them, measured since they last agreed.
@@ -107,12 +117,13 @@ class Calibration:
         """
         self.measured = {}
         self.is_frozen |= learns
-        if self.is_frozen:
-            self.prior |= _means(places for of_one in measured for places in of_one.values())
-        else:
+        # Without what this process alone made of what it measured since.
+        self.prior = self._agreed | _means(places for of_one in measured for places in of_one.values())
+        if not self.is_frozen:
             for of_one in measured:
                 self._take(of_one)
             self._fit()
+        self._agreed = self.prior
         return any(measured)
 
     def record(self, learns: bool) -> dict[str, Any]:
@@ -122,7 +133,9 @@ class Calibration:
             learns: Whether the policy has begun to learn.
         """
         self.is_frozen |= learns
-        sample = None if self.is_frozen else [self._taken, self._due, self._sample, list(self.measured)]
+        names = [name for name in self.measured if name in self._sample]
+        late = {name: places for name, places in self.measured.items() if name not in self._sample}
+        sample = None if self.is_frozen else [self._taken, self._due, self._sample, names, late]
         return {"choice_prior": list(self.prior.items()), "choice_deviation": self.deviation, "choice_contexts": sample}
 
     @classmethod
@@ -131,12 +144,15 @@ class Calibration:
         # Older records name the sample otherwise; what it came to stays as it is.
         sample = record.get("choice_contexts")
         known = cls(is_frozen=sample is None)
-        known.prior = dict(_row(record["choice_prior"]))
+        known.prior = known._agreed = dict(_row(record["choice_prior"]))
         known.deviation = record["choice_deviation"]
         if sample is not None:
-            known._taken, known._due, rows, measured = sample
+            known._taken, known._due, rows, names, *late = sample
             known._sample = {name: list(map(_row, places)) for name, places in rows.items()}
-            known.measured = {name: known._sample[name] for name in measured}
+            known.measured = {name: known._sample[name] for name in names}
+            # Older records have none of these.
+            for of_names in late:
+                known.measured |= {name: list(map(_row, places)) for name, places in of_names.items()}
         return known
 
     def _take(self, rows: Sample) -> None:
@@ -144,13 +160,27 @@ class Calibration:
         sample = {**self._sample, **rows}
         self._sample = {name: sample[name] for name in sorted(sample)[:_CONTEXTS]}
 
+    def _note(self, rows: Sample) -> None:
+        """Take a prior for what has none, and note what other processes have to be told."""
+        for name, places in rows.items():
+            # Of a context that is not in the sample only what is offered there for the first time counts.
+            new = places if name in self._sample else self._unknown(places)
+            if new:
+                self.measured[name] = new
+        # What is known stays.
+        self.prior = _means(rows.values()) | self.prior
+
     def _is_known(self, tree: TokenTree) -> bool:
         branches = tree.decisions[0].branches
         return all((*branch.path, token) in self.prior for branch in branches for token in branch.targets)
 
-    def _fit(self) -> bool:
-        """Take prior and deviation from the sample; says whether they replace others."""
-        before = self.prior, self.deviation
+    def _unknown(self, places: Sequence[Row]) -> list[Row]:
+        """What has no prior yet."""
+        rows = ([each for each in row if each[0] not in self.prior] for row in places)
+        return [row for row in rows if row]
+
+    def _fit(self) -> None:
+        """Take prior and deviation from the sample."""
         self.prior = self.prior | _means(self._sample.values())
         squares = [
             _square_of_deviation([likelier - self.prior[path] for path, likelier in row])
@@ -158,7 +188,6 @@ class Calibration:
             for row in places
         ]
         self.deviation = max(1.0, math.sqrt(math.fsum(squares) / max(1, len(squares))))
-        return bool(before[0]) and before != (self.prior, self.deviation)
 
 
 def _name(tree: TokenTree) -> str:

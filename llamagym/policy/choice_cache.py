@@ -33,6 +33,12 @@ class ChoiceCache:
         self._most, self.size = most, 0
         self._known: dict[TokenTree, ScoredChoices] = {}
 
+    def copy(self) -> ChoiceCache:
+        """A cache that holds the same contexts."""
+        copied = ChoiceCache(self._most)
+        copied._known, copied.size = dict(self._known), self.size
+        return copied
+
     def __len__(self) -> int:
         """How many contexts are held."""
         return len(self._known)

@@ -42,7 +42,7 @@ def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], most: int, equal_on
 
 
 def check_room(trees: Sequence[TokenTree], most: int, reply_tokens: int = 0) -> list[int]:
-    """Tokens of each context, with its choices or so many of a reply.
+    """Tokens of each context, with what is read of its longest choice or so many of a reply.
 
     Args:
         trees: Contexts with a single decision.
@@ -52,7 +52,7 @@ def check_room(trees: Sequence[TokenTree], most: int, reply_tokens: int = 0) -> 
     Raises:
         ContextLengthError: One does not fit.
     """
-    lengths = [tree.context_length + tree.node_count + reply_tokens for tree in trees]
+    lengths = [tree.context_length + tree.decisions[0].depth + reply_tokens for tree in trees]
     for length in lengths:
         if length > most:
             raise ContextLengthError(

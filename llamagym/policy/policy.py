@@ -12,23 +12,25 @@ Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C cho
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import replace
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
+from ..engine.radix_tree import RadixTree
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..models.generation import GenerationConfig
 from ..models.lock import alone, lock_of
-from ..models.lora import aim_, fresh_rows
+from ..models.lora import aim_, fresh_rows, is_fresh
+from ..models.peft_internals import is_low_rank
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .calibration import Calibration
 from .choice_cache import ChoiceCache, ScoredChoices
@@ -38,6 +40,8 @@ from .evaluation import Evaluation, evaluate_turns, read_inputs
 from .sampling import draw_choices, require_finite, write_text
 from .score import Reading, read, read_reference
 from .trees import Trees
+
+logger = logging.getLogger(__name__)
 
 # Contexts whose features are taken as a sample of all.
 _INIT_CONTEXTS = 512
@@ -57,19 +61,50 @@ class CriticReading(NamedTuple):
     features: Tensor
 
 
+Weights = Literal["policy", "reference", "base"]
+"""Which weights are read: those that act, those that `init_kl_coef` holds the policy to, or those that choices are
+measured against: the model under its adapter."""
+
+
+@dataclass(eq=False)
+class Workspace:
+    """What acting measures and caches.
+
+    Whoever learns has one. Whoever only looks at the policy works in another: a number that comes from a cache is
+    rounded otherwise than one that is computed again, so that a run would depend on whether it was looked at.
+
+    Attributes:
+        calibration: What choices are measured against, if anything.
+        offered: Every choice that was ever offered.
+        choices: Distributions over choices.
+        activations: What the engine has computed of tokens.
+        recalibrations: How often the calibration has become another one.
+    """
+
+    calibration: Calibration | None
+    offered: dict[tuple[int, ...], None]
+    choices: ChoiceCache
+    activations: RadixTree
+    recalibrations: int = 0
+
+    def copy(self) -> Workspace:
+        """One that begins with all that this one has, and does not change it."""
+        calibration = self.calibration and self.calibration.apart()
+        return Workspace(calibration, dict(self.offered), self.choices.copy(), self.activations.copy())
+
+
 class Policy:
     """A language model as a stochastic policy over replies, with a critic.
 
     Attributes:
         generation: How replies are sampled.
-        offered: Every choice that was ever offered.
         calibrates: Whether choices are measured against what is usual, unless demonstrations said what is meant.
-        calibration: What they are measured against, if anything.
         aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `lora`).
         num_updates: Number of updates. An update is all that is learned from one batch: the learner's optimizer steps
             and, where there is replay, its steps after them. A warm start is not an update.
         rng: Draws replies.
-        reference: The frozen copy that serves as reference; None if the base under the adapter does, or nothing.
+        reference: The reference's values of the weights that learn, by name: none if it is the model under a fresh
+            adapter. None until `fix_reference`; then the model under its adapter stands for it.
         trees: Lays out what is read.
     """
 
@@ -97,15 +132,17 @@ class Policy:
         """
         self.model = model.eval()
         self.generation = generation
-        self.offered: dict[tuple[int, ...], None] = {}
         self.calibrates = calibrate_choices
-        self.calibration = Calibration() if calibrate_choices else None
         self._eos_ids, self._closing_id = frozenset(eos_ids), closing_id
         self.aims_lora, self.num_updates = aim_lora, 0
         self._backbone = Backbone(model)
-        self.reference: AutoModelForCausalLMWithValueHead | None = None
-        self._frozen: Backbone | None = None
-        self._choice_cache, self._state, self.trees = ChoiceCache(), WeightsState(model), Trees()
+        self.reference: dict[str, Tensor] | None = None
+        self._state, self.trees = WeightsState(model), Trees()
+        calibration = Calibration() if calibrate_choices else None
+        # Learning's first; the last is in use.
+        self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self._backbone.activations)]
+        # Of acting that is not learned from; None until there is some.
+        self._aside: Workspace | None = None
         self.rng = torch.Generator()
         self.seed(seed)
 
@@ -120,10 +157,58 @@ class Policy:
         return self._backbone.device
 
     @property
+    def calibration(self) -> Calibration | None:
+        """What choices are measured against, if anything."""
+        return self._workspaces[-1].calibration
+
+    @calibration.setter
+    def calibration(self, calibration: Calibration | None) -> None:
+        self._workspaces[-1].calibration = calibration
+        self.calibration_changed()
+
+    @property
+    def offered(self) -> dict[tuple[int, ...], None]:
+        """Every choice that was ever offered."""
+        return self._workspaces[-1].offered
+
+    @offered.setter
+    def offered(self, offered: dict[tuple[int, ...], None]) -> None:
+        self._workspaces[-1].offered = offered
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether somebody only looks at the policy (see `measuring`)."""
+        return len(self._workspaces) > 1
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """While open, the policy is only looked at: what is measured and cached meanwhile is dropped when it closes."""
+        self._notice_changes()
+        return self._working_in(self._workspaces[-1].copy())
+
+    def acting(self, learning: bool) -> AbstractContextManager[None]:
+        """While open, contexts are calibrated and replies sampled, to learn from or apart from all that is learned."""
+        if learning or self.is_measuring:
+            return nullcontext()
+        self._notice_changes()
+        if self._aside is None:
+            self._aside = self._workspaces[0].copy()
+        return self._working_in(self._aside)
+
+    @contextmanager
+    def _working_in(self, workspace: Workspace) -> Iterator[None]:
+        self._workspaces.append(workspace)
+        self._backbone.activations = workspace.activations
+        try:
+            yield
+        finally:
+            self._workspaces.remove(workspace)
+            self._backbone.activations = self._workspaces[-1].activations
+
+    @property
     def weights_version(self) -> int:
         """Number of the weights' state; another one after every change, whoever made it."""
         self._notice_changes()
-        return self._state.number
+        return self._version
 
     def weights_changed(self) -> None:
         """Drop all that was computed with the weights: they were edited where it cannot be noticed."""
@@ -136,14 +221,35 @@ class Policy:
         so they stay unless `packed` says that they go, too.
         """
         self._notice_changes()
-        self._choice_cache.clear()
+        workspace = self._workspaces[-1]
+        workspace.choices.clear()
         self._backbone.forget_all(packed)
-        self._state.number = self._state.number if version is None else version
+        if not self.is_measuring:
+            self._aside = None
+        if version is not None:
+            self._state.number = version - workspace.recalibrations
+
+    def temporary_copies(self) -> AbstractContextManager[None]:
+        """While open, the packed copies of weights may be dropped and made again; then they are those from before."""
+        return self._backbone.temporary_copies()
 
     def calibration_changed(self) -> None:
         """Notice that choices are measured otherwise: replies sampled until now are another policy's."""
-        self._choice_cache.clear()
-        self._state.number += 1
+        workspace = self._workspaces[-1]
+        workspace.choices.clear()
+        workspace.recalibrations += 1
+        self._choices_measured()
+
+    def _choices_measured(self) -> None:
+        """Let acting that is not learned from measure choices against what learning does now."""
+        if self._aside is not None and not self.is_measuring:
+            self._aside.calibration = self.calibration and self.calibration.apart()
+            self._aside.choices.clear()
+            self._aside.recalibrations += 1
+
+    @property
+    def _version(self) -> int:
+        return self._state.number + self._workspaces[-1].recalibrations
 
     @property
     def max_length(self) -> int:
@@ -153,8 +259,7 @@ class Policy:
     @property
     def tokens_forwarded(self) -> int:
         """Tokens that went through the model so far, with what padding there was."""
-        frozen = self._frozen.tokens_forwarded if self._frozen else 0
-        return self._backbone.tokens_forwarded + frozen
+        return self._backbone.tokens_forwarded
 
     @property
     def is_initialized_from_data(self) -> bool:
@@ -166,19 +271,54 @@ class Policy:
         """Restart the sampling's random numbers."""
         self.rng.manual_seed(self.rng.seed() if seed is None else int(seed))
 
-    def enable_reference(self) -> None:
-        """Make sure that there is a reference policy: the base under the adapter, or else a frozen copy made now."""
-        if not self.model.is_peft_model and self._frozen is None:
-            self.reference = deepcopy(self.model).requires_grad_(False)
-            self._frozen = Backbone(self.reference)
+    def fix_reference(self) -> None:
+        """Take the policy as it is now for the reference, unless there is one.
+
+        Under a fresh adapter that is the model without it, which takes no memory and no copy.
+        """
+        weights = self._weights_that_learn()
+        if self.reference is None:
+            is_base = is_fresh(self.model.pretrained_model) and all(map(is_low_rank, weights))
+            self.reference = {} if is_base else {name: weight.detach().clone() for name, weight in weights.items()}
+        elif self.reference and _shapes(self.reference) != _shapes(weights):
+            logger.warning("the weights that learn are others than before: the reference is the policy as it is now")
+            self.reference = None
+            self.fix_reference()
+
+    def _weights_that_learn(self) -> dict[str, Tensor]:
+        """The language model's, by name."""
+        named = self.model.pretrained_model.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad}
+
+    @alone
+    @torch.no_grad()
+    def calibrate(self, contexts: Sequence[Segment]) -> None:
+        """Measure choices that have not been measured, on the contexts that offer them now; before they are sampled.
+
+        Args:
+            contexts: Each with a pending prompt, with choices or without.
+        """
+        self._notice_changes()
+        trees = [tree for tree in self.trees.of(contexts) if tree.decisions[0].choices is not None]
+        self.offered.update(dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ()))
+        calibration = self.calibration
+        if not calibration or not (fresh := calibration.unmeasured(dict.fromkeys(trees), self.num_updates > 0)):
+            return
+        with self._reader("base") as backbone:
+            parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
+            found = dict(each for part in parts for each in read_reference(backbone, part, self._closing_id).items())
+        if calibration.add(found):
+            self.calibration_changed()
+        else:
+            self._choices_measured()
 
     @alone
     @torch.no_grad()
     def sample(self, contexts: Sequence[Segment], learning: bool = True, greedy: bool = False) -> list[Reply]:
-        """Draw a reply to each context's pending prompt.
+        """Draw a reply to each context's pending prompt; of all state, only random numbers and caches change.
 
         Args:
-            contexts: Each with a pending prompt; of any lengths.
+            contexts: Each with a pending prompt; of any lengths. Choices have been calibrated (see `calibrate`).
             learning: Whether replies will be trained on, and so come from the full distribution.
             greedy: Take the most likely choice or token.
         """
@@ -194,8 +334,8 @@ class Policy:
         lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
         check_room([trees[row] for row in choosing], self.max_length)
         offers = self._score_choices([trees[row] for row in choosing])
-        # What has changed was noticed; and choices are calibrated now, which may have made the policy another.
-        version = self._state.number
+        # What has changed was noticed.
+        version = self._version
         room = _DECODE_BYTES // self._backbone.token_bytes
         for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
             chunk = [trees[texts[row]] for row in rows]
@@ -222,12 +362,13 @@ class Policy:
             reference: Ask the reference policy instead; without gradients.
         """
         self._notice_changes()
-        return evaluate_turns(segments, self.trees.of(segments), lambda trees: self._read(trees, reference))
+        of: Weights = "reference" if reference else "policy"
+        return evaluate_turns(segments, self.trees.of(segments), lambda trees: self._read(trees, of))
 
     @alone
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
-        """Log-probability of every choice of each context's pending prompt, float32 (C,) each."""
+        """Log-probability of every choice of each context's pending prompt, calibrated before, float32 (C,) each."""
         trees = self.trees.of(contexts)
         check_room(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
@@ -307,9 +448,8 @@ class Policy:
         The same context has the same distribution until the weights change, so it is computed once until then.
         """
         self._notice_changes()
-        self.offered |= dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ())
-        self._calibrate_choices(trees)
-        scored = {tree: self._choice_cache[tree] for tree in trees if tree in self._choice_cache}
+        cache = self._workspaces[-1].choices
+        scored = {tree: cache[tree] for tree in trees if tree in cache}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in scored]
         for rows in self._chunks(fresh):
             reading = self._read([fresh[row] for row in rows])
@@ -317,7 +457,7 @@ class Policy:
             for row, offer, value in zip(rows, offers, reading.values.tolist(), strict=True):
                 require_finite(offer)
                 scored[fresh[row]] = offer, value
-        self._choice_cache.update({tree: scored[tree] for tree in fresh})
+        cache.update({tree: scored[tree] for tree in fresh})
         return [scored[tree] for tree in trees]
 
     def _notice_changes(self) -> None:
@@ -327,17 +467,25 @@ class Policy:
 
     def _invalidate(self, change: Change) -> None:
         """Drop what depends on the weights that have changed."""
-        self._choice_cache.clear()
-        if change is Change.TRAINED:
-            self._backbone.forget()
-        elif change is Change.FROZEN:
-            self._backbone.forget_all(packed=True)
-        else:
+        unused = [] if self._aside is None or self._aside in self._workspaces else [self._aside]
+        # The one in use last, as the backbone's stays.
+        workspaces = [*unused, *self._workspaces]
+        if change is Change.FROZEN:
+            self._backbone.forget_copies()
+        elif change is Change.PARTS:
             forwarded, self._backbone = self._backbone.tokens_forwarded, Backbone(self.model)
             self._backbone.tokens_forwarded += forwarded
-        if change is not Change.TRAINED:
-            # The reference is another one.
-            self.calibration = self.calibration and self.calibration.anew()
+            for workspace in workspaces:
+                workspace.activations = self._backbone.activations.copy()
+        for workspace in workspaces:
+            workspace.choices.clear()
+            self._backbone.activations = workspace.activations
+            if change is Change.TRAINED:
+                self._backbone.forget()
+            else:
+                self._backbone.forget_all()
+                # The base is another one.
+                workspace.calibration = workspace.calibration and workspace.calibration.anew()
         self._state.accept(change)
 
     @contextmanager
@@ -353,25 +501,41 @@ class Policy:
         self._state.keep()
 
     @contextmanager
-    def _reader(self, reference: bool = False) -> Iterator[Backbone]:
-        """The backbone to read with; the caller has noticed changes, as each public method does at its beginning."""
-        backbone = self._frozen if reference and self._frozen is not None else self._backbone
-        with self._without_adapter() if reference else nullcontext(), backbone.ready():
-            yield backbone
+    def _with_reference_weights(self) -> Iterator[None]:
+        """While open, the reference's weights stand in the place of those that learn."""
+        assert self.reference is not None
+        weights = self._weights_that_learn()
+        own = {name: weights[name].data for name in self.reference}
+        for name, reference in self.reference.items():
+            weights[name].data = reference.to(weights[name])
+        try:
+            yield
+        finally:
+            for name, data in own.items():
+                weights[name].data = data
 
-    def _read(self, trees: Sequence[TokenTree], reference: bool = False) -> Reading:
+    def _takes_reference_weights(self, of: Weights) -> bool:
+        """Whether other values of weights are read than the policy's."""
+        return bool(self.reference) and (of == "reference" or (of == "base" and not self.model.is_peft_model))
+
+    @contextmanager
+    def _reader(self, of: Weights = "policy") -> Iterator[Backbone]:
+        """The backbone to read with; the caller has noticed changes, as each public method does at its beginning."""
+        weights: AbstractContextManager[None] = nullcontext()
+        if self._takes_reference_weights(of):
+            weights = self._with_reference_weights()
+        elif of != "policy":
+            weights = self._without_adapter()
+        with weights, self._backbone.ready():
+            yield self._backbone
+
+    def _read(self, trees: Sequence[TokenTree], of: Weights = "policy") -> Reading:
         """Read trees."""
         how = self.calibration, self.generation.temperature, self._closing_id
-        with self._reader(reference) as backbone:
-            return read(backbone, self.model.v_head, trees, *how, adapted=not reference)
+        adapted = of == "policy" or self._takes_reference_weights(of)
+        with self._reader(of) as backbone:
+            return read(backbone, self.model.v_head, trees, *how, adapted=adapted, cached=of == "policy")
 
-    def _calibrate_choices(self, trees: Sequence[TokenTree]) -> None:
-        """Measure what has not been measured, on the contexts that offer it now."""
-        calibration = self.calibration
-        if not calibration or not (fresh := calibration.unmeasured(dict.fromkeys(trees), self.num_updates > 0)):
-            return
-        with self._reader(reference=True) as backbone:
-            parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
-            found = dict(each for part in parts for each in read_reference(backbone, part, self._closing_id).items())
-        if calibration.add(found):
-            self.calibration_changed()
+
+def _shapes(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}

@@ -18,7 +18,7 @@ def policy_state(policy: Policy) -> dict[str, Any]:
     version = policy.weights_version  # first: a change that is noticed here may restart the calibration
     return {
         "model": trained_state(policy.model),
-        "reference": None if policy.reference is None else _weights(policy.reference.pretrained_model),
+        "reference_weights": policy.reference,
         **choices_record(policy),
         "num_updates": policy.num_updates,
         "weights_version": version,
@@ -30,11 +30,9 @@ def policy_state(policy: Policy) -> dict[str, Any]:
 def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
     """Take the state of a policy with this model and these options."""
     restore_trained_(policy.model, state["model"])
-    if policy.reference is not None:
-        for name, weight in _weights(policy.reference.pretrained_model).items():
-            weight.copy_(state["reference"][name])
-    policy.drop_caches(state["weights_version"])
+    policy.reference = _reference_from(policy, state)
     restore_choices(policy, state)
+    policy.drop_caches(state["weights_version"])
     policy.num_updates = state["num_updates"]
     policy.rng.set_state(state["rng"])
 
@@ -59,5 +57,12 @@ def restore_choices(policy: Policy, record: Mapping[str, Any], with_calibration:
         policy.calibration = Calibration.from_record(record) if "choice_prior" in record else None
 
 
-def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters())
+def _reference_from(policy: Policy, state: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """The reference of a state."""
+    if "reference_weights" in state:
+        reference: dict[str, Tensor] | None = state["reference_weights"]
+        return reference
+    # Earlier versions took the model under its adapter, or else a copy of all its weights.
+    saved = state["reference"] or {}
+    learns = dict(policy.model.pretrained_model.named_parameters())
+    return {name: weight for name, weight in saved.items() if learns[name].requires_grad}

@@ -54,6 +54,7 @@ def read(
     temperature: float,
     closing_id: int,
     adapted: bool = True,
+    cached: bool = True,
 ) -> Reading:
     """Read trees with one prefix.
 
@@ -65,9 +66,10 @@ def read(
         temperature: Of free text's tokens and of choices.
         closing_id: The token that ends a choice where longer ones go on.
         adapted: Whether an activated LoRA acts.
+        cached: Whether the policy's weights are read, of which results may be cached.
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
-    flat = backbone.hidden_states(trees, adapted)
+    flat = backbone.hidden_states(trees, adapted, cached)
     # The critic learns on the policy's features but does not shape them: its gradient stops here.
     features = flat[plan.value_nodes].detach()
     values = v_head(features).squeeze(-1)
@@ -85,7 +87,7 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
         closing_id: The token that ends a choice where longer ones go on.
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
-    logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False), plan)
+    logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False, cached=False), plan)
     rows = (
         [((*branch.path, token), likelier) for token, likelier in zip(branch.targets, row, strict=False)]
         for branch, row in zip(plan.branches, relative(plan, logits).tolist(), strict=True)

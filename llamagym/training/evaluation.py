@@ -164,7 +164,7 @@ def evaluate(
     greedy: bool = True,
     judge: Judge | None = None,
 ) -> EvaluationResult:
-    """Measure an agent or another policy; nothing is learnt, and what the agent was training on stays as it is.
+    """Measure an agent or another policy; nothing is learnt, and a training goes on as if this had not been called.
 
     Every copy plays the same number of episodes, give or take one, then rests: taking the first to end would prefer
     short ones.
@@ -221,7 +221,7 @@ def _measured(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) ->
     agent.eval(greedy)
     rng.manual_seed(seed % 2**63)
     try:
-        with own_conversations(agent, ids):
+        with own_conversations(agent, ids), agent.policy.measuring():
             yield
     finally:
         rng.set_state(drawn)

@@ -24,6 +24,7 @@ from ...models.transformers_internals import (
     attention_function,
     attention_of,
     cache_argument,
+    captures_outputs,
     has_attention,
     is_llama_layer,
     parts_of,
@@ -71,7 +72,7 @@ class Fused:
     def __enter__(self) -> None:
         """Let the layers run fused, except those with a replaced `forward` or with hooks on an inner module."""
         for layer, fused in self._layers.items():
-            if "forward" not in vars(layer) and not any(fused.hooks):
+            if "forward" not in vars(layer) and not fused.has_hooks():
                 vars(layer)["forward"] = fused
 
     def __exit__(self, *error: object) -> None:
@@ -97,7 +98,11 @@ class _Layer:
         self._attention, projections, self._norms = parts_of(layer)
         self._in, self._out, self._gate_up, self._down = projections
         inner = [module for module in layer.modules() if module is not layer]
-        self.hooks = [hooks for module in inner for hooks in hooks_of(module)]
+        self._hooks = [hooks for module in inner for hooks in hooks_of(module)]
+
+    def has_hooks(self) -> bool:
+        """Whether an inner module has hooks, which a fused layer would not call."""
+        return any(not captures_outputs(hook) for hooks in filter(None, self._hooks) for hook in hooks.values())
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """The layer's output for hidden states (B, T, H); takes the layer's own arguments."""
