@@ -188,9 +188,11 @@ def test_the_learning_rate_follows_the_kl_within_bounds():
     assert controller.scale == pytest.approx(1 / 1.5)
     # Everybody moves more than that, so the rate falls, and the optimiser follows.
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 1e-12, "warmup_steps": 1})
-    rates = [agent.learner.update(fill(agent, 3, 2)[-3:])["learning_rate"] for _ in range(3)]
+    stats = [agent.learner.update(fill(agent, 3, 2)[-3:]) for _ in range(3)]
+    rates = [each["learning_rate"] / math.sqrt(each["step_share"]) for each in stats]
     assert rates == pytest.approx([2e-4, 2e-4 / 1.5, 2e-4 / 2.25])
-    assert agent.learner.optimizer.param_groups[0]["lr"] == pytest.approx(2e-4 / 1.5)
+    last_step = agent.learner.optimizer.param_groups[0]["lr"] / math.sqrt(stats[-1]["step_share"])
+    assert last_step == pytest.approx(2e-4 / 1.5)
 
 
 @pytest.mark.parametrize(("share", "scale"), [(1.0, 0.15), (1e-4, 0.1)])
@@ -209,8 +211,9 @@ def test_learning_rates_rise_over_the_first_steps():
     agent = make_agent(ChoiceAgent, ppo=options)
     rates = []
     for _ in range(3):
-        agent.learner.update(fill(agent, 2, 2)[-2:])
-        rates.append([group["lr"] for group in agent.learner.optimizer.param_groups])
+        stats = agent.learner.update(fill(agent, 2, 2)[-2:])
+        policy, critic = (group["lr"] for group in agent.learner.optimizer.param_groups)
+        rates.append([policy / math.sqrt(stats["step_share"]), critic])
     # Two passes over one minibatch: two steps an update.
     assert rates == [pytest.approx([4e-3, 2e-3]), pytest.approx([8e-3, 4e-3]), pytest.approx([8e-3, 4e-3])]
 

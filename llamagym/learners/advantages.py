@@ -79,26 +79,27 @@ class Returns:
 
     Attributes:
         by_turn: Per turn index, the discounted returns from it on of the finished episodes.
-        spread: Root mean square of their differences from the mean at the same index; 0 without finished episodes.
-        size: Root mean square of these returns.
+        spread: Root mean square of their differences from the mean at the same index, at turns that leave something to
+            decide; 0 without any.
+        size: Root mean square of all these returns.
     """
 
     def __init__(self, episodes: Sequence[Episode], gamma: float) -> None:
         """Compute the returns of the finished ones among some episodes; penalties count as rewards."""
         self._rewards = [[turn.reward + turn.penalty for turn in episode.all_turns] for episode in episodes]
-        finished = [
-            rewards for rewards, episode in zip(self._rewards, episodes, strict=True) if episode.is_over and rewards
-        ]
         self.by_turn: list[list[float]] = []
         self.spread = self.size = 0.0
+        finished = [episode.all_turns for episode in episodes if episode.is_over]
         if not finished:
             return
-        mask = pad_sequence([torch.ones(len(rewards), dtype=torch.bool) for rewards in finished], batch_first=True)
-        rewards = pad_sequence([torch.tensor(rewards).double() for rewards in finished], batch_first=True)
+        mask = _padded([[True] * len(turns) for turns in finished])
+        decides = _padded([[turn.decision_count > 0 for turn in turns] for turns in finished])
+        rewards = _padded([[turn.reward + turn.penalty for turn in turns] for turns in finished]).double()
         returns = discounted_returns(rewards, gamma)
         mean = (returns * mask).sum(0) / mask.sum(0)
         self.by_turn = [column[is_real].tolist() for column, is_real in zip(returns.T, mask.T, strict=True)]
-        self.spread = (returns - mean)[mask].square().mean().sqrt().item()
+        if decides.any():
+            self.spread = (returns - mean)[decides].square().mean().sqrt().item()
         self.size = returns[mask].square().mean().sqrt().item()
 
     @property
@@ -141,6 +142,11 @@ class Information(Stateful):
         return differs or (len(episodes) == 1 and self._has_differed)
 
 
+def _padded(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Rows of different lengths as a rectangle, with zeros at their ends."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
 def _any_differs(columns: Iterable[Sequence[float]]) -> bool:
     """Whether any column holds different numbers; sums of float32 rewards differ by rounding, which does not count."""
     return any(not math.isclose(value, column[0], rel_tol=_FLOAT32_EPS) for column in columns for value in column)
@@ -162,7 +168,7 @@ def step_share(advantages: Tensor, turns: Sequence[Turn]) -> float:
     turns = [turns[row] for row in deciding]
     advantages = advantages[deciding]
     count = len(turns)
-    if count >= _FULL_BATCH:
+    if not count or count >= _FULL_BATCH:
         return 1.0
     rows: dict[Hashable, list[int]] = {}
     for row, turn in enumerate(turns):

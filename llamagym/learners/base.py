@@ -330,6 +330,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """Statistics of a batch without information, from which nothing is learned: Adam would take full steps."""
         stats, ratio_error = self._backward(segments, sampled, targets, first=True)
         return stats | {
+            "approx_kl": 0.0,
             "entropy_coef": 0.0,
             "ratio_error": ratio_error,
             "step_share": 0.0,
