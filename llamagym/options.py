@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -127,6 +128,22 @@ def as_seed(seed: int | None) -> int | None:
     if seed is None or 0 <= seed < 2**63:
         return None if seed is None else int(seed)
     raise ConfigError(f"seed={seed} is out of range. Pass a whole number from 0 to 2**63 - 1.")
+
+
+def user_path(path: str | Path, name: str = "path") -> Path:
+    """A path as a user passes it, absolute and with `~` expanded: an environment may change the working directory.
+
+    Args:
+        path: The path.
+        name: The argument, for the error.
+
+    Raises:
+        ConfigError: It begins with the home of an unknown user.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{name}={str(path)!r}: {error} Pass another path.") from error
 
 
 def as_number(value: object) -> float:

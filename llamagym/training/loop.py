@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..learners import ranks
 from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
-from ..options import as_seed, check_arguments
+from ..options import as_seed, check_arguments, user_path
 from .callbacks import Callback, Callbacks
 from .environments import EnvSource, copies_for, opened
 from .evaluation import own_conversations, require_positive
@@ -185,6 +185,8 @@ def train(
         raise ConfigError(
             f"overlap=True needs two halves, and num_envs={num_envs} is one group of {size}. Pass {2 * size} or more."
         )
+    # An environment may change the working directory.
+    runs = user_path("runs")
     run_dir = _folder("run_dir", run_dir)
     checkpoint_dir = _folder("checkpoint_dir", checkpoint_dir)
     if log_with and run_dir is None:
@@ -272,7 +274,7 @@ def train(
                 is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
                 is_over, stops = map(any, zip(*ranks.gather_objects((run.is_over, interrupts.stops)), strict=True))
                 if stops and saved is None:
-                    saved = run_saved_in(_folder_of_interrupted(agent))
+                    saved = run_saved_in(_folder_of_interrupted(runs, agent))
                 if saved is not None and (is_due or is_over or stops):
                     for pending in play.end_steps():
                         take(pending)
@@ -282,7 +284,7 @@ def train(
         # An interrupt that came after the last step, such as during the last evaluation.
         if any(ranks.gather_objects(interrupts.stops)):
             if saved is None:
-                saved = run_saved_in(_folder_of_interrupted(agent))
+                saved = run_saved_in(_folder_of_interrupted(runs, agent))
                 save()
             _stop_interrupted(run, run_dir, saved.root)
     message = "" if run.updates else agent.why_no_update()
@@ -309,17 +311,14 @@ def _require_no_metrics(run_dir: Path) -> None:
 
 
 def _folder(name: str, path: str | Path | None) -> Path | None:
-    """A folder that was passed as an argument, with `~` expanded.
+    """A folder that was passed as an argument, as an absolute path with `~` expanded.
 
     Raises:
         ConfigError: The path is empty, names something that is not a folder, or an unknown user's home.
     """
     if path is None:
         return None
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{name}={str(path)!r}: {error} Pass another path.") from error
+    folder = user_path(path, name)
     blocking = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
     if not str(path) or (blocking.exists() and not blocking.is_dir()):
         raise ConfigError(f"{name}={str(path)!r} is not a folder and cannot be created. Pass the path of a folder.")
@@ -345,10 +344,10 @@ def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoRe
     raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
 
 
-def _folder_of_interrupted(agent: Agent) -> Path:
-    """Where an interrupted run without a folder is saved: the same one in all processes."""
+def _folder_of_interrupted(runs: Path, agent: Agent) -> Path:
+    """Where an interrupted run without a folder is saved, below `runs`: the same folder in all processes."""
     name = f"{type(agent).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path("runs") / ranks.gather_objects(name)[0] / "checkpoints"
+    return runs / ranks.gather_objects(name)[0] / "checkpoints"
 
 
 def _is_interactive() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from ..agent import Agent
 from ..errors import ConfigError
 from ..learners import ranks
-from ..options import as_json
+from ..options import as_json, user_path
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,9 @@ class JsonlTracker:
 
     def __init__(self, path: str | Path) -> None:
         """Append to `path`, creating its folder."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        path = user_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Append a line; a number that is not finite, which JSON has no word for, is left out."""
@@ -79,7 +80,7 @@ class CsvTracker:
 
     def __init__(self, path: str | Path) -> None:
         """Append to `path`, creating its folder."""
-        self._path = Path(path)
+        self._path = user_path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._rows: list[dict[str, Any]] = []
         if self._path.exists():
@@ -204,7 +205,7 @@ def default_tracker(
         raise ConfigError(f"log_with must be a list of names, got {log_with!r} (str). Pass [{log_with!r}].")
     if not ranks.is_main_process():
         return MultiTracker()
-    folder = Path(run_dir).expanduser()
+    folder = user_path(run_dir, "run_dir")
     settings = as_json(dict(config))
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
