@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..learners.base import Stats
+from ..models.state_files import require_saveable
+from ..options import as_json, as_number
 from .played import PlayedEpisode
 from .run import Run
 
@@ -18,11 +23,19 @@ class Callback:
     """Is told what happens in a training; override what you need.
 
     `on_step`, `on_episode_end` and `on_update` end the training after the step under way by returning False; anything
-    else, None among it, lets it go on. They are called in this order, after all has been counted in `run`. An exception
-    ends the training like one of the environment: with a `checkpoint_dir` the state after the step is saved.
+    else, None among it, lets it go on. They are called in this order, after all has been counted in `run`.
+
+    An exception ends the training once the step's other callbacks and the trackers have been called: with a
+    `checkpoint_dir` the state after the step is saved. With `stops_on_error = False` it is logged the first time, and
+    training goes on.
 
     A callback that a resumed run must find as it was left returns its state, as JSON holds it, from `state_dict`.
+
+    Attributes:
+        stops_on_error: Whether an exception of the callback ends the training.
     """
+
+    stops_on_error: bool = True
 
     def on_training_start(self, run: Run) -> None:
         """Before the first step; of a resumed run too, with all that was done before counted in `run`."""
@@ -66,14 +79,14 @@ class StopOnReturn(Callback):
         return len(last) < self._episodes or sum(last) / len(last) < self._mean_return
 
 
-class Callbacks(Callback):
-    """Passes everything on to several callbacks, in order; one that ends the training keeps no other from hearing."""
+class Callbacks:
+    """Calls several callbacks in order; all are called, whatever one answers or raises."""
 
     def __init__(self, callbacks: Sequence[Callback] | Callback | None) -> None:
-        """Pass on to `callbacks`.
+        """Call `callbacks`.
 
         Raises:
-            ConfigError: One is no callback.
+            ConfigError: One is not a callback.
         """
         given = [] if callbacks is None else [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         for callback in given:
@@ -83,37 +96,56 @@ class Callbacks(Callback):
                     "of an update's statistics is passed as on_update."
                 )
         self._callbacks = given
+        self._error: Exception | None = None
+        self._logged: set[tuple[int, str]] = set()
 
     def on_training_start(self, run: Run) -> None:
-        """Tell each."""
-        for callback in self._callbacks:
-            callback.on_training_start(run)
+        """Call each."""
+        self._call("on_training_start", lambda callback: callback.on_training_start(run))
 
     def on_step(self, run: Run) -> bool:
-        """Tell each; False if one says so."""
-        return self._go_on(lambda callback: callback.on_step(run))
+        """Call each; False if one returns False."""
+        return self._call("on_step", lambda callback: callback.on_step(run))
 
     def on_episode_end(self, run: Run, episode: PlayedEpisode) -> bool:
-        """Tell each; False if one says so."""
-        return self._go_on(lambda callback: callback.on_episode_end(run, episode))
+        """Call each; False if one returns False."""
+        return self._call("on_episode_end", lambda callback: callback.on_episode_end(run, episode))
 
     def on_update(self, run: Run, stats: Stats) -> bool:
-        """Tell each; False if one says so."""
-        return self._go_on(lambda callback: callback.on_update(run, stats))
+        """Call each; False if one returns False."""
+
+        def update(callback: Callback) -> bool | None:
+            try:
+                return callback.on_update(run, stats)
+            finally:
+                _require_plain(stats, f"{type(callback).__name__}.on_update()")
+
+        return self._call("on_update", update)
 
     def on_training_end(self, run: Run) -> None:
-        """Tell each."""
-        for callback in self._callbacks:
-            callback.on_training_end(run)
+        """Call each."""
+        self._call("on_training_end", lambda callback: callback.on_training_end(run))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each, with the name of its class."""
-        return {"callbacks": [[type(callback).__name__, callback.state_dict()] for callback in self._callbacks]}
+        """The state of each, with the name of its class; one that raises an error has none."""
+        states: list[Any] = []
+
+        def save(callback: Callback) -> None:
+            name = type(callback).__name__
+            state = as_json(callback.state_dict())
+            if not isinstance(state, dict):
+                raise ConfigError(f"{name}.state_dict() must be a dictionary, got {type(state).__name__}.")
+            require_saveable(state, f"{name}.state_dict()")
+            states.append([name, state])
+
+        self._call("state_dict", save)
+        return {"callbacks": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore each callback's state by the name of its class; several of one class in their order."""
         saved = list(state["callbacks"])
-        for callback in self._callbacks:
+
+        def restore(callback: Callback) -> None:
             name = type(callback).__name__
             match = next((entry for entry in saved if entry[0] == name), None)
             if match is not None:
@@ -122,6 +154,48 @@ class Callbacks(Callback):
             elif callback.state_dict():
                 logger.warning("The checkpoint has no state for %s; it starts fresh.", name)
 
-    def _go_on(self, tell: Callable[[Callback], bool | None]) -> bool:
-        answers = [tell(callback) for callback in self._callbacks]
-        return all(answer is None or bool(answer) for answer in answers)
+        self._call("load_state_dict", restore)
+
+    def raise_error(self) -> None:
+        """Raise the first error of a callback that stops on errors, if there was one since the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _call(self, name: str, call: Callable[[Callback], bool | None]) -> bool:
+        """Call each callback; False if one returns False. Errors are kept for `raise_error`, or logged."""
+        goes_on = True
+        for index, callback in enumerate(self._callbacks):
+            try:
+                answer = call(callback)
+            except Exception as error:  # whatever a user's callback raises
+                if callback.stops_on_error:
+                    self._error = self._error or error
+                elif (index, name) not in self._logged:
+                    logger.warning("%s.%s() failed: %r. Training goes on.", type(callback).__name__, name, error)
+                    self._logged.add((index, name))
+            else:
+                goes_on &= not isinstance(answer, (bool, np.bool_)) or bool(answer)
+        return goes_on
+
+
+def _require_plain(stats: Stats, owner: str) -> None:
+    """Make the statistics of an update numbers and strings of Python's, and drop what is something else.
+
+    Raises:
+        ConfigError: A statistic is neither a number nor a string.
+    """
+    faults: list[str] = []
+    for name, value in list(stats.items()):
+        number = math.nan if getattr(value, "ndim", 0) else as_number(value)
+        if not isinstance(name, str):
+            faults.append(f"has the name {name!r} ({type(name).__name__})")
+            del stats[name]
+        elif not isinstance(value, str) and not isinstance(value, float):
+            if math.isnan(number):
+                faults.append(f"{name!r} is a {type(value).__name__}")
+                del stats[name]
+            else:
+                stats[name] = number
+    if faults:
+        raise ConfigError(f"{owner} set statistics of an update that are not numbers or strings: {'; '.join(faults)}.")

@@ -121,8 +121,8 @@ def train(
         seed: Base seed of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update, after callbacks and tracker; returning True ends the
             training.
-        tracker: Receives them with what callbacks added, and the minutes so far. If it fails, that is said, and
-            training goes on.
+        tracker: Receives them with what callbacks added, and the minutes so far. An error of it is logged, and training
+            goes on, unless it has an attribute `stops_on_error` that is True.
         group_size: Episodes that share a reset seed, in a row of as many copies; None is what the learner compares, 1
             for a learner that compares none.
         turns: Stop at the step with which so many are taken, over all copies. None: no limit.
@@ -256,6 +256,7 @@ def train(
                 trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
                 if on_update is not None and on_update(taken.stats):
                     run.stop()
+            all_callbacks.raise_error()
 
         def save() -> None:
             if saved is not None:
@@ -268,6 +269,7 @@ def train(
                 logger.warning("The budget is used up already: %s. Pass a larger one to continue.", run)
             if callbacks and saved_state is None:
                 save()
+                all_callbacks.raise_error()
             while not is_over:
                 taken = play.step()
                 take(taken)
@@ -279,6 +281,7 @@ def train(
                     for pending in play.end_steps():
                         take(pending)
                     save()
+                    all_callbacks.raise_error()
                 if stops and saved is not None:
                     _stop_interrupted(run, run_dir, saved.root)
         # An interrupt that came after the last step, such as during the last evaluation.
@@ -292,8 +295,17 @@ def train(
         logger.warning(message)
     report = None
     if run_dir is not None and run.updates and ranks.is_main_process():
-        report = write_report([run_dir], run_dir / "report.html")
+        report = _report(run_dir)
     return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report)
+
+
+def _report(run_dir: Path) -> Path | None:
+    """Write the report of a run that is over; without room for it, the run has a result all the same."""
+    try:
+        return write_report([run_dir], run_dir / "report.html")
+    except (OSError, ConfigError) as error:
+        logger.warning("The report of %s cannot be written: %s", run_dir, error)
+        return None
 
 
 def _require_no_metrics(run_dir: Path) -> None:
@@ -368,10 +380,18 @@ def _notified(callbacks: Callbacks, run: Run, saved_state: Mapping[str, Any] | N
     callbacks.on_training_start(run)
     if saved_state is not None and "callbacks" in saved_state:
         callbacks.load_state_dict(saved_state["callbacks"])
+    callbacks.raise_error()
     try:
         yield
-    finally:
+    except BaseException:
         callbacks.on_training_end(run)
+        try:
+            callbacks.raise_error()
+        except Exception as error:  # the error that ended the training is the one to raise
+            logger.error("A callback has failed, too: %r", error)
+        raise
+    callbacks.on_training_end(run)
+    callbacks.raise_error()
 
 
 def _notify(callbacks: Callbacks, run: Run, ended: Sequence[PlayedEpisode], stats: Stats) -> None:

@@ -93,12 +93,16 @@ def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iter
         where = "" if copy is None else f" in copy {copy} of the environment"
         # Of several processes none can save alone; they go on from the last checkpoint.
         if save is not None and ranks.count() == 1:
-            save()
-            logger.error(
-                "Training has failed%s; the last complete state is saved in %s. To continue, pass resume=True.",
-                where,
-                folder,
-            )
+            try:
+                save()
+            except Exception as failure:  # the training's own error is the one to raise
+                logger.error("Training has failed%s, and its state could not be saved: %s", where, failure)
+            else:
+                logger.error(
+                    "Training has failed%s; the last complete state is saved in %s. To continue, pass resume=True.",
+                    where,
+                    folder,
+                )
         elif where:
             logger.error("Training has failed%s.", where)
         raise
