@@ -148,7 +148,7 @@ def stop_after_steps(folder: Path, steps: int, number: signal.Signals = signal.S
     class Stopped(Interrupting, env):
         pass
 
-    Stopped.steps, Stopped.number = steps, number
+    Stopped.__name__, Stopped.steps, Stopped.number = env.__name__, steps, number
     learning(folder, env=Stopped)
 
 
@@ -211,7 +211,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
 
 
 class Broken(DiceEnv):
-    """Fails, or hangs, at a step."""
+    """Fails, or hangs, at a step; the run that goes on afterwards is of an environment of this name, too."""
 
     fails_at, error, hangs = -1, ValueError("out of cards"), False
 
@@ -229,7 +229,7 @@ class Broken(DiceEnv):
 
 def broken(**attributes: Any) -> Any:
     numbers = iter(range(100))
-    kind = type("Broken", (Broken,), attributes)
+    kind = type("DiceEnv", (Broken,), attributes)
     return lambda: kind(next(numbers))
 
 
@@ -248,7 +248,9 @@ def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_
 def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
-        learning(tmp_path, agent, lambda: type("Broken", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0)
+        learning(
+            tmp_path, agent, lambda: type("DiceEnv", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0
+        )
     assert "the last complete state is saved in" in caplog.text
     _, resumed = learning(tmp_path, resume=True)
     assert len(resumed.returns) == 12
@@ -258,7 +260,7 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
 def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
-    hangs = type("Broken", (Broken,), {"fails_at": 1, "hangs": True})
+    hangs = type("DiceEnv", (Broken,), {"fails_at": 1, "hangs": True})
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
         learning(tmp_path, env=lambda: hangs(1), env_timeout=1.5, resume=True)
     # Nothing was lost by that.
@@ -272,7 +274,7 @@ def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
     there = train(agents[1], DiceEnv, 8, 2, seed=0, env_timeout=60.0)
     assert here.returns == there.returns
     with pytest.raises(ValueError, match="out of cards"):
-        learning(tmp_path, env=lambda: type("Broken", (Broken,), {"fails_at": 2})(1), env_timeout=60.0)
+        learning(tmp_path, env=lambda: type("DiceEnv", (Broken,), {"fails_at": 2})(1), env_timeout=60.0)
     _, resumed = learning(tmp_path, resume=True, env_timeout=60.0)
     assert len(resumed.returns) == 12
 
@@ -305,7 +307,7 @@ class LockedError(ValueError):
     ids=["a format", "a per cent", "other arguments", "not to be pickled"],
 )
 def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, caplog, recwarn):
-    failing = type("Broken", (Broken,), {"fails_at": 1, "error": error})
+    failing = type("DiceEnv", (Broken,), {"fails_at": 1, "error": error})
     with pytest.raises(raised) as caught:
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), 4, 1, seed=0, env_timeout=60.0)
     assert type(caught.value) is raised
@@ -609,7 +611,7 @@ def test_a_run_is_not_resumed_by_another_agent_or_in_another_environment(tmp_pat
     gym.register("Coin-v0", DiceEnv)
     try:
         agent, done = learning(tmp_path, make_agent(Instructed, ppo=SIZES, context="turn"), "Dice-v3")
-        with pytest.raises(CheckpointError, match="env was 'Dice-v3' and is now 'Coin-v0'"):
+        with pytest.raises(CheckpointError, match=r"environment\.id was 'Dice-v3' and is now 'Coin-v0'"):
             learning(tmp_path, agent, "Coin-v0", resume=True)
         agent.prompt += " Now."
         message = r"system_prompt was '\.\.\..*to go\.' and is now '\.\.\..*to go\. Now\.'"

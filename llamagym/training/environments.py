@@ -7,15 +7,17 @@ be saved or not.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
@@ -41,7 +43,7 @@ class Copies:
     Attributes:
         count: How many there are.
         rows: Their numbers.
-        spec_id: The id that Gymnasium made them by; None if it did not make them.
+        identity: What tells the environment from others: its class, its spaces, and how Gymnasium made it.
         action_space: Of each.
         can_replay: Whether the copies are of our own making: episodes can be played again, and copies can rest.
     """
@@ -50,13 +52,13 @@ class Copies:
         self,
         envs: VectorEnv,
         timeout: float | None = None,
-        spec_id: str | None = None,
+        identity: Mapping[str, str] | None = None,
         can_replay: bool = True,
         first: int = 0,
     ) -> None:
         """Step `envs`, numbered from `first` on, each step and reset within `timeout` seconds if in other processes."""
         self._envs, self._timeout = envs, timeout
-        self.count, self.spec_id, self.can_replay = envs.num_envs, spec_id, can_replay
+        self.count, self.identity, self.can_replay = envs.num_envs, dict(identity or {}), can_replay
         self.rows = slice(first, first + envs.num_envs)
         self._batch: Any = None
         # Such a vector environment returns the next episode's first observation where an episode has ended.
@@ -218,19 +220,20 @@ def opened(
     in_processes |= timeout is not None
     if isinstance(env, VectorEnv):
         _check_vector(env, in_processes)
-        yield [Copies(env, spec_id=env.spec.id if env.spec else None, can_replay=False)]
+        identity = _identity(env.spec, env.single_observation_space, env.single_action_space)
+        yield [Copies(env, identity=identity, can_replay=False)]
         return
-    ids: list[str | None] = []
+    identities: list[dict[str, str]] = []
     makers = _makers(env, sum(counts))
     is_callers = isinstance(env, gymnasium.Env) and len(makers) == 1
-    made = [_numbered(make, number, is_callers, ids) for number, make in enumerate(makers)]
+    made = [_numbered(make, number, is_callers, identities) for number, make in enumerate(makers)]
     parts: list[Copies] = []
     failed = True
     with ExitStack() as stack:
         for count in counts:
             first = parts[-1].rows.stop if parts else 0
             envs = _vector(made[first : first + count], in_processes, first)
-            copies = Copies(envs, timeout, ids[0], first=first)
+            copies = Copies(envs, timeout, identities[0], first=first)
             parts.append(copies)
             stack.callback(lambda part: part.close(at_once=failed), copies)
         yield parts
@@ -277,9 +280,9 @@ def _numbered(
     make: Callable[[], gymnasium.Env[Any, Any]],
     number: int,
     is_callers: bool,
-    ids: list[str | None],
+    identities: list[dict[str, str]],
 ) -> Callable[[], Copy]:
-    """A function that makes the environment with this number, and adds its id, if it has one, to `ids`."""
+    """A function that makes the environment with this number, and adds its identity to `identities`."""
     parent = os.getpid()
 
     def made() -> Copy:
@@ -296,10 +299,32 @@ def _numbered(
         for name in ("observation_space", "action_space"):
             if not isinstance(space := getattr(env, name, None), gymnasium.Space):
                 raise ConfigError(f"The {name} of {env} is {space!r}. Give it one of gymnasium.spaces.")
-        ids.append(getattr(env.unwrapped.spec, "id", None))
+        identity = _identity(env.unwrapped.spec, env.observation_space, env.action_space)
+        identities.append({"class": type(env.unwrapped).__name__, **identity})
         return Copy(env, number, in_child=not is_here, stays_open=is_callers and is_here)
 
     return made
+
+
+def _identity(
+    spec: EnvSpec | None, observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any]
+) -> dict[str, str]:
+    """What tells an environment from others: its spaces and, if Gymnasium made it, its id and options."""
+    identity = {"observation_space": str(observation_space), "action_space": str(action_space)}
+    if spec is not None:
+        options = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs}
+        identity |= {"id": spec.id, "options": str({name: _described(options[name]) for name in sorted(options)})}
+    return identity
+
+
+def _described(option: Any) -> Any:
+    """An option as it reads in every process; an object by its type, since its text may hold an address."""
+    plain = as_json(option)
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError):
+        return type(option).__name__
+    return plain
 
 
 def _makers(

@@ -88,6 +88,7 @@ def train(
     checkpoint_every: int = 10,
     keep_checkpoints: int = 3,
     resume: bool = False,
+    allow_changes: Sequence[str] = (),
     handle_signals: bool = True,
     env_timeout: float | None = None,
     overlap: bool = False,
@@ -141,6 +142,9 @@ def train(
             are processed again after it.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
         resume: Whether to continue from the newest intact checkpoint; without any, training begins.
+        allow_changes: With `resume`: what may differ from the checkpoint, by the names that the error lists:
+            "ppo_config_dict.learning_rate" for an option, "ppo_config_dict" for all of them, "environment", "choices",
+            "model". In another environment, or another number of environments, the episodes under way start again.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
             resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
             Without effect outside the main thread, since Python delivers signals there only.
@@ -193,6 +197,8 @@ def train(
         raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
     if run_dir is not None and checkpoint_dir is None:
         checkpoint_dir = run_dir / "checkpoints"
+    if isinstance(allow_changes, str):
+        raise ConfigError(f"allow_changes must be a list of names, got {allow_changes!r}. Pass [{allow_changes!r}].")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
     if checkpoint_dir is not None and not resume:
@@ -214,11 +220,15 @@ def train(
         play = Play(agent, parts, ids, base_seed, size, judge, (ranks.rank(), ranks.count()))
 
         def run_saved_in(folder: Path) -> SavedRun:
-            # Without an id nothing tells one environment from another.
-            env_id = {"env": parts[0].spec_id} if parts[0].spec_id else {}
-            options = {"num_envs": num_envs, "group_size": size, "seed": seed, "overlap": overlap, **env_id}
-            options["system_prompt"] = agent.get_system_prompt()
-            return SavedRun(folder, keep_checkpoints, agent, play, options)
+            options = {
+                "num_envs": num_envs,
+                "group_size": size,
+                "seed": seed,
+                "overlap": overlap,
+                "environment": parts[0].identity,
+                "system_prompt": agent.get_system_prompt(),
+            }
+            return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes)
 
         saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
         saved_state = saved.read() if saved and resume else None
