@@ -394,6 +394,14 @@ def test_state_comes_back(tmp_path):
         read_state(tmp_path, "state")
 
 
+def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
+    agent = make_agent(WordAgent)
+    agent.save_checkpoint(tmp_path / "now", loop={"seen": [1]})
+    with pytest.raises(ConfigError, match="loop/seen/1 is a set, which cannot be saved"):
+        agent.save_checkpoint(tmp_path / "now", loop={"seen": [1, {2}]})
+    assert agent.load_checkpoint(tmp_path / "now") == {"seen": [1]}
+
+
 def break_manifest(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | changes))

@@ -8,7 +8,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -274,13 +277,74 @@ def test_a_process_that_ends_while_its_environment_is_made_is_named():
     assert multiprocessing.active_children() == []
 
 
-def test_an_environments_own_connection_error_is_its_own():
-    class Disconnected(CountdownEnv):
-        def step(self, action):
-            raise ConnectionResetError("the game's server")
+def test_a_killed_process_of_a_callers_vector_environment_is_named():
+    kind = type("Killed", (Killed,), {"at": 2})
+    envs = RecordEpisodeStatistics(AsyncVectorEnv([CountdownEnv, kind], autoreset_mode=AutoresetMode.DISABLED))
+    with pytest.raises(EnvironmentLostError, match=r"environment 1 \(SIGKILL\) has ended\. A process"):
+        train(make_agent(ChoiceAgent), envs, 4)
+    assert not envs.closed
+    # Without waiting for an answer of the one that is no more.
+    for process in envs.unwrapped.processes:
+        process.kill()
+        process.join()
+    envs.closed = True
 
+
+class Disconnected(CountdownEnv):
+    """Loses a connection of its own."""
+
+    def step(self, action):
+        raise ConnectionResetError("the game's server")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_an_environments_own_connection_error_is_its_own(is_callers):
+    envs: Any = Disconnected
+    options: dict[str, Any] = {"num_envs": 2, "env_timeout": 30}
+    if is_callers:
+        envs, options = AsyncVectorEnv([Disconnected] * 2, autoreset_mode=AutoresetMode.DISABLED), {}
     with pytest.raises(ConnectionResetError, match="the game's server"):
-        train(make_agent(ChoiceAgent), Disconnected, 4, 2, env_timeout=30)
+        train(make_agent(ChoiceAgent), envs, 4, **options)
+    if is_callers:
+        envs.close()
+
+
+_ORPHANS = """
+import os, sys, time, signal
+from llamagym import evaluate
+from tests.agents import CountdownEnv
+
+class Hangs(CountdownEnv):
+    def step(self, action):
+        print(os.getpid(), flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+if __name__ == "__main__":
+    from llamagym.training.environments import opened
+    with opened(Hangs, [2], in_processes=True) as (copies,):
+        copies.reset([0, 1])
+        copies.send([0, 0])
+        time.sleep(600)
+"""
+
+
+@pytest.mark.long
+def test_no_process_outlives_a_run_that_is_killed(tmp_path):
+    (tmp_path / "orphans.py").write_text(_ORPHANS)
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, str(tmp_path / "orphans.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        process.kill()
+        deadline = time.monotonic() + 60
+        # The pipe is closed once the last process that writes to it has ended.
+        assert process.stdout.read() == ""
+        assert time.monotonic() < deadline
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
 
 
 # Observations and errors
@@ -380,8 +444,11 @@ def test_attributes_that_copies_do_not_have_are_logged(registered, attributes, c
     assert caplog.text.count("are not the same in them") == 1
 
 
-def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, caplog):
+@pytest.mark.parametrize("is_used", [False, True], ids=["as it was made", "after a reset"])
+def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, caplog, is_used):
     env = gym.make(registered, options={"a": np.zeros(3)})
+    if is_used:
+        env.reset(seed=3)
     with caplog.at_level(logging.WARNING):
         train(make_agent(ChoiceAgent), env, 2, 2)
         evaluate("random", env, 4)

@@ -155,6 +155,9 @@ class Callbacks:
                 logger.warning("The checkpoint has no state for %s; it starts fresh.", name)
 
         self._call("load_state_dict", restore)
+        for name, unused in saved:
+            if unused:
+                logger.warning("The checkpoint has a state of %s, and no such callback was passed.", name)
 
     def raise_error(self) -> None:
         """Raise the first error of a callback that stops on errors, if there was one since the last call."""

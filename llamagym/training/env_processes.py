@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from ..errors import EnvironmentLostError
 from .copy_errors import failed_copy
@@ -21,6 +23,58 @@ logger = logging.getLogger(__name__)
 
 # For processes that are to end at once, or do not end by themselves, before a firmer signal follows.
 _GRACE_S = 2.0
+
+
+@contextmanager
+def named_if_lost(envs: VectorEnv, first: int) -> Iterator[None]:
+    """While open, the loss of a process of a vector environment is an error that names its environment.
+
+    Args:
+        envs: The vector environment; in one without processes none can be lost.
+        first: The number of its first environment.
+
+    Raises:
+        EnvironmentLostError: A process has ended; those of a `ProcessEnvs` have been stopped.
+    """
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        base = envs.unwrapped
+        processes = getattr(base, "processes", [])
+        is_ours = isinstance(base, ProcessEnvs)
+        # An environment's own error, in its process or, while it is made, here.
+        if failed_copy(error) is not None or not processes:
+            raise
+        ready = wait([process.sentinel for process in processes], _GRACE_S)
+        for process in processes:
+            if process.sentinel in ready:
+                process.join()
+        codes = {first + i: process.exitcode for i, process in enumerate(processes) if process.exitcode is not None}
+        # In a caller's vector environment, a process whose environment raises an error ends with 0.
+        if not is_ours and not any(codes.values()):
+            raise
+        if is_ours:
+            base.close(terminate=True)
+        lost = ", ".join(f"{number} ({_reason(code)})" for number, code in codes.items())
+        raise EnvironmentLostError(
+            f"The process of environment {lost} has ended{', and all others have been stopped' if is_ours else ''}. A "
+            "process killed by SIGKILL often means that memory ran out: use fewer environments (num_envs). Otherwise "
+            "look at what it wrote to stderr."
+        ) from error
+
+
+def exit_with_parent() -> None:
+    """End this process some time after its parent has ended, even if its environment hangs."""
+
+    def watch(parent: Any) -> None:
+        parent.join()
+        # An environment that does not hang is closed meanwhile: its process notices by itself.
+        time.sleep(_GRACE_S)
+        os._exit(1)
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=watch, args=(parent,), daemon=True).start()
 
 
 class ProcessEnvs(AsyncVectorEnv):
@@ -34,39 +88,13 @@ class ProcessEnvs(AsyncVectorEnv):
         """
         self._first, self._owner = first, os.getpid()
         try:
-            with self.named_if_lost():
+            with named_if_lost(self, first):
                 # Observations of any space can be sent through pipes, but not all can be shared.
                 super().__init__(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
         except BaseException:
             if hasattr(self, "processes"):
                 self.close(terminate=True)
             raise
-
-    @contextmanager
-    def named_if_lost(self) -> Iterator[None]:
-        """While open, the loss of a process is an error that names its environment.
-
-        Raises:
-            EnvironmentLostError: A process has ended; all others have been stopped.
-        """
-        try:
-            yield
-        except (EOFError, ConnectionError) as error:
-            # An environment's own error, here or in its process.
-            if not hasattr(self, "processes") or failed_copy(error) is not None:
-                raise
-            ready = wait([process.sentinel for process in self.processes], _GRACE_S)
-            for process in self.processes:
-                if process.sentinel in ready:
-                    process.join()
-            codes = {self._first + i: process.exitcode for i, process in enumerate(self.processes)}
-            lost = ", ".join(f"{number} ({_reason(code)})" for number, code in codes.items() if code is not None)
-            self.close(terminate=True)
-            raise EnvironmentLostError(
-                f"The process of environment {lost} has ended, and all others have been stopped. A process killed by "
-                "SIGKILL often means that memory ran out: pass a smaller num_envs. Otherwise look at what it wrote to "
-                "stderr."
-            ) from error
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close all environments and end their processes; those that do not end in time are killed.

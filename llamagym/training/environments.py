@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import gymnasium
@@ -24,7 +24,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json
 from .copy_errors import failed_copy, unpacked
-from .env_processes import ProcessEnvs
+from .env_processes import ProcessEnvs, exit_with_parent, named_if_lost
 from .infos import Info, put_finals, split
 from .spec_copies import can_be_copied, copier
 from .wrapper import REPLAY, REST, Copy
@@ -147,7 +147,7 @@ class Copies:
             self._envs.close()
 
     def _named_if_lost(self) -> AbstractContextManager[None]:
-        return self._envs.named_if_lost() if isinstance(self._envs, ProcessEnvs) else nullcontext()
+        return named_if_lost(self._envs, self.rows.start)
 
     def _observed(self) -> AbstractContextManager[None]:
         return _fitting(self._envs.single_observation_space, "The environment's observations")
@@ -293,6 +293,7 @@ def _numbered(
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             # The caller's handler is for the parent.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            exit_with_parent()
         env = make()
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(f"env() made {env!r}, which is no environment. Pass a function that makes one.")

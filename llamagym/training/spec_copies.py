@@ -40,7 +40,12 @@ def copier(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]
                 f"{env} cannot be made again from its spec: {error} Pass a function that makes it, or num_envs=1 to "
                 "use it itself."
             ) from error
-        if is_first and (lost := _different_attributes(env, made)):
+        lost = _different_attributes(env, made) if is_first else []
+        if lost:
+            # What a reset sets anyway is not lost.
+            set_by_reset = _set_by_reset(made)
+            lost = [name for name in lost if name not in set_by_reset]
+        if lost:
             logger.warning(
                 "Several environments are made from the spec of %s, and its attributes %s are not the same in them. "
                 "Pass a function that makes it and sets them, or num_envs=1 to use it itself.",
@@ -65,6 +70,19 @@ def _different_attributes(env: gymnasium.Env[Any, Any], made: gymnasium.Env[Any,
             if not is_same and name not in _RANDOM_STATE:
                 names[name] = None
     return list(names)
+
+
+def _set_by_reset(env: gymnasium.Env[Any, Any]) -> set[str]:
+    """Names of attributes, of an environment or its wrappers, that a reset sets to something else."""
+    before = [dict(vars(layer)) for layer in _layers(env)]
+    try:
+        env.reset()
+    except Exception:  # the run's own reset shows what is wrong
+        return set()
+    changed: set[str] = set()
+    for old, layer in zip(before, _layers(env), strict=True):
+        changed |= {name for name, value in vars(layer).items() if name not in old or old[name] is not value}
+    return changed
 
 
 def _layers(env: Any) -> Iterator[Any]:
