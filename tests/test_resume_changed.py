@@ -155,6 +155,8 @@ def test_allows_another_learning_rate_by_name(tmp_path):
 
 def test_allows_another_number_of_environments_by_name(tmp_path, caplog):
     before_the_end(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is now 'free text'"):
+        going_on(tmp_path, None, resume=True, num_envs=3, allow_changes=["num_envs"])
     with pytest.raises(CheckpointError, match=r"num_envs was 2 and is now 3.*allow_changes=\['num_envs'\]"):
         going_on(tmp_path, resume=True, num_envs=3)
     _, result = going_on(tmp_path, resume=True, num_envs=3, allow_changes=["num_envs"])

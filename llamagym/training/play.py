@@ -284,6 +284,8 @@ class Play:
             logger.warning("Other environments or another number of processes: the episodes under way start again.")
             self._groups = self._groups_from(state["next_group"])
             self.begin()
+            if starts_again and not may_change_choices:
+                self._require_choices(state, is_replayed=False)
             return
         self._groups[:] = state["groups"]
         self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
@@ -299,7 +301,7 @@ class Play:
         else:
             changed = np.array([bool(actions) for actions in self._actions])
         if not may_change_choices:
-            self._require_choices(state)
+            self._require_choices(state, can_replay)
         # What was earned stands in the conversations, which were saved.
         for rewards, env_id in zip(self._rewards, self._ids, strict=True):
             conversation = self._agent.conversation(env_id)
@@ -354,8 +356,13 @@ class Play:
         lists = [None if choices is None else list(choices) for choices in distinct]
         return {"lists": lists, "indices": indices}
 
-    def _require_choices(self, state: Mapping[str, Any]) -> None:
-        """Reject an agent that offers other choices, or free text instead, for what it had been shown.
+    def _require_choices(self, state: Mapping[str, Any], is_replayed: bool) -> None:
+        """Reject an agent that offers other choices, or free text instead, than when the state was saved.
+
+        Args:
+            state: What `state_dict` returned.
+            is_replayed: Whether the environments have been brought back to where they stood. Otherwise only free text
+                can be told from choices.
 
         Raises:
             CheckpointError: It does.
@@ -363,16 +370,15 @@ class Play:
         if "choices" not in state:  # of an earlier version
             return
         saved, now = state["choices"], self._choices_record()
-        texts = self._texts()
-        is_comparable = False
-        for i, (old, new) in enumerate(zip(saved["indices"], now["indices"], strict=True)):
-            if old is not None and new is not None and texts[i] == state["texts"][i]:
-                is_comparable = True
-                _require_same_choices(saved["lists"][old], now["lists"][new])
-        # Where no observation is the same, free text can still be told from choices.
+        if is_replayed:
+            texts = self._texts()
+            for i, (old, new) in enumerate(zip(saved["indices"], now["indices"], strict=True)):
+                if old is not None and new is not None and texts[i] == state["texts"][i]:
+                    _require_same_choices(saved["lists"][old], now["lists"][new])
+        # Some agents offer choices for some observations only, so one of each kind on both sides is no difference.
         were_free = {choices is None for choices in saved["lists"]}
         are_free = {choices is None for choices in now["lists"]}
-        if not is_comparable and were_free and are_free and not were_free & are_free:
+        if were_free and are_free and not were_free & are_free:
             _require_same_choices(saved["lists"][0], now["lists"][0])
 
     def _seed(self, copy: int) -> int:
