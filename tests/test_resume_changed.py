@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import pytest
@@ -123,14 +123,19 @@ def test_rejects_another_environment(tmp_path, env, message, caplog):
 
 def test_rejects_an_environment_made_with_other_options(tmp_path):
     class Lasting(CountdownEnv):
-        def __init__(self, length: int = 3, rule: Any = None) -> None:
+        metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
+
+        def __init__(self, length: int = 3, rule: Any = None, render_mode: Any = None) -> None:
             super().__init__(length)
+            self.render_mode = render_mode
 
     gym.register("Lasting-v0", Lasting)
     try:
         before_the_end(tmp_path, env=gym.make("Lasting-v0", rule=print))
         # What is not plain data counts by its type.
-        going_on(tmp_path, env=gym.make("Lasting-v0", rule=len), resume=True)
+        going_on(tmp_path, env=gym.make("Lasting-v0", rule=len, render_mode="ansi"), resume=True)
+        with pytest.raises(CheckpointError, match=r"'max_episode_steps': None.* and is now .*'max_episode_steps': 2"):
+            going_on(tmp_path, env=lambda: gym.make("Lasting-v0", rule=len, max_episode_steps=2), resume=True)
         message = r"environment\.options was .*'rule'.* and is now .*'length': 5"
         for env in (gym.make("Lasting-v0", length=5), lambda: gym.make("Lasting-v0", length=5)):
             with pytest.raises(CheckpointError, match=message):

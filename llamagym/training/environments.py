@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -300,7 +301,11 @@ def _numbered(
         for name in ("observation_space", "action_space"):
             if not isinstance(space := getattr(env, name, None), gymnasium.Space):
                 raise ConfigError(f"The {name} of {env} is {space!r}. Give it one of gymnasium.spaces.")
-        identity = _identity(env.unwrapped.spec, env.observation_space, env.action_space)
+        with warnings.catch_warnings():
+            # Of a wrapper whose arguments cannot be copied; the spec without it will do.
+            warnings.simplefilter("ignore")
+            spec = env.spec or env.unwrapped.spec
+        identity = _identity(spec, env.observation_space, env.action_space)
         identities.append({"class": type(env.unwrapped).__name__, **identity})
         return Copy(env, number, in_child=not is_here, stays_open=is_callers and is_here)
 
@@ -314,6 +319,8 @@ def _identity(
     identity = {"observation_space": str(observation_space), "action_space": str(action_space)}
     if spec is not None:
         options = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs}
+        # How an environment is drawn changes nothing in it.
+        options.pop("render_mode", None)
         identity |= {"id": spec.id, "options": str({name: _described(options[name]) for name in sorted(options)})}
     return identity
 
