@@ -260,8 +260,27 @@ class Killed(CountdownEnv):
 @pytest.mark.parametrize(("method", "at"), [("step", 1), ("step", 4), ("reset", 2)])
 def test_a_process_that_is_killed_is_named(method, at, options, tmp_path, caplog):
     kind = type("Killed", (Killed,), {"method": method, "at": at})
-    with pytest.raises(EnvironmentLostError, match=r"environment \d.*\(SIGKILL\).* has ended.*num_envs"):
+    with pytest.raises(
+        EnvironmentLostError, match=r"have ended: \d.*\(SIGKILL\)\. All others have been stopped.*num_envs"
+    ):
         train(make_agent(ChoiceAgent), kind, 8, 2, seed=0, checkpoint_dir=tmp_path, **options)
+    assert "the last complete state is saved in" in caplog.text
+    assert multiprocessing.active_children() == []
+
+
+class KillsOne(Callback):
+    """Kills the process of an environment between two steps."""
+
+    def on_step(self, run):
+        for process in multiprocessing.active_children()[:1]:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("options", [{"env_timeout": 30}, {"overlap": True}], ids=["with a limit", "overlapping"])
+def test_a_process_that_is_killed_between_steps_is_named(options, tmp_path, caplog):
+    with pytest.raises(EnvironmentLostError, match=r"have ended: \d.*\(SIGKILL\)\. All others"):
+        train(make_agent(ChoiceAgent), CountdownEnv, 8, 4, callbacks=KillsOne(), checkpoint_dir=tmp_path, **options)
     assert "the last complete state is saved in" in caplog.text
     assert multiprocessing.active_children() == []
 
@@ -272,7 +291,7 @@ def test_a_process_that_ends_while_its_environment_is_made_is_named():
             os._exit(7)
         return CountdownEnv()
 
-    with pytest.raises(EnvironmentLostError, match=r"environment 0 \(exit code 7\)"):
+    with pytest.raises(EnvironmentLostError, match=r"have ended: 0 \(exit code 7\)"):
         train(make_agent(ChoiceAgent), make, 4, 2, env_timeout=30)
     assert multiprocessing.active_children() == []
 
@@ -280,7 +299,7 @@ def test_a_process_that_ends_while_its_environment_is_made_is_named():
 def test_a_killed_process_of_a_callers_vector_environment_is_named():
     kind = type("Killed", (Killed,), {"at": 2})
     envs = RecordEpisodeStatistics(AsyncVectorEnv([CountdownEnv, kind], autoreset_mode=AutoresetMode.DISABLED))
-    with pytest.raises(EnvironmentLostError, match=r"environment 1 \(SIGKILL\) has ended\. A process"):
+    with pytest.raises(EnvironmentLostError, match=r"have ended: 1 \(SIGKILL\)\. A process"):
         train(make_agent(ChoiceAgent), envs, 4)
     assert not envs.closed
     # Without waiting for an answer of the one that is no more.

@@ -56,10 +56,10 @@ def named_if_lost(envs: VectorEnv, first: int) -> Iterator[None]:
         if is_ours:
             base.close(terminate=True)
         lost = ", ".join(f"{number} ({_reason(code)})" for number, code in codes.items())
+        rest = " All others have been stopped." if is_ours else ""
         raise EnvironmentLostError(
-            f"The process of environment {lost} has ended{', and all others have been stopped' if is_ours else ''}. A "
-            "process killed by SIGKILL often means that memory ran out: use fewer environments (num_envs). Otherwise "
-            "look at what it wrote to stderr."
+            f"Processes of environments have ended: {lost}.{rest} A process killed by SIGKILL often means that memory "
+            "ran out: use fewer environments (num_envs). Otherwise look at what it wrote to stderr."
         ) from error
 
 
