@@ -8,6 +8,7 @@
     ├── DivergedError (RuntimeError)    losses, gradients or the model's output are no longer finite
     ├── CheckpointError (RuntimeError)  saved state is damaged, foreign, of a later version, or cannot be written
     ├── EnvironmentTimeoutError (TimeoutError)  a step of the environment took too long
+    ├── EnvironmentLostError (RuntimeError)  the process of an environment has ended
     ├── RankError (RuntimeError)        of several processes that learn together, one was lost
     ├── EpisodeError (RuntimeError)     the loop called act, reward or terminate out of order
     └── ContextLengthError (ValueError) the conversation no longer fits the model's context
@@ -56,6 +57,10 @@ class CheckpointError(LlamaGymError, RuntimeError):
 
 class EnvironmentTimeoutError(LlamaGymError, TimeoutError):
     """A step or reset of the environment took longer than `env_timeout`."""
+
+
+class EnvironmentLostError(LlamaGymError, RuntimeError):
+    """The process of an environment has ended before its run was over."""
 
 
 class RankError(LlamaGymError, RuntimeError):

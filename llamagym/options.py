@@ -208,6 +208,22 @@ def as_seed(seed: int | None) -> int | None:
     raise ConfigError(f"seed={excerpt(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1.")
 
 
+def user_path(path: str | Path, name: str = "path") -> Path:
+    """A path as a user passes it, absolute and with `~` expanded: an environment may change the working directory.
+
+    Args:
+        path: The path.
+        name: The argument, for the error.
+
+    Raises:
+        ConfigError: It begins with the home of an unknown user.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{name}={str(path)!r}: {error} Pass another path.") from error
+
+
 def as_number(value: object) -> float:
     """A single number of any library as a float; NaN where there is none, and for what no float can hold.
 

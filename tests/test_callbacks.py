@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from llamagym import Callback, ConfigError, EvalCallback, StopOnReturn, evaluate, load_model_and_tokenizer, train
+from llamagym.models.checkpoints import newest
+from llamagym.models.state_files import read_state
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -169,6 +171,7 @@ def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
             **where,
         )
     assert "The checkpoint has no state for Renamed" in caplog.text
+    assert "The checkpoint has a state of Recorder, and no such callback was passed" in caplog.text
 
 
 def test_what_is_no_callback():
@@ -271,3 +274,179 @@ def test_a_resumed_run_remembers_which_was_the_best(tmp_path):
     assert stop.heard[-2:] == ["step 14", "end"]
     assert (again.best_mean, again.best_update) == (first.best_mean, first.best_update)
     assert again.results == []
+
+
+# Callbacks that fail
+
+
+class Raising(Callback):
+    """Raises in one of its methods."""
+
+    def __init__(self, method: str, stops: bool = True) -> None:
+        self.stops_on_error = stops
+
+        def fail(*given):
+            raise OSError("no room")
+
+        setattr(self, method, fail)
+
+
+EVENTS = ["on_training_start", "on_step", "on_episode_end", "on_update", "on_training_end", "state_dict"]
+
+
+@pytest.mark.parametrize("method", EVENTS)
+def test_an_error_of_a_callback_that_must_not_stop_is_logged_once(method, tmp_path, caplog):
+    recorder = Recorder()
+    where = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "seed": 0}
+    callbacks = [Raising(method, stops=False), recorder]
+    result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=callbacks, **where)
+    assert len(result.updates) == 2
+    assert recorder.heard[-1] == "end"
+    assert caplog.text.count(f"Raising.{method}() failed: OSError('no room'). Training goes on.") == 1
+
+
+@pytest.mark.parametrize("method", EVENTS)
+def test_an_error_of_a_callback_stops_after_a_checkpoint(method, tmp_path, caplog):
+    recorder, logged = Recorder(), []
+
+    class Keeping:
+        def log(self, metrics, step):
+            logged.append(step)
+
+        def close(self):
+            pass
+
+    where = {"checkpoint_dir": tmp_path, "checkpoint_every": 100, "seed": 0, "tracker": Keeping()}
+    with pytest.raises(OSError, match="no room"):
+        train(
+            make_agent(ChoiceAgent, **SMALL),
+            CountdownEnv,
+            episodes=4,
+            num_envs=2,
+            callbacks=[Raising(method), recorder],
+            **where,
+        )
+    at = {"on_step": 2, "on_episode_end": 6, "on_update": 6, "on_training_end": 12}.get(method, 0)
+    if method in ("on_episode_end", "on_update"):
+        # The others have been told of the whole step, and the update is logged.
+        assert recorder.heard[-4:] == ["episode 2", "episode 2", "update 1", "broken off"]
+        assert logged == [2]
+    if method == "on_training_start":
+        assert newest(tmp_path) is None
+        return
+    folder = newest(tmp_path)
+    assert folder is not None
+    assert read_state(folder, "state")["loop"]["turns"] == at
+    again = Recorder()
+    result = train(
+        make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=6, num_envs=2, callbacks=again, resume=True, **where
+    )
+    assert len(result.returns) == 6
+    assert "loaded" in again.heard
+    assert logged == [2, 4, 6]
+
+
+def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end(caplog):
+    def fail(stats):
+        raise ZeroDivisionError("first")
+
+    options = {"callbacks": Raising("on_training_end"), "on_update": fail}
+    with pytest.raises(ZeroDivisionError, match="first"):
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, seed=0, **options)
+    assert "A callback has failed, too: OSError('no room')" in caplog.text
+
+
+def test_the_error_of_the_training_is_raised_though_the_state_cannot_be_saved(tmp_path, monkeypatch, caplog):
+    def fail(stats):
+        monkeypatch.setattr("llamagym.learners.learning_actor.write_state", full)
+        raise ZeroDivisionError("first")
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ZeroDivisionError, match="first"):
+        train(
+            make_agent(ChoiceAgent, **SMALL),
+            CountdownEnv,
+            episodes=4,
+            num_envs=2,
+            checkpoint_dir=tmp_path,
+            on_update=fail,
+        )
+    assert "its state could not be saved: cannot write the checkpoint" in caplog.text
+
+
+class Stated(Callback):
+    """Has a state, and adds it to the statistics."""
+
+    def __init__(self, state, stats=()) -> None:
+        self.state, self.stats = state, dict(stats)
+
+    def on_update(self, run, stats):
+        stats.update(self.stats)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"seen": [1, {2}]}, r"Stated\.state_dict\(\)/seen/1 is a set, which cannot be saved"),
+        ({"by": {3: 1}}, r"Stated\.state_dict\(\)/by has the key 3 \(int\)\. Use strings"),
+        ({"raw": b"x"}, r"Stated\.state_dict\(\)/raw is a bytes"),
+        (None, r"Stated\.state_dict\(\) must be a dictionary, got NoneType"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_named(state, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        train(
+            make_agent(ChoiceAgent, **SMALL),
+            CountdownEnv,
+            episodes=2,
+            num_envs=2,
+            callbacks=Stated(state),
+            checkpoint_dir=tmp_path,
+        )
+    assert newest(tmp_path) is not None
+
+
+def test_states_may_hold_arrays_and_tensors(tmp_path):
+    state = {"counts": np.arange(2), "mean": np.float32(0.5), "weights": torch.ones(2), "at": (1, None)}
+    where = {"checkpoint_dir": tmp_path, "seed": 0}
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=Stated(state), **where)
+    after = Stated({})
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=after, resume=True, **where)
+    assert torch.equal(after.loaded.pop("weights"), state["weights"])
+    assert after.loaded == {"counts": [0, 1], "mean": 0.5, "at": [1, None]}
+
+
+@pytest.mark.parametrize(
+    ("stats", "message"),
+    [
+        ({"mine": {1}}, r"'mine' must be .*\(set\)"),
+        ({"mine": None}, r"'mine' must be .*\(NoneType\)"),
+        ({"mine": np.zeros(2)}, r"'mine' must be .*\(ndarray\)"),
+        ({3: 1.0}, r"must be a string, got 3 \(int\)"),
+    ],
+)
+def test_statistics_that_are_not_numbers_or_strings_are_named(stats, message, tmp_path):
+    where = {"checkpoint_dir": tmp_path, "seed": 0}
+    with pytest.raises(ConfigError, match=rf"Stated\.on_update\(\) set .*{message}"):
+        train(
+            make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=Stated({}, stats), **where
+        )
+    # The update itself is in the checkpoint.
+    result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, resume=True, **where)
+    assert len(result.updates) == 2
+
+
+def test_statistics_become_plain_numbers():
+    stats = {"int": 3, "numpy": np.float32(0.5), "array": np.array(2), "tensor": torch.tensor(1.5), "text": "x"}
+    result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=Stated({}, stats))
+    added = {name: result.updates[0][name] for name in stats}
+    assert added == {"int": 3.0, "numpy": 0.5, "array": 2.0, "tensor": 1.5, "text": "x"}
+    assert {type(value) for value in added.values()} == {float, str}

@@ -146,7 +146,7 @@ def stop_after_steps(folder: Path, steps: int, number: signal.Signals = signal.S
     class Stopped(Interrupting, env):
         pass
 
-    Stopped.steps, Stopped.number = steps, number
+    Stopped.__name__, Stopped.steps, Stopped.number = env.__name__, steps, number
     learning(folder, env=Stopped)
 
 
@@ -209,7 +209,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
 
 
 class Broken(DiceEnv):
-    """Fails, or hangs, at a step."""
+    """Fails, or hangs, at a step; the run that goes on afterwards is of an environment of this name, too."""
 
     fails_at, error, hangs = -1, ValueError("out of cards"), False
 
@@ -227,7 +227,7 @@ class Broken(DiceEnv):
 
 def broken(**attributes: Any) -> Any:
     numbers = iter(range(100))
-    kind = type("Broken", (Broken,), attributes)
+    kind = type("DiceEnv", (Broken,), attributes)
     return lambda: kind(next(numbers))
 
 
@@ -246,7 +246,9 @@ def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_
 def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
-        learning(tmp_path, agent, lambda: type("Broken", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0)
+        learning(
+            tmp_path, agent, lambda: type("DiceEnv", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0
+        )
     assert "the last complete state is saved in" in caplog.text
     _, resumed = learning(tmp_path, resume=True)
     assert len(resumed.returns) == 12
@@ -256,7 +258,7 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
 def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
-    hangs = type("Broken", (Broken,), {"fails_at": 1, "hangs": True})
+    hangs = type("DiceEnv", (Broken,), {"fails_at": 1, "hangs": True})
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
         learning(tmp_path, env=lambda: hangs(1), env_timeout=1.5, resume=True)
     # Nothing was lost by that.
@@ -270,7 +272,7 @@ def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
     there = train(agents[1], DiceEnv, episodes=8, num_envs=2, seed=0, env_timeout=60.0)
     assert here.returns == there.returns
     with pytest.raises(ValueError, match="out of cards"):
-        learning(tmp_path, env=lambda: type("Broken", (Broken,), {"fails_at": 2})(1), env_timeout=60.0)
+        learning(tmp_path, env=lambda: type("DiceEnv", (Broken,), {"fails_at": 2})(1), env_timeout=60.0)
     _, resumed = learning(tmp_path, resume=True, env_timeout=60.0)
     assert len(resumed.returns) == 12
 
@@ -303,7 +305,7 @@ class LockedError(ValueError):
     ids=["a format", "a per cent", "other arguments", "not to be pickled"],
 )
 def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, caplog, recwarn):
-    failing = type("Broken", (Broken,), {"fails_at": 1, "error": error})
+    failing = type("DiceEnv", (Broken,), {"fails_at": 1, "error": error})
     with pytest.raises(raised) as caught:
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), episodes=4, num_envs=1, seed=0, env_timeout=60.0)
     assert type(caught.value) is raised
@@ -397,6 +399,14 @@ def test_state_comes_back(tmp_path):
     (tmp_path / "state.safetensors").write_bytes(b"no")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_state(tmp_path, "state")
+
+
+def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
+    agent = make_agent(WordAgent)
+    agent.save_checkpoint(tmp_path / "now", loop={"seen": [1]})
+    with pytest.raises(ConfigError, match="loop/seen/1 is a set, which cannot be saved"):
+        agent.save_checkpoint(tmp_path / "now", loop={"seen": [1, {2}]})
+    assert agent.load_checkpoint(tmp_path / "now") == {"seen": [1]}
 
 
 def break_manifest(folder: Path, **changes: Any) -> None:
@@ -615,7 +625,7 @@ def test_a_run_is_not_resumed_by_another_agent_or_in_another_environment(tmp_pat
     gym.register("Coin-v0", DiceEnv)
     try:
         agent, done = learning(tmp_path, make_agent(Instructed, ppo=SIZES, context="turn"), "Dice-v3")
-        with pytest.raises(CheckpointError, match="env was 'Dice-v3' and is now 'Coin-v0'"):
+        with pytest.raises(CheckpointError, match=r"environment\.id was 'Dice-v3' and is now 'Coin-v0'"):
             learning(tmp_path, agent, "Coin-v0", resume=True)
         agent.prompt += " Now."
         message = r"system_prompt was '\.\.\..*to go\.' and is now '\.\.\..*to go\. Now\.'"

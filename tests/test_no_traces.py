@@ -34,8 +34,8 @@ class Wordy(ChoiceAgent):
 
 
 LOOKS: dict[str, Callable[[Any], Any]] = {
-    "evaluate": lambda agent: evaluate(agent, DiceEnv, 5, seed=7, num_envs=3),
-    "evaluate, sampling": lambda agent: evaluate(agent, DiceEnv, 5, seed=7, num_envs=3, greedy=False),
+    "evaluate": lambda agent: evaluate(agent, DiceEnv, episodes=5, seed=7, num_envs=3),
+    "evaluate, sampling": lambda agent: evaluate(agent, DiceEnv, episodes=5, seed=7, num_envs=3, greedy=False),
     "preflight": lambda agent: agent.preflight([3, 90, 91]),
     "action_probabilities": lambda agent: agent.action_probabilities([3, 92, 93]),
 }

@@ -101,9 +101,8 @@ def test_an_interrupted_run_without_a_folder_is_saved(tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit):
         learning(None, callbacks=InterruptAfter(7))
     (folder,) = tmp_path.glob("runs/ChoiceAgent-*/checkpoints")
-    named = folder.relative_to(tmp_path)
-    assert f"checkpoint_dir={str(named)!r}, resume=True" in caplog.text
-    resumed = learning(None, checkpoint_dir=named, resume=True)
+    assert f"checkpoint_dir={str(folder)!r}, resume=True" in caplog.text
+    resumed = learning(None, checkpoint_dir=folder.relative_to(tmp_path), resume=True)
     assert resumed.returns == whole.returns
 
 
@@ -135,6 +134,7 @@ def test_what_callbacks_prepared_is_saved_before_the_first_step(tmp_path):
         def step(self, action: int) -> Any:
             raise BlockingIOError("no dice")
 
+    Failing.__name__ = DiceEnv.__name__
     with pytest.raises(BlockingIOError):
         learning(tmp_path, callbacks=Counting(), env=Failing)
     counting = Counting()

@@ -147,6 +147,15 @@ def test_the_locked_door_opens(tmp_path):
     env.close()
 
 
+def test_paths_of_games_begin_at_the_home_folder_or_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 is not there"):
+        TextWorldEnv(["~/g.z8"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 is not there"):
+        TextWorldEnv(["g.z8"])
+
+
 def test_mistakes_are_told(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'coin_collector'"):
         make_games("coin_colector", [0], tmp_path)

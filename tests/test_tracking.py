@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import csv
+import errno
 import importlib.util
 import json
 import math
+import os
+import signal
 import struct
+import tempfile
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from llamagym import ConfigError, train
+from llamagym import ConfigError, EvalCallback, train
 from llamagym.training import tracking
-from llamagym.training.tracking import CsvTracker, TranscriptTracker, default_tracker
+from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, TranscriptTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 
 
@@ -195,3 +201,128 @@ def test_the_folder_of_a_service_exists_when_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "ServiceTracker", Service)
     default_tracker(tmp_path / "run", {}, log_with=["wandb"]).close()
     assert existed == [True]
+
+
+# Trackers that fail
+
+
+class Full:
+    """A tracker whose disk is full, whatever it is called for."""
+
+    def __init__(self, stops=False):
+        if stops:
+            self.stops_on_error = True
+
+    def fail(self, *given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = position = rewind = close = fail
+
+
+def learning(folder, tracker, episodes=4, **options):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    where = {"checkpoint_dir": folder, "checkpoint_every": 1, "seed": 0}
+    return train(agent, CountdownEnv, episodes=episodes, num_envs=2, tracker=tracker, **where, **options)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_full_disk_of_a_tracker_stops_nothing(tmp_path, caplog):
+    (tmp_path / "metrics").symlink_to("/dev/full")
+    with closing(MultiTracker(JsonlTracker(tmp_path / "metrics"))) as tracker:
+        assert len(learning(tmp_path / "run", tracker).updates) == 2
+        assert len(learning(tmp_path / "run", tracker, 6, resume=True).updates) == 3
+    assert "JsonlTracker cannot log: OSError(28, 'No space left on device')" in caplog.text
+
+
+def test_a_tracker_that_always_fails_stops_nothing(tmp_path, caplog):
+    assert len(learning(tmp_path, Full()).updates) == 2
+    assert len(learning(tmp_path, Full(), 6, resume=True).updates) == 3
+    assert caplog.text.count("Full cannot log") == 2
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tracker: tracker, MultiTracker, lambda tracker: MultiTracker(MultiTracker(tracker))]
+)
+def test_a_tracker_may_stop_the_run_after_a_checkpoint(tmp_path, wrap):
+    other = JsonlTracker(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="No space left on device"):
+        learning(tmp_path / "run", MultiTracker(wrap(Full(stops=True)), other))
+    # The others have logged the update, and it is in the checkpoint.
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [2]
+    other.close()
+    assert len(learning(tmp_path / "run", None, resume=True).updates) == 2
+
+
+def test_an_error_of_one_tracker_leaves_no_other_open(tmp_path):
+    other = JsonlTracker(tmp_path / "metrics.jsonl")
+    MultiTracker(Full(), other).close()
+    assert other._file.closed
+
+
+def test_a_report_that_cannot_be_written_keeps_the_result(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("llamagym.training.loop.write_report", Full().fail)
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    result = train(agent, CountdownEnv, episodes=4, num_envs=2, seed=0, run_dir=tmp_path)
+    assert (len(result.updates), result.report) == (2, None)
+    assert "The report of" in caplog.text
+
+
+# Paths of users
+
+
+def test_a_tilde_is_the_home_folder_everywhere(tmp_path, monkeypatch):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    best = EvalCallback(CountdownEnv, 2, every=1, best_dir="~/best")
+    monkeypatch.setattr(agent, "save", lambda folder: Path(folder).mkdir(exist_ok=True))
+    trackers = MultiTracker(
+        CsvTracker("~/a/m.csv"), JsonlTracker("~/b/m.jsonl"), TranscriptTracker("~/c/t.jsonl", agent)
+    )
+    options = {"run_dir": "~/run", "checkpoint_dir": "~/checkpoints", "callbacks": best, "tracker": trackers}
+    train(agent, CountdownEnv, episodes=2, num_envs=2, seed=0, **options)
+    trackers.close()
+    default_tracker("~/other", {}).close()
+    found = {path.name for path in home.iterdir()}
+    assert found == {"a", "b", "c", "best", "run", "checkpoints", "other"}
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_an_environment_may_change_the_working_directory(tmp_path, monkeypatch):
+    class Wandering(CountdownEnv):
+        def reset(self, **given):
+            elsewhere = Path(tempfile.mkdtemp(dir=tmp_path / "elsewhere"))
+            os.chdir(elsewhere)
+            return super().reset(**given)
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    monkeypatch.setattr(agent, "save", lambda folder: Path(folder).mkdir(exist_ok=True))
+    best = EvalCallback(CountdownEnv, 2, every=1, best_dir="best")
+    trackers = MultiTracker(CsvTracker("m.csv"), JsonlTracker("m.jsonl"))
+    options = {"run_dir": "run", "checkpoint_dir": "checkpoints", "checkpoint_every": 1, "callbacks": best}
+    result = train(agent, Wandering, episodes=4, num_envs=2, seed=0, tracker=trackers, log_with=["csv"], **options)
+    trackers.close()
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"best", "checkpoints", "m.csv", "m.jsonl", "run"}
+    assert result.report == tmp_path / "here" / "run" / "report.html"
+    assert not list((tmp_path / "elsewhere").glob("*/*"))
+
+
+def test_an_interrupted_run_is_saved_where_it_began(tmp_path, monkeypatch):
+    class Wandering(CountdownEnv):
+        def step(self, action):
+            os.chdir(tmp_path / "elsewhere")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(action)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        train(make_agent(ChoiceAgent), Wandering, episodes=4, num_envs=1)
+    assert len(list(tmp_path.glob("runs/*/checkpoints/*"))) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -13,6 +13,7 @@ from .. import training
 from ..errors import ConfigError
 from ..models.loading import load_model_and_tokenizer
 from ..models.registry import EMBEDDED_NAME
+from ..options import user_path
 from ..training.environments import made
 from ..training.tracking import default_tracker
 from .generic import default_context
@@ -70,6 +71,9 @@ def train(
         raise click.UsageError("--resume needs --run-dir, the folder of the run to continue.")
     settings = dict(locals())
     run_dir = run_dir or Path("runs") / time.strftime(f"{env_id.replace('/', '-').replace(':', '-')}-%Y%m%d-%H%M%S")
+    # An environment may change the working directory.
+    run_dir = user_path(run_dir, "--run-dir")
+    checkpoint_dir = user_path(checkpoint_dir or run_dir / "checkpoints", "--checkpoint-dir")
     if not resume and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to continue it, or another --run-dir.")
     env = made(env_id)
@@ -93,7 +97,7 @@ def train(
                 tracker=tracker,
                 turns=turns,
                 minutes=minutes,
-                checkpoint_dir=checkpoint_dir or run_dir / "checkpoints",
+                checkpoint_dir=checkpoint_dir,
                 resume=resume,
             )
         except SystemExit:

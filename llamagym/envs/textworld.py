@@ -20,6 +20,7 @@ import gymnasium
 from gymnasium.spaces import Dict, Text
 
 from ..errors import ConfigError, did_you_mean
+from ..options import user_path
 
 KINDS = ("coin_collector", "locked_door")
 LOOKING = {"look", "inventory", "examine"}
@@ -51,7 +52,8 @@ def make_games(kind: str, seeds: Iterable[int], folder: str | Path, level: int =
     if kind not in KINDS:
         raise ConfigError(f"There is no game of the kind {kind!r}. {did_you_mean(kind, KINDS)}")
     name = f"{kind}-level{level}" if kind == "coin_collector" else kind
-    paths = {seed: Path(folder) / f"{name}-seed{seed}.z8" for seed in seeds}
+    folder = user_path(folder, "folder")
+    paths = {seed: folder / f"{name}-seed{seed}.z8" for seed in seeds}
     for seed, path in paths.items():
         if not path.exists():
             _make_game(kind, seed, level, path)
@@ -139,7 +141,7 @@ class TextWorldEnv(gymnasium.Env[dict[str, Any], str]):
         """
         if not games:
             raise ConfigError("No games to play. Pass files made by make_games() or tw-make.")
-        self._games = [Path(game) for game in games]
+        self._games = [user_path(game, "games") for game in games]
         for game in self._games:
             for file in (game, game.with_suffix(".json")):
                 if not file.exists():

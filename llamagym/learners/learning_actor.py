@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _STATE = "state"
 # Options that may differ from the saved ones: the random numbers of a checkpoint go on whatever the seeds say.
 _FREE = frozenset({"seed", "microbatch_nodes"})
+# Options that the saved state depends on: what learns, what is saved of it, and what conversations hold.
+_FIXED = frozenset({"algorithm", "critic", "init_kl_coef", "replay_config_dict", "context"})
 
 
 class LearningActor(Actor):
@@ -123,7 +125,9 @@ class LearningActor(Actor):
         ranks.gather_objects(None)
 
     @alone
-    def load_checkpoint(self, folder: str | Path, *, keep_episodes: bool = False) -> dict[str, Any]:
+    def load_checkpoint(
+        self, folder: str | Path, *, keep_episodes: bool = False, allow_changes: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
 
         Seeds, `microbatch_nodes` and the number of processes are yours to change. With another number of these,
@@ -133,6 +137,8 @@ class LearningActor(Actor):
             folder: What it wrote, or a folder of checkpoints, of which the newest whole one is taken.
             keep_episodes: Whether episodes that were under way go on: their environments stand where they stood.
                 Otherwise they are dropped, and environments are to be reset.
+            allow_changes: What may differ from the checkpoint, by the names that the error lists, such as
+                "ppo_config_dict.learning_rate"; "model" allows other frozen weights of the same shapes.
 
         Returns:
             The `loop` that was saved.
@@ -142,9 +148,9 @@ class LearningActor(Actor):
                 other options; nothing has changed.
         """
         folder = checkpoints.find(Path(os.path.expanduser(folder)))
-        checkpoints.check_options(folder, "options", self._identity, _FREE)
+        checkpoints.check_options(folder, "options", self._identity, _FREE, _FIXED, allow_changes)
         state = read_state(folder, _STATE)
-        self.check_state(state["agent"])
+        self.check_state(state["agent"], "model" in allow_changes)
         self.load_state_dict(state["agent"])
         others = state.get("others", [])
         loop: dict[str, Any] = state["loop"]

@@ -57,26 +57,55 @@ def find(folder: Path) -> Path:
     return found
 
 
-def check_options(folder: Path, name: str, options: Mapping[str, Any], free: Collection[str] = ()) -> None:
-    """Refuse to go on from a checkpoint with other options than those its manifest holds under a name.
+def check_options(
+    folder: Path,
+    name: str,
+    options: Mapping[str, Any],
+    free: Collection[str] = (),
+    fixed: Collection[str] = (),
+    allowed: Collection[str] = (),
+) -> list[str]:
+    """Reject other options than those that a checkpoint's manifest holds under a name.
 
     Options that only one of the two knows are left out: they are another version's.
 
     Args:
         folder: The checkpoint.
         name: What its manifest calls them.
-        options: Those of now, as JSON holds them.
+        options: The current ones, as JSON holds them.
         free: Options that may differ.
+        fixed: Options that nobody can allow to differ, since the saved state depends on them.
+        allowed: Names, or first parts of names, of what the user allows to differ.
+
+    Returns:
+        Names of the options that differ and are allowed to.
 
     Raises:
-        CheckpointError: Some differ.
+        CheckpointError: Others differ.
     """
     saved = verify(folder, KIND, checksums=False).get(name, {})
-    if changed := list(_changed("", saved, options, free)):
-        raise CheckpointError(
-            f"{str(folder)!r} is a checkpoint of a run with other options: {'; '.join(changed)}. Pass those that were "
-            "saved to go on with that run, or begin another run in another folder."
-        )
+    differences = dict(_differences("", saved, options, free))
+    accepted = [path for path in differences if _is_allowed(path, allowed) and not _is_fixed(path, fixed)]
+    rejected = [path for path in differences if path not in accepted]
+    if not rejected:
+        return accepted
+    changeable = [path for path in rejected if not _is_fixed(path, fixed)]
+    hint = f" To continue with the new values, pass allow_changes={changeable}." if changeable else ""
+    raise CheckpointError(
+        f"{str(folder)!r} is a checkpoint of a run with other options: "
+        f"{'; '.join(differences[path] for path in rejected)}. Pass those that were saved to go on with that run, or "
+        f"begin another run in another folder.{hint}"
+    )
+
+
+def _is_allowed(path: str, allowed: Collection[str]) -> bool:
+    """Whether a name such as "ppo_config_dict.gamma", or a first part of it, is among those that are allowed."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in allowed for count in range(1, len(parts) + 1))
+
+
+def _is_fixed(path: str, fixed: Collection[str]) -> bool:
+    return path.split(".")[-1] in fixed
 
 
 def newest(root: Path) -> Path | None:
@@ -144,13 +173,19 @@ def _fact(manifest: dict[str, Any], name: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def _changed(path: str, saved: Any, passed: Any, free: Collection[str]) -> Iterator[str]:
+def difference(name: str, saved: Any, passed: Any) -> str:
+    """Says of an option what was saved and what is passed."""
+    return f"{name} was {_around(saved, passed)!r} and is now {_around(passed, saved)!r}"
+
+
+def _differences(path: str, saved: Any, passed: Any, free: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The names of options that differ, each with both values."""
     if isinstance(saved, dict) and isinstance(passed, dict):
         for name in saved:
             if name in passed and name not in free:
-                yield from _changed(f"{path}.{name}".lstrip("."), saved[name], passed[name], free)
+                yield from _differences(f"{path}.{name}".lstrip("."), saved[name], passed[name], free)
     elif saved != passed:
-        yield f"{path} was {_around(saved, passed)!r} and is now {_around(passed, saved)!r}"
+        yield path, difference(path, saved, passed)
 
 
 def _around(text: Any, other: Any) -> Any:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from .atomic import write_file
 
 # The format's names of what a state may hold.
@@ -42,12 +42,26 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
         state: Dictionaries with strings as keys, lists, tuples (read again as lists), numbers, strings, None, tensors.
 
     Raises:
+        ConfigError: The state holds something else.
         OSError: The disk is full, or cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     plain = _split(state, "", tensors)
     write_file(folder / f"{name}.safetensors", _safetensors(tensors))
     write_file(folder / f"{name}.json", [json.dumps(plain, allow_nan=False).encode()])
+
+
+def require_saveable(state: Any, name: str) -> None:
+    """Reject a state that `write_state` cannot write.
+
+    Args:
+        state: The state.
+        name: What the error calls it.
+
+    Raises:
+        ConfigError: A value, which is named, is of a type that cannot be saved.
+    """
+    _split(state, name, {})
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
@@ -89,12 +103,20 @@ def _split(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = part.detach().cpu().contiguous()
         return {_TENSOR: path}
     if isinstance(part, Mapping):
+        for key in part:
+            if not isinstance(key, str):
+                raise ConfigError(f"{path or 'The state'} has the key {key!r} ({type(key).__name__}). Use strings.")
         return {key: _split(value, f"{path}/{key}" if path else key, tensors) for key, value in part.items()}
     if isinstance(part, (list, tuple)):
         return [_split(value, f"{path}/{index}", tensors) for index, value in enumerate(part)]
     if isinstance(part, float) and not math.isfinite(part):
         return {_NUMBER: str(part)}
-    return part
+    if part is None or isinstance(part, (str, int, float)):
+        return part
+    raise ConfigError(
+        f"{path} is a {type(part).__name__}, which cannot be saved. Use numbers, strings, None, tensors, lists and "
+        "dictionaries of them."
+    )
 
 
 def _join(part: Any, tensors: Mapping[str, Tensor]) -> Any:

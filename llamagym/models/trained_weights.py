@@ -24,19 +24,28 @@ def trained_state(model: AutoModelForCausalLMWithValueHead) -> dict[str, Any]:
         "weights": dict(_trained(model)),
         "set_aside": has_frozen_half(model.pretrained_model),
         "frozen": _mark_of_frozen(model),
+        "description": _description(model),
     }
 
 
-def check_fits(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any]) -> None:
-    """Refuse weights that were trained on another model.
+def check_fits(
+    model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any], may_change_model: bool = False
+) -> None:
+    """Reject weights that were trained on another model.
+
+    Args:
+        model: The model.
+        state: What `trained_state` returned of another one.
+        may_change_model: Whether frozen weights may be others, of the same shapes.
 
     Raises:
         CheckpointError: They were, or another adapter holds them.
     """
-    if state["frozen"] != _mark_of_frozen(model):
+    if state["frozen"] != _mark_of_frozen(model) and not may_change_model:
         raise CheckpointError(
             "It was saved with other frozen weights: another base model, the same in another dtype, or under a LoRA "
-            "that is activated or scaled otherwise. Load the model that it was saved with."
+            f"that is activated or scaled otherwise. The model was {state.get('description', 'not described')} and is "
+            f"now {_description(model)}. Load the model that it was saved with, or pass allow_changes=['model']."
         )
     growth = 2 if state["set_aside"] and not has_frozen_half(model.pretrained_model) else 1
     saved = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
@@ -69,6 +78,16 @@ def _grown(name: str, shape: tuple[int, ...], growth: int) -> tuple[int, ...]:
     if is_down(name):
         return (growth * shape[0], *shape[1:])
     return (shape[0], growth * shape[1]) if is_up(name) else shape
+
+
+def _description(model: AutoModelForCausalLMWithValueHead) -> str:
+    """A model in a line: its architecture and name, dtypes and LoRA."""
+    base = model.pretrained_model
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in base.parameters()})
+    scales = sorted({scale for layer in lora_layers(base) for scale in layer.scaling.values()})
+    adapter = f"{'activated' if is_activated(base) else 'plain'} LoRA with scale {scales}" if scales else "no LoRA"
+    name = base.config.name_or_path or "no name"
+    return f"{base.config.model_type} {name!r} ({', '.join(dtypes)}; {adapter})"
 
 
 def _mark_of_frozen(model: AutoModelForCausalLMWithValueHead) -> str:

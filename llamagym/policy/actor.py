@@ -246,13 +246,17 @@ class Actor(TextInterface):
             "acted_tokens": self._acted_tokens,
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit.
+    def check_state(self, state: Mapping[str, Any], may_change_model: bool = False) -> None:
+        """Reject a state that does not fit.
+
+        Args:
+            state: What `state_dict` returned.
+            may_change_model: Whether frozen weights may be others.
 
         Raises:
             CheckpointError: It is another model's.
         """
-        check_fits(self.policy.model, state["policy"]["model"])
+        check_fits(self.policy.model, state["policy"]["model"], may_change_model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state that `check_state` has seen, the episodes under way too."""

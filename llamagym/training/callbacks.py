@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
+from ..models.state_files import require_saveable
 from ..options import as_json, as_statistics, check_arguments, require_positive
 from .played import PlayedEpisode
 from .run import Run
@@ -21,12 +22,20 @@ class Callback:
     """Is told what happens in a training; override what you need.
 
     `on_step`, `on_episode_end` and `on_update` end the training after the step under way by returning False; anything
-    else, such as None or 0, lets it go on. They are called in this order, after all has been counted in `run`. An
-    exception ends the training like one of the environment: with a `checkpoint_dir` the state after the step is saved.
+    else, such as None or 0, lets it go on. They are called in this order, after all has been counted in `run`.
+
+    An exception ends the training once the step's other callbacks and the trackers have been called: with a
+    `checkpoint_dir` the state after the step is saved. With `stops_on_error = False` it is logged the first time, and
+    training goes on.
 
     A callback that a resumed run must find as it was left returns its state from `state_dict`: what JSON holds, and
     numbers and arrays of NumPy, which are read again as Python's numbers and lists.
+
+    Attributes:
+        stops_on_error: Whether an exception of the callback ends the training.
     """
+
+    stops_on_error: bool = True
 
     def on_training_start(self, run: Run) -> None:
         """Before the first step; of a resumed run too, with all that was done before counted in `run`."""
@@ -70,14 +79,14 @@ class StopOnReturn(Callback):
         return len(last) < self._episodes or sum(last) / len(last) < self._mean_return
 
 
-class Callbacks(Callback):
-    """Passes everything on to several callbacks, in order; one that ends the training keeps no other from hearing."""
+class Callbacks:
+    """Calls several callbacks in order; all are called, whatever one answers or raises."""
 
     def __init__(self, callbacks: Sequence[Callback] | Callback | None) -> None:
-        """Pass on to `callbacks`.
+        """Call `callbacks`.
 
         Raises:
-            ConfigError: One is no callback.
+            ConfigError: One is not a callback.
         """
         given = [] if callbacks is None else [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         for callback in given:
@@ -87,44 +96,56 @@ class Callbacks(Callback):
                     "function of an update's statistics is passed as on_update."
                 )
         self._callbacks = given
+        self._error: Exception | None = None
+        self._logged: set[tuple[int, str]] = set()
 
     def on_training_start(self, run: Run) -> None:
-        """Tell each."""
-        for callback in self._callbacks:
-            callback.on_training_start(run)
+        """Call each."""
+        self._call("on_training_start", lambda callback: callback.on_training_start(run))
 
     def on_step(self, run: Run) -> bool:
-        """Tell each; False if one says so."""
-        return self._go_on(lambda callback: callback.on_step(run))
+        """Call each; False if one returns False."""
+        return self._call("on_step", lambda callback: callback.on_step(run))
 
     def on_episode_end(self, run: Run, episode: PlayedEpisode) -> bool:
-        """Tell each; False if one says so."""
-        return self._go_on(lambda callback: callback.on_episode_end(run, episode))
+        """Call each; False if one returns False."""
+        return self._call("on_episode_end", lambda callback: callback.on_episode_end(run, episode))
 
     def on_update(self, run: Run, stats: Stats) -> bool:
-        """Call each; False if one returned False. Statistics that callbacks added become Python's own numbers.
+        """Call each; False if one returns False. Statistics that callbacks added become Python's own numbers."""
 
-        Raises:
-            ConfigError: A callback added a statistic that is neither a number nor a string; it is dropped.
-        """
-        goes_on = self._go_on(lambda callback: callback.on_update(run, stats))
-        make_plain_(stats)
-        return goes_on
+        def update(callback: Callback) -> bool | None:
+            try:
+                return callback.on_update(run, stats)
+            finally:
+                make_plain_(stats, f"{type(callback).__name__}.on_update()")
+
+        return self._call("on_update", update)
 
     def on_training_end(self, run: Run) -> None:
-        """Tell each."""
-        for callback in self._callbacks:
-            callback.on_training_end(run)
+        """Call each."""
+        self._call("on_training_end", lambda callback: callback.on_training_end(run))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each, with the name of its class."""
-        states = [[type(callback).__name__, as_json(callback.state_dict())] for callback in self._callbacks]
+        """The state of each, with the name of its class; one that raises an error has none."""
+        states: list[Any] = []
+
+        def save(callback: Callback) -> None:
+            name = type(callback).__name__
+            state = as_json(callback.state_dict())
+            if not isinstance(state, dict):
+                raise ConfigError(f"{name}.state_dict() must be a dictionary, got {type(state).__name__}.")
+            require_saveable(state, f"{name}.state_dict()")
+            states.append([name, state])
+
+        self._call("state_dict", save)
         return {"callbacks": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore each callback's state by the name of its class; several of one class in their order."""
         saved = list(state["callbacks"])
-        for callback in self._callbacks:
+
+        def restore(callback: Callback) -> None:
             name = type(callback).__name__
             match = next((entry for entry in saved if entry[0] == name), None)
             if match is not None:
@@ -133,9 +154,32 @@ class Callbacks(Callback):
             elif callback.state_dict():
                 logger.warning("The checkpoint has no state for %s; it starts fresh.", name)
 
-    def _go_on(self, call: Callable[[Callback], bool | None]) -> bool:
-        answers = [call(callback) for callback in self._callbacks]
-        return not any(map(is_false, answers))
+        self._call("load_state_dict", restore)
+        for name, unused in saved:
+            if unused:
+                logger.warning("The checkpoint has a state of %s, and no such callback was passed.", name)
+
+    def raise_error(self) -> None:
+        """Raise the first error of a callback that stops on errors, if there was one since the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _call(self, name: str, call: Callable[[Callback], bool | None]) -> bool:
+        """Call each callback; False if one returns False. Errors are kept for `raise_error`, or logged."""
+        goes_on = True
+        for index, callback in enumerate(self._callbacks):
+            try:
+                answer = call(callback)
+            except Exception as error:  # whatever a user's callback raises
+                if callback.stops_on_error:
+                    self._error = self._error or error
+                elif (index, name) not in self._logged:
+                    logger.warning("%s.%s() failed: %r. Training goes on.", type(callback).__name__, name, error)
+                    self._logged.add((index, name))
+            else:
+                goes_on &= not is_false(answer)
+        return goes_on
 
 
 def is_false(answer: object) -> bool:
@@ -143,18 +187,22 @@ def is_false(answer: object) -> bool:
     return isinstance(answer, (bool, np.bool_)) and not answer
 
 
-def make_plain_(stats: Stats) -> None:
+def make_plain_(stats: Stats, owner: str) -> None:
     """Makes Python's own numbers of statistics that users added, so that they can be logged and saved.
 
+    Args:
+        stats: Of an update.
+        owner: What has added to them, for the error.
+
     Raises:
-        ConfigError: One is neither a number nor a string; it is dropped, so that the rest can be saved.
+        ConfigError: Some are neither numbers nor strings; they are dropped, so that the rest can be saved.
     """
-    problems: list[ConfigError] = []
+    faults: list[str] = []
     for name in list(stats):
         value = stats.pop(name)
         try:
             stats.update(as_statistics({name: value}))
-        except ConfigError as problem:
-            problems.append(problem)
-    if problems:
-        raise problems[0]
+        except ConfigError as fault:
+            faults.append(str(fault))
+    if faults:
+        raise ConfigError(f"{owner} set statistics of an update that are not numbers or strings: {' '.join(faults)}")

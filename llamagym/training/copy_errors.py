@@ -1,7 +1,7 @@
-"""Errors of an environment's copies: which copy raised one, and how it comes from a process of its own.
+"""Exceptions of environments: which environment raised one, and how it is sent from another process.
 
-There it travels by itself: Gymnasium would make a new exception of its class from its text, which fails for classes
-that take other arguments, wait forever for one that cannot be pickled, and stumble over a `%` in its text.
+It is sent pickled: Gymnasium would build a new exception of its class from its text, which fails for classes that take
+other arguments, waits forever for one that cannot be pickled, and fails at a `%` in the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import gymnasium
 
-# What an exception of an environment is marked with: the number of its copy.
+# The attribute of an exception that holds the number of the environment that raised it.
 _MARK = "llamagym_copy"
 
 
@@ -25,10 +25,10 @@ class RemoteError(Exception):
         super().__init__(sent.args[0] if isinstance(sent, RemoteError) else sent)
 
     @classmethod
-    def carry(cls, error: Exception) -> RemoteError:
-        """Pack an exception that `mark` has seen."""
+    def carry(cls, error: Exception, number: int) -> RemoteError:
+        """Pack the exception of the environment with this number."""
         trace = "".join(traceback.format_exception(error))
-        return cls((_pickled(error), trace, getattr(error, _MARK)))
+        return cls((_pickled(error), trace, number))
 
     def unpack(self) -> Exception:
         """The exception, or one with its text if it could not be pickled."""
@@ -36,22 +36,31 @@ class RemoteError(Exception):
         # Written by this library, in a process that it started.
         error = RuntimeError(trace.rstrip().rpartition("\n")[2]) if pickled is None else pickle.loads(pickled)
         assert isinstance(error, Exception)
-        mark(error, number)
-        return error
+        return marked(error, number)
 
     def __str__(self) -> str:
         """The traceback of where it was raised."""
         return f"\n{self.args[0][1]}"
 
 
-def mark(error: Exception, number: int) -> None:
-    """Note that the copy with this number raised it."""
-    setattr(error, _MARK, number)
+def marked(error: Exception, number: int) -> Exception:
+    """The exception with the number of the environment that raised it.
+
+    One whose attributes cannot be set, such as a frozen dataclass, is replaced by a RuntimeError with its text: Python
+    itself cannot pass it through a context manager, since that sets its traceback.
+    """
+    try:
+        setattr(error, _MARK, number)
+        error.__traceback__ = error.__traceback__
+    except Exception:  # whatever a user's class raises
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+        setattr(error, _MARK, number)
+    return error
 
 
 def failed_copy(error: BaseException) -> int | None:
-    """The number of the copy that raised an exception; None if none of them did."""
-    number: int | None = getattr(error, _MARK, None)
+    """The number of the environment that raised an exception; None if none of them did."""
+    number: int | None = vars(error).get(_MARK)
     return number
 
 

@@ -7,28 +7,28 @@ be saved or not.
 
 from __future__ import annotations
 
-import copy
-import logging
+import json
 import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json
 from .copy_errors import failed_copy, unpacked
+from .env_processes import ProcessEnvs, exit_with_parent, named_if_lost
 from .infos import Info, put_finals, split
+from .spec_copies import can_be_copied, copier
 from .wrapper import REPLAY, REST, Copy
-
-logger = logging.getLogger(__name__)
 
 EnvSource = str | gymnasium.Env | VectorEnv | Callable[[], gymnasium.Env]
 
@@ -44,7 +44,7 @@ class Copies:
     Attributes:
         count: How many there are.
         rows: Their numbers.
-        spec_id: The id that Gymnasium made them by; None if it did not make them.
+        identity: What tells the environment from others: its class, its spaces, and how Gymnasium made it.
         action_space: Of each.
         can_replay: Whether the copies are of our own making: episodes can be played again, and copies can rest.
     """
@@ -53,15 +53,17 @@ class Copies:
         self,
         envs: VectorEnv,
         timeout: float | None = None,
-        spec_id: str | None = None,
+        identity: Mapping[str, str] | None = None,
         can_replay: bool = True,
         first: int = 0,
     ) -> None:
         """Step `envs`, numbered from `first` on, each step and reset within `timeout` seconds if in other processes."""
         self._envs, self._timeout = envs, timeout
-        self.count, self.spec_id, self.can_replay = envs.num_envs, spec_id, can_replay
+        self.count, self.identity, self.can_replay = envs.num_envs, dict(identity or {}), can_replay
         self.rows = slice(first, first + envs.num_envs)
         self._batch: Any = None
+        # Such a vector environment returns the next episode's first observation where an episode has ended.
+        self._resets_in_step = envs.unwrapped.autoreset_mode == AutoresetMode.SAME_STEP  # type: ignore[attr-defined]
         self.action_space: gymnasium.Space[Any] = envs.single_action_space
 
     def reset(
@@ -88,9 +90,9 @@ class Copies:
         if rest:
             options[REST] = rest
         if isinstance(self._envs, AsyncVectorEnv):
-            self._envs.reset_async(seed=list(seeds), options=options or None)
             longest = max(map(len, replay.values())) if replay else 0
-            with self._observed():
+            with self._observed(), self._named_if_lost():
+                self._envs.reset_async(seed=list(seeds), options=options or None)
                 observations, infos = self._within(self._envs.reset_wait, steps=1 + longest)
         else:
             with self._observed():
@@ -103,7 +105,7 @@ class Copies:
             empty = create_empty_array(self.action_space, self.count)
             self._batch = concatenate(self.action_space, actions, empty)  # type: ignore[arg-type]
         if isinstance(self._envs, AsyncVectorEnv):
-            with self._observed():
+            with self._observed(), self._named_if_lost():
                 self._envs.step_async(self._batch)
 
     def receive(self) -> tuple[list[Any], Any, Any, Any, list[Info]]:
@@ -116,14 +118,15 @@ class Copies:
         Raises:
             EnvironmentTimeoutError: A copy did not answer in time; all of them have been stopped.
         """
-        with self._observed():
+        with self._observed(), self._named_if_lost():
             if isinstance(self._envs, AsyncVectorEnv):
-                observations, *outcomes, infos = self._within(self._envs.step_wait)
+                observations, rewards, terminated, truncated, infos = self._within(self._envs.step_wait)
             else:
-                observations, *outcomes, infos = self._envs.step(self._batch)
+                observations, rewards, terminated, truncated, infos = self._envs.step(self._batch)
         seen, said = list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
-        put_finals(seen, said)
-        return seen, *outcomes, said
+        if self._resets_in_step:
+            put_finals(seen, said, terminated | truncated)
+        return seen, rewards, terminated, truncated, said
 
     def saved_actions(self, actions: Sequence[Any]) -> Any:
         """Actions as JSON holds them."""
@@ -134,22 +137,18 @@ class Copies:
         return list(self.action_space.from_jsonable(saved))
 
     def close(self, at_once: bool = False) -> None:
-        """Close all copies, unless they are; `at_once` those as well that are in the middle of a step."""
-        if self._envs.closed:
-            return
-        if not isinstance(self._envs, AsyncVectorEnv):
-            self._envs.close()
-            return
-        with warnings.catch_warnings():
-            # That a step may be pending is known, and nobody wants its outcome any more.
-            warnings.simplefilter("ignore")
-            try:
-                self._envs.step_wait(timeout=0 if at_once else self._timeout)
-            except multiprocessing.TimeoutError:
-                at_once = True
-            except Exception as error:
-                logger.debug("dropped with the step that was pending: %r", error)
+        """Close all environments, unless they are closed.
+
+        Args:
+            at_once: Whether processes are given a moment only, since one may hang in a step.
+        """
+        if isinstance(self._envs, ProcessEnvs):
             self._envs.close(terminate=at_once, timeout=self._timeout)
+        else:
+            self._envs.close()
+
+    def _named_if_lost(self) -> AbstractContextManager[None]:
+        return named_if_lost(self._envs, self.rows.start)
 
     def _observed(self) -> AbstractContextManager[None]:
         return _fitting(self._envs.single_observation_space, "The environment's observations")
@@ -181,7 +180,7 @@ def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
         if failed_copy(error) is not None:
             raise
         raise ConfigError(
-            f"{what} do not fit {space}: {error}. Mend the environment's space, or what does not fit."
+            f"{what} do not fit {space}: {error}. Fix the environment's space, or what does not fit."
         ) from error
 
 
@@ -199,7 +198,7 @@ def copies_for(env: EnvSource, wanted: int | None = None, group_size: int = 1) -
         return int(env.num_envs)
     if wanted is not None:
         return wanted
-    if isinstance(env, gymnasium.Env) and env.spec is None:
+    if isinstance(env, gymnasium.Env) and not can_be_copied(env):
         return 1
     return max(group_size, _COPIES // group_size * group_size)
 
@@ -222,28 +221,29 @@ def opened(
     in_processes |= timeout is not None
     if isinstance(env, VectorEnv):
         _check_vector(env, in_processes)
-        yield [Copies(env, spec_id=env.spec.id if env.spec else None, can_replay=False)]
+        identity = _identity(env.spec, env.single_observation_space, env.single_action_space)
+        yield [Copies(env, identity=identity, can_replay=False)]
         return
-    ids: list[str | None] = []
-    makers = [_numbered(make, number, in_processes, ids) for number, make in enumerate(_makers(env, sum(counts)))]
-    is_callers = not in_processes and isinstance(env, gymnasium.Env) and len(makers) == 1
+    identities: list[dict[str, str]] = []
+    makers = _makers(env, sum(counts))
+    is_callers = isinstance(env, gymnasium.Env) and len(makers) == 1
+    made = [_numbered(make, number, is_callers, identities) for number, make in enumerate(makers)]
     parts: list[Copies] = []
     failed = True
     with ExitStack() as stack:
         for count in counts:
             first = parts[-1].rows.stop if parts else 0
-            copies = Copies(_vector(makers[first : first + count], in_processes), timeout, ids[0], first=first)
+            envs = _vector(made[first : first + count], in_processes, first)
+            copies = Copies(envs, timeout, identities[0], first=first)
             parts.append(copies)
-            if not is_callers:
-                stack.callback(lambda part: part.close(at_once=failed), copies)
+            stack.callback(lambda part: part.close(at_once=failed), copies)
         yield parts
         failed = False
 
 
-def _vector(makers: list[Callable[[], Copy]], in_processes: bool) -> VectorEnv:
+def _vector(makers: list[Callable[[], Copy]], in_processes: bool, first: int) -> VectorEnv:
     if in_processes:
-        # Observations of any space travel through pipes, not all can be shared.
-        return AsyncVectorEnv(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
+        return ProcessEnvs(makers, first)
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
 
 
@@ -255,7 +255,13 @@ def _check_vector(env: VectorEnv, in_processes: bool) -> None:
             "SyncVectorEnv or AsyncVectorEnv, or the environment's id, and it will be copied."
         )
     if env.closed:
-        raise ConfigError(f"{env} is closed. Make it anew.")
+        raise ConfigError(f"{env} is closed. Make it again.")
+    if _forgets_resets(env.unwrapped):
+        raise ConfigError(
+            f"{env} has shared_memory=False and the autoreset mode NEXT_STEP. Gymnasium then resets an environment "
+            "again at the first step after a reset, without a seed, and drops the action. Pass "
+            "autoreset_mode=AutoresetMode.DISABLED to it, or shared_memory=True."
+        )
     if in_processes:
         raise ConfigError(
             "env_timeout and overlap are for copies that are made here. Pass the environment's id or a function that "
@@ -263,27 +269,70 @@ def _check_vector(env: VectorEnv, in_processes: bool) -> None:
         )
 
 
+def _forgets_resets(env: VectorEnv) -> bool:
+    """Whether a vector environment resets an environment after an episode's end even if it has been reset meanwhile.
+
+    Gymnasium's worker takes note of a reset only where it writes into shared memory.
+    """
+    return isinstance(env, AsyncVectorEnv) and not env.shared_memory and env.autoreset_mode == AutoresetMode.NEXT_STEP
+
+
 def _numbered(
-    make: Callable[[], gymnasium.Env[Any, Any]], number: int, in_child: bool, ids: list[str | None]
+    make: Callable[[], gymnasium.Env[Any, Any]],
+    number: int,
+    is_callers: bool,
+    identities: list[dict[str, str]],
 ) -> Callable[[], Copy]:
-    """A function that makes a copy with this number, and adds its id, if it has one, to `ids`."""
+    """A function that makes the environment with this number, and adds its identity to `identities`."""
     parent = os.getpid()
 
     def made() -> Copy:
-        # A copy is made in the parent as well, to look at its spaces.
-        if in_child and os.getpid() != parent:
+        # One is made in the parent as well, to look at its spaces.
+        is_here = os.getpid() == parent
+        if not is_here:
             # A terminal sends Ctrl-C to all processes; what it means is for the parent to say.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # The caller's handler is for the parent.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            exit_with_parent()
         env = make()
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(f"env() made {env!r}, which is no environment. Pass a function that makes one.")
         for name in ("observation_space", "action_space"):
             if not isinstance(space := getattr(env, name, None), gymnasium.Space):
                 raise ConfigError(f"The {name} of {env} is {space!r}. Give it one of gymnasium.spaces.")
-        ids.append(getattr(env.unwrapped.spec, "id", None))
-        return Copy(env, number, in_child)
+        with warnings.catch_warnings():
+            # Of a wrapper whose arguments cannot be copied; the spec without it will do.
+            warnings.simplefilter("ignore")
+            spec = env.spec or env.unwrapped.spec
+        identity = _identity(spec, env.observation_space, env.action_space)
+        identities.append({"class": type(env.unwrapped).__name__, **identity})
+        return Copy(env, number, in_child=not is_here, stays_open=is_callers and is_here)
 
     return made
+
+
+def _identity(
+    spec: EnvSpec | None, observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any]
+) -> dict[str, str]:
+    """What tells an environment from others: its spaces and, if Gymnasium made it, its id and options."""
+    identity = {"observation_space": str(observation_space), "action_space": str(action_space)}
+    if spec is not None:
+        options = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs}
+        # How an environment is drawn changes nothing in it.
+        options.pop("render_mode", None)
+        identity |= {"id": spec.id, "options": str({name: _described(options[name]) for name in sorted(options)})}
+    return identity
+
+
+def _described(option: Any) -> Any:
+    """An option as it reads in every process; an object by its type, since its text may hold an address."""
+    plain = as_json(option)
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError):
+        return type(option).__name__
+    return plain
 
 
 def _makers(
@@ -293,15 +342,15 @@ def _makers(
         return [lambda: made(env)] * count
     if not isinstance(env, gymnasium.Env):
         return [env] * count
-    spec = env.spec
     if count == 1:
         return [lambda: env]
-    if spec is None:
+    if not can_be_copied(env):
         raise ConfigError(
-            f"{count} copies of {env} are wanted, but it was not made by gymnasium.make() and has no spec to copy. "
-            "Pass a function that makes one."
+            f"{count} environments like {env} are wanted, but it was not made by gymnasium.make(), or has a wrapper "
+            "that does not record its arguments (gymnasium.utils.RecordConstructorArgs). Pass a function that makes "
+            "one, or num_envs=1."
         )
-    return [lambda: gymnasium.make(copy.deepcopy(spec))] * count
+    return [copier(env)] * count
 
 
 def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:

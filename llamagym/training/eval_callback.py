@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..learners.base import Stats
-from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, require_text
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, require_text, user_path
 from .callbacks import Callback
 from .environments import EnvSource
 from .evaluation import EvaluationResult, evaluate
@@ -69,7 +69,8 @@ class EvalCallback(Callback):
         if every is not None and every_episodes is not None:
             raise ConfigError(f"every={every} and every_episodes={every_episodes}. Pass one of them.")
         self._env, self._episodes, self._seed, self._num_envs = env, episodes, as_seed(seed), num_envs
-        self._greedy, self._best_dir, self._on_best = greedy, best_dir, on_best
+        self._best_dir = None if best_dir is None else user_path(best_dir, "best_dir")
+        self._greedy, self._on_best = greedy, on_best
         self._every = 10 if every is None else every
         self._every_episodes = every_episodes
         self.on_training_start(None)

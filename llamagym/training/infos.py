@@ -53,11 +53,18 @@ def split(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
     return said
 
 
-def put_finals(observations: list[Any], infos: list[Info]) -> None:
-    """Put the last observation and info of an episode where a vector environment gives the next episode's first."""
-    for index, info in enumerate(infos):
-        if "final_obs" in info:
-            observations[index], infos[index] = info["final_obs"], info.get("final_info", {})
+def put_finals(observations: list[Any], infos: list[Info], ended: Sequence[bool]) -> None:
+    """Put an episode's last observation and info where a vector environment gives the next episode's first ones.
+
+    Args:
+        observations: One per environment.
+        infos: One per environment.
+        ended: Whether the environment's episode has ended.
+    """
+    for index, has_ended in enumerate(ended):
+        if has_ended:
+            info = infos[index]
+            observations[index], infos[index] = info["final_obs"], info["final_info"]
 
 
 def _is_picklable(value: object) -> bool:

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..learners import ranks
 from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
-from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, user_path
 from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
 from .evaluation import own_conversations
@@ -89,6 +89,7 @@ def train(
     checkpoint_every: int = 10,
     keep_checkpoints: int = 3,
     resume: bool = False,
+    allow_changes: Sequence[str] = (),
     handle_signals: bool = True,
     env_timeout: float | None = None,
     overlap: bool = False,
@@ -123,8 +124,8 @@ def train(
         seed: Base seed of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update, after callbacks and tracker; as with callbacks, returning
             False ends the training.
-        tracker: Receives them with what callbacks added, and the minutes so far. If it fails, that is said, and
-            training goes on.
+        tracker: Receives them with what callbacks added, and the minutes so far. An error of it is logged, and training
+            goes on, unless it has an attribute `stops_on_error` that is True.
         group_size: Leave it out. The number of episodes that share a reset seed, in as many copies in a row, is the
             learner's `group_size`; another number here is rejected.
         turns: Stop at the step with which so many are taken, over all copies. None: no limit.
@@ -145,6 +146,9 @@ def train(
         resume: Whether to continue from the newest intact checkpoint; without any, training begins. The same budget as
             that of a call that was interrupted continues where it stood; any other, and that of a call that had used
             its own up, is granted in full.
+        allow_changes: With `resume`: what may differ from the checkpoint, by the names that the error lists:
+            "ppo_config_dict.learning_rate" for an option, "ppo_config_dict" for all of them, "environment", "choices",
+            "model". In another environment, or another number of environments, the episodes under way start again.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
             resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
             Without effect outside the main thread, since Python delivers signals there only.
@@ -194,12 +198,16 @@ def train(
         raise ConfigError(
             f"overlap=True needs two halves, and num_envs={num_envs} is one group of {size}. Pass {2 * size} or more."
         )
+    # An environment may change the working directory.
+    runs = user_path("runs")
     run_dir = _folder("run_dir", run_dir)
     checkpoint_dir = _folder("checkpoint_dir", checkpoint_dir)
     if log_with and run_dir is None:
         raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
     if run_dir is not None and checkpoint_dir is None:
         checkpoint_dir = run_dir / "checkpoints"
+    if isinstance(allow_changes, str):
+        raise ConfigError(f"allow_changes must be a list of names, got {allow_changes!r}. Pass [{allow_changes!r}].")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
     if checkpoint_dir is not None and not resume:
@@ -221,11 +229,15 @@ def train(
         play = Play(agent, parts, ids, base_seed, size, judge, (ranks.rank(), ranks.count()))
 
         def run_saved_in(folder: Path) -> SavedRun:
-            # Without an id nothing tells one environment from another.
-            env_id = {"env": parts[0].spec_id} if parts[0].spec_id else {}
-            options = {"num_envs": num_envs, "group_size": size, "seed": seed, "overlap": overlap, **env_id}
-            options["system_prompt"] = agent.get_system_prompt()
-            return SavedRun(folder, keep_checkpoints, agent, play, options)
+            options = {
+                "num_envs": num_envs,
+                "group_size": size,
+                "seed": seed,
+                "overlap": overlap,
+                "environment": parts[0].identity,
+                "system_prompt": agent.get_system_prompt(),
+            }
+            return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes)
 
         saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
         saved_state = saved.read() if saved and resume else None
@@ -267,7 +279,7 @@ def train(
                 trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
                 if on_update is not None:
                     answer = on_update(taken.stats)
-                    make_plain_(taken.stats)
+                    make_plain_(taken.stats, "on_update")
                     if is_false(answer):
                         logger.warning("on_update returned False, which ends the training (in earlier versions: True).")
                         run.stop()
@@ -277,6 +289,7 @@ def train(
                             "on_update returned True, which ended the training in earlier versions. Now False ends it, "
                             "as in callbacks, and it goes on. Return False to end it, None to go on."
                         )
+            all_callbacks.raise_error()
 
         def save() -> None:
             if saved is not None:
@@ -289,23 +302,25 @@ def train(
                 logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
             if callbacks and saved_state is None:
                 save()
+                all_callbacks.raise_error()
             while not is_over:
                 taken = play.step()
                 take(taken)
                 is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
                 is_over, stops = map(any, zip(*ranks.gather_objects((run.is_over, interrupts.stops)), strict=True))
                 if stops and saved is None:
-                    saved = run_saved_in(_folder_of_interrupted(agent))
+                    saved = run_saved_in(_folder_of_interrupted(runs, agent))
                 if saved is not None and (is_due or is_over or stops):
                     for pending in play.end_steps():
                         take(pending)
                     save()
+                    all_callbacks.raise_error()
                 if stops and saved is not None:
                     _stop_interrupted(run, run_dir, saved.root)
         # An interrupt that came after the last step, such as during the last evaluation.
         if any(ranks.gather_objects(interrupts.stops)):
             if saved is None:
-                saved = run_saved_in(_folder_of_interrupted(agent))
+                saved = run_saved_in(_folder_of_interrupted(runs, agent))
                 save()
             _stop_interrupted(run, run_dir, saved.root)
         run.finish()
@@ -317,8 +332,17 @@ def train(
         logger.warning(message)
     report = None
     if run_dir is not None and run.updates and ranks.is_main_process():
-        report = write_report([run_dir], run_dir / "report.html")
+        report = _report(run_dir)
     return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report)
+
+
+def _report(run_dir: Path) -> Path | None:
+    """Write the report of a run that is over; without room for it, the run has a result all the same."""
+    try:
+        return write_report([run_dir], run_dir / "report.html")
+    except (OSError, ConfigError) as error:
+        logger.warning("The report of %s cannot be written: %s", run_dir, error)
+        return None
 
 
 def _require_no_metrics(run_dir: Path) -> None:
@@ -336,17 +360,14 @@ def _require_no_metrics(run_dir: Path) -> None:
 
 
 def _folder(name: str, path: str | Path | None) -> Path | None:
-    """A folder that was passed as an argument, with `~` expanded.
+    """A folder that was passed as an argument, as an absolute path with `~` expanded.
 
     Raises:
         ConfigError: The path is empty, names something that is not a folder, or an unknown user's home.
     """
     if path is None:
         return None
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{name}={str(path)!r}: {error} Pass another path.") from error
+    folder = user_path(path, name)
     blocking = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
     if not str(path) or (blocking.exists() and not blocking.is_dir()):
         raise ConfigError(f"{name}={str(path)!r} is not a folder and cannot be created. Pass the path of a folder.")
@@ -372,10 +393,10 @@ def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoRe
     raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
 
 
-def _folder_of_interrupted(agent: Agent) -> Path:
-    """Where an interrupted run without a folder is saved: the same one in all processes."""
+def _folder_of_interrupted(runs: Path, agent: Agent) -> Path:
+    """Where an interrupted run without a folder is saved, below `runs`: the same folder in all processes."""
     name = f"{type(agent).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path("runs") / ranks.gather_objects(name)[0] / "checkpoints"
+    return runs / ranks.gather_objects(name)[0] / "checkpoints"
 
 
 def _is_interactive() -> bool:
@@ -396,10 +417,18 @@ def _notified(callbacks: Callbacks, run: Run, saved_state: Mapping[str, Any] | N
     callbacks.on_training_start(run)
     if saved_state is not None and "callbacks" in saved_state:
         callbacks.load_state_dict(saved_state["callbacks"])
+    callbacks.raise_error()
     try:
         yield
-    finally:
+    except BaseException:
         callbacks.on_training_end(run)
+        try:
+            callbacks.raise_error()
+        except Exception as error:  # the error that ended the training is the one to raise
+            logger.error("A callback has failed, too: %r", error)
+        raise
+    callbacks.on_training_end(run)
+    callbacks.raise_error()
 
 
 def _notify(callbacks: Callbacks, run: Run, ended: Sequence[PlayedEpisode], stats: Stats) -> None:

@@ -24,9 +24,10 @@ import numpy as np
 
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
-from ..errors import ActionParseError
+from ..errors import ActionParseError, CheckpointError
 from ..learners import ranks
 from ..learners.base import Stats
+from ..models.checkpoints import difference
 from .environments import Copies
 from .infos import Info
 from .played import Judge, PlayedEpisode, verdict
@@ -284,16 +285,28 @@ class Play:
             "texts": [
                 None if over else text for text, over in zip(self._texts(), self._over | self._at_rest, strict=True)
             ],
+            "choices": self._choices_record(),
             "told_to_rest": self._told_to_rest.tolist(),
         }
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Bring the copies back to where they stood; where that fails, an episode begins anew, and that is said."""
+    def resume(self, state: Mapping[str, Any], starts_again: bool = False, may_change_choices: bool = False) -> None:
+        """Bring the environments back to where they stood; where that fails, an episode starts again, which is logged.
+
+        Args:
+            state: What `state_dict` returned.
+            starts_again: Whether all episodes start again, since these are other environments.
+            may_change_choices: Whether the agent may offer other choices than before.
+
+        Raises:
+            CheckpointError: It does, and may not.
+        """
         self._entropy = state["entropy"]
-        if state.get("ranks", 1) != self._ranks:
-            logger.warning("Another number of processes goes on, so the episodes under way begin anew.")
+        if starts_again or state.get("ranks", 1) != self._ranks:
+            logger.warning("Other environments or another number of processes: the episodes under way start again.")
             self._groups = self._groups_from(state["next_group"])
             self.begin()
+            if starts_again and not may_change_choices:
+                self._require_choices(state, is_replayed=False)
             return
         self._groups[:] = state["groups"]
         self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
@@ -308,6 +321,8 @@ class Play:
             )
         else:
             changed = np.array([bool(actions) for actions in self._actions])
+        if not may_change_choices:
+            self._require_choices(state, can_replay)
         # What was earned stands in the conversations, which were saved.
         for rewards, env_id in zip(self._rewards, self._ids, strict=True):
             conversation = self._agent.conversation(env_id)
@@ -347,6 +362,46 @@ class Play:
         assert isinstance(self._agent, Agent)
         return [self._agent.text_of(*seen) for seen in zip(self._observations, self._infos, strict=True)]
 
+    def _choices_record(self) -> dict[str, Any]:
+        """The choices that each environment's observation offers: distinct lists, and the index of each one's list."""
+        assert isinstance(self._agent, Agent)
+        distinct: dict[tuple[str, ...] | None, int] = {}
+        indices: list[int | None] = []
+        for i, is_paused in enumerate(self._over | self._at_rest):
+            if is_paused:
+                indices.append(None)
+                continue
+            choices = self._agent.choices_for(self._observations[i], self._infos[i])
+            key = None if choices is None else tuple(choices)
+            indices.append(distinct.setdefault(key, len(distinct)))
+        lists = [None if choices is None else list(choices) for choices in distinct]
+        return {"lists": lists, "indices": indices}
+
+    def _require_choices(self, state: Mapping[str, Any], is_replayed: bool) -> None:
+        """Reject an agent that offers other choices, or free text instead, than when the state was saved.
+
+        Args:
+            state: What `state_dict` returned.
+            is_replayed: Whether the environments have been brought back to where they stood. Otherwise only free text
+                can be told from choices.
+
+        Raises:
+            CheckpointError: It does.
+        """
+        if "choices" not in state:  # of an earlier version
+            return
+        saved, now = state["choices"], self._choices_record()
+        if is_replayed:
+            texts = self._texts()
+            for i, (old, new) in enumerate(zip(saved["indices"], now["indices"], strict=True)):
+                if old is not None and new is not None and texts[i] == state["texts"][i]:
+                    _require_same_choices(saved["lists"][old], now["lists"][new])
+        # Some agents offer choices for some observations only, so one of each kind on both sides is no difference.
+        were_free = {choices is None for choices in saved["lists"]}
+        are_free = {choices is None for choices in now["lists"]}
+        if were_free and are_free and not were_free & are_free:
+            _require_same_choices(saved["lists"][0], now["lists"][0])
+
     def _seed(self, copy: int) -> int:
         """The reset seed of a copy's episode; those of different runs have nothing to do with each other."""
         sequence = np.random.SeedSequence(self._entropy, spawn_key=(int(self._groups[copy]),))
@@ -362,3 +417,18 @@ def _difference(one: str, other: str) -> str:
     same = next((place for place, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), 0)
     first = max(0, same - 20)
     return " and ".join(repr(text[first : first + 60]) for text in (one, other))
+
+
+def _require_same_choices(saved: list[str] | None, now: list[str] | None) -> None:
+    """Reject an agent that offers other choices than those of its checkpoint; None is free text.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if saved == now:
+        return
+    was, is_now = ("free text" if choices is None else str(choices) for choices in (saved, now))
+    raise CheckpointError(
+        f"The agent offers other choices than when the checkpoint was saved: {difference('choices', was, is_now)}. "
+        "Offer those that were saved, begin another run in another folder, or pass allow_changes=['choices']."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ class SavedRun:
         root: The folder of the checkpoints.
     """
 
-    def __init__(self, root: Path, keep: int, agent: Agent, play: Play, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        agent: Agent,
+        play: Play,
+        options: Mapping[str, Any],
+        allow_changes: Collection[str] = (),
+    ) -> None:
         """Keep the newest `keep` checkpoints, and the best, in a folder.
 
         Args:
@@ -36,9 +44,11 @@ class SavedRun:
             agent: Who learns.
             play: Where.
             options: What the run must be resumed with.
+            allow_changes: Names of what may differ all the same; see `train`.
         """
         self.root = root
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
+        self._allow_changes = allow_changes
         self._latest = -1
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
@@ -76,9 +86,12 @@ class SavedRun:
         if path is None:
             logger.info("No checkpoint in %s; starting a new run", self.root)
             return None
-        check_options(path, "train", self._options)
-        loop = self._agent.load_checkpoint(path, keep_episodes=True)
-        self._play.resume(loop["play"])
+        changed = check_options(path, "train", self._options, fixed={"seed"}, allowed=self._allow_changes)
+        starts_again = any(name.split(".")[0] in ("num_envs", "group_size", "environment") for name in changed)
+        loop = self._agent.load_checkpoint(
+            path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
+        )
+        self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
 
@@ -93,12 +106,16 @@ def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iter
         where = "" if copy is None else f" in copy {copy} of the environment"
         # Of several processes none can save alone; they go on from the last checkpoint.
         if save is not None and ranks.count() == 1:
-            save()
-            logger.error(
-                "Training has failed%s; the last complete state is saved in %s. To continue, pass resume=True.",
-                where,
-                folder,
-            )
+            try:
+                save()
+            except Exception as failure:  # the training's own error is the one to raise
+                logger.error("Training has failed%s, and its state could not be saved: %s", where, failure)
+            else:
+                logger.error(
+                    "Training has failed%s; the last complete state is saved in %s. To continue, pass resume=True.",
+                    where,
+                    folder,
+                )
         elif where:
             logger.error("Training has failed%s.", where)
         raise

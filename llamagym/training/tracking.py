@@ -7,14 +7,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..agent import Agent
 from ..learners import ranks
-from ..options import as_json, as_statistics, check_arguments, explains_wrong_calls, require_text
+from ..options import as_json, as_statistics, check_arguments, explains_wrong_calls, require_text, user_path
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,11 @@ Metrics = Mapping[str, float | str]
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes metrics as they arise."""
+    """Takes metrics as they arise.
+
+    An error that it raises is logged, and training goes on. With an attribute `stops_on_error = True` it ends the
+    training instead, after a checkpoint.
+    """
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Record metrics that belong to `step` (episodes finished so far)."""
@@ -49,8 +53,9 @@ class JsonlTracker:
 
     def __init__(self, path: str | Path) -> None:
         """Append to `path`, creating its folder."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        path = user_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Append a line; a number that is not finite, which JSON has no word for, is left out."""
@@ -79,7 +84,7 @@ class CsvTracker:
 
     def __init__(self, path: str | Path) -> None:
         """Append to `path`, creating its folder."""
-        self._path = Path(path)
+        self._path = user_path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._rows: list[dict[str, Any]] = []
         if self._path.exists():
@@ -137,37 +142,68 @@ class TranscriptTracker(JsonlTracker):
 
 
 class MultiTracker:
-    """Passes everything on to several trackers; with none it is the null tracker. One that fails stops no other."""
+    """Passes everything on to several trackers; with none it is the null tracker.
+
+    An error of a tracker is logged the first time, and everything goes on, unless the tracker's `stops_on_error` is
+    True: then it is raised, once all trackers have been called.
+    """
+
+    # Within another one: what it raises is what its trackers want to be raised.
+    stops_on_error = True
 
     def __init__(self, *trackers: Tracker) -> None:
         """Pass on to `trackers`."""
         self._trackers = trackers
-        self._failing: set[int] = set()
+        self._logged: set[tuple[int, str]] = set()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log to each; the first time that one fails, that is said."""
-        for index, tracker in enumerate(self._trackers):
-            try:
-                tracker.log(metrics, step)
-            except Exception as error:
-                if index not in self._failing:
-                    logger.warning("%s cannot log: %r. Training goes on.", type(tracker).__name__, error)
-                self._failing.add(index)
+        """Log to each."""
+        error = self._call("log", lambda tracker: tracker.log(metrics, step))
+        if error is not None:
+            raise error
 
     def position(self) -> list[Any]:
         """How much each has written; None for those that cannot say."""
-        return [tracker.position() if isinstance(tracker, Rewindable) else None for tracker in self._trackers]
+        positions: list[Any] = []
+
+        def ask(tracker: Tracker) -> None:
+            positions.append(None)
+            if isinstance(tracker, Rewindable):
+                positions[-1] = tracker.position()
+
+        self._call("say how much it has written", ask)
+        return positions
 
     def rewind(self, position: Sequence[Any]) -> None:
         """Let each drop what it wrote after a position, if it can."""
-        for tracker, written in zip(self._trackers, position, strict=False):
+        positions = iter(position)
+
+        def rewind(tracker: Tracker) -> None:
+            written = next(positions, None)
             if isinstance(tracker, Rewindable) and written is not None:
                 tracker.rewind(written)
 
+        error = self._call("be rewound", rewind)
+        if error is not None:
+            raise error
+
     def close(self) -> None:
-        """Close each."""
-        for tracker in self._trackers:
-            tracker.close()
+        """Close each; nothing is left to be stopped by an error."""
+        self._call("be closed", lambda tracker: tracker.close())
+
+    def _call(self, what: str, call: Callable[[Tracker], None]) -> Exception | None:
+        """Call each tracker; returns the first error of one that stops on errors, and logs all others."""
+        stopping: Exception | None = None
+        for index, tracker in enumerate(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever a user's tracker raises
+                if getattr(tracker, "stops_on_error", False):
+                    stopping = stopping or error
+                if (index, what) not in self._logged:
+                    logger.warning("%s cannot %s: %r.", type(tracker).__name__, what, error)
+                self._logged.add((index, what))
+        return stopping
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -206,7 +242,7 @@ def default_tracker(
     require_text(run_dir=run_dir)
     if not ranks.is_main_process():
         return MultiTracker()
-    folder = Path(run_dir).expanduser()
+    folder = user_path(run_dir, "run_dir")
     settings = as_json(dict(config))
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import gymnasium
+from gymnasium import spaces
 
 from ..errors import ConfigError
 from ..options import as_number
-from .copy_errors import RemoteError, mark
+from .copy_errors import RemoteError, marked
 from .infos import whole
+
+logger = logging.getLogger(__name__)
 
 # The options of a reset that say which actions to play again, and which copies are to rest.
 REPLAY, REST = "llamagym_replay", "llamagym_rest"
@@ -25,10 +29,17 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
     next one begins with the next reset.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], number: int, in_child: bool) -> None:
-        """Wrap the copy with this number, in a process of its own or not."""
+    def __init__(self, env: gymnasium.Env[Any, Any], number: int, in_child: bool, stays_open: bool = False) -> None:
+        """Wrap an environment.
+
+        Args:
+            env: The environment.
+            number: Its number.
+            in_child: Whether it runs in a process of its own.
+            stays_open: Whether closing the wrapper leaves it open, since it is the caller's.
+        """
         super().__init__(env)
-        self._number, self._in_child = number, in_child
+        self._number, self._in_child, self._stays_open = number, in_child, stays_open
         self._observation: Any = None
         self._rests = False
 
@@ -44,6 +55,7 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
                 raise _strange("reset", returned, "(observation, info)")
             observation, info = returned
+            _require_in_space(self.observation_space, observation)
             for action in actions:
                 observation, *_, info = self._stepped(action)
         self._observation = observation
@@ -57,12 +69,24 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._observation, *outcome, info = self._stepped(action)
         return self._observation, *outcome, whole(info)
 
+    def close(self) -> None:
+        """Close the environment, unless it is the caller's. An error is logged: what it returned before is kept."""
+        if self._stays_open:
+            return
+        try:
+            super().close()
+        except Exception as error:  # whatever a user's environment raises
+            if self._in_child:
+                raise
+            logger.warning("Environment %d raised %r in close(). What it returned is kept.", self._number, error)
+
     def _stepped(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         returned: Any = self.env.step(action)
         if isinstance(returned, tuple) and len(returned) == 5:
             observation, *numbers, info = returned
             reward, terminated, truncated = map(as_number, numbers)
             if not math.isnan(reward) and {terminated, truncated} <= {0.0, 1.0} and isinstance(info, dict):
+                _require_in_space(self.observation_space, observation)
                 return observation, reward, bool(terminated), bool(truncated), info
         raise _strange("step", returned, "(observation, reward, terminated, truncated, info)")
 
@@ -71,10 +95,42 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         try:
             yield
         except Exception as error:
-            mark(error, self._number)
             if self._in_child:
-                raise RemoteError.carry(error) from None
+                raise RemoteError.carry(error, self._number) from None
+            if (known := marked(error, self._number)) is not error:
+                raise known from error
             raise
+
+
+def _require_in_space(space: gymnasium.Space[Any], observation: Any) -> None:
+    """Reject an observation with parts that its space lacks: vector environments would drop them silently.
+
+    Raises:
+        ConfigError: There are such parts.
+    """
+    if parts := list(_parts_beyond(space, observation, "observation")):
+        raise ConfigError(
+            f"The observation_space lacks {', '.join(parts)}, which the environment returned. Add them to the space, "
+            "or return them as info."
+        )
+
+
+def _parts_beyond(space: gymnasium.Space[Any], observation: Any, path: str) -> Iterator[str]:
+    """The parts of an observation that its space lacks."""
+    if isinstance(space, spaces.Dict) and isinstance(observation, Mapping):
+        for key, part in observation.items():
+            inner = f"{path}[{key!r}]"
+            if key in space.spaces:
+                yield from _parts_beyond(space.spaces[key], part, inner)
+            else:
+                yield inner
+    elif isinstance(space, spaces.Tuple) and isinstance(observation, (tuple, list)):
+        for index, part in enumerate(observation):
+            inner = f"{path}[{index}]"
+            if index < len(space.spaces):
+                yield from _parts_beyond(space.spaces[index], part, inner)
+            else:
+                yield inner
 
 
 def _strange(method: str, returned: Any, expected: str) -> ConfigError:

@@ -1,0 +1,514 @@
+"""Environments: vector environments of every kind, close(), processes that hang or are killed, observations, infos."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import ClipReward, DictInfoToList, RecordEpisodeStatistics
+
+from llamagym import (
+    Callback,
+    ConfigError,
+    EnvironmentLostError,
+    EnvironmentTimeoutError,
+    LlamaGymError,
+    evaluate,
+    train,
+)
+from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+
+# Vector environments of every kind
+
+
+class Counter(gym.Env):
+    """Shows its seed and the number of the step; each episode has one step more than the environment's last one."""
+
+    observation_space = gym.spaces.MultiDiscrete([2**32, 10])
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, truncates: bool = False) -> None:
+        self.truncates = truncates
+
+    def shown(self) -> Any:
+        return np.array([self.seed, self.at], dtype=np.int64)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seed, self.at = 0 if seed is None else seed, 0
+        self.length = 2 + (seed or 0) % 3
+        return self.shown(), {"at": 0, "final_obs": "the user's"}
+
+    def step(self, action):
+        self.at += 1
+        over = self.at == self.length
+        info = {"at": self.at, "success": over, "final_obs": "the user's", "final_info": self.at}
+        return self.shown(), float(action), over and not self.truncates, over and self.truncates, info
+
+
+class Plain(Counter):
+    """Without infos by names that a vector environment in SAME_STEP takes for its own."""
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed)
+        return observation, {"at": info["at"]}
+
+    def step(self, action):
+        *outcome, info = super().step(action)
+        return *outcome, {"at": info["at"], "success": info["success"]}
+
+
+class Seeing(ChoiceAgent):
+    """Remembers what each environment shows, with the info."""
+
+    def format_observation(self, observation, info=None):
+        seen = self.__dict__.setdefault("seen", [])
+        seen.append((int(observation[0]), int(observation[1]), info["at"]))
+        return str(observation[1])
+
+
+class Remembering(Callback):
+    """Keeps the episodes."""
+
+    def __init__(self) -> None:
+        self.episodes: list[Any] = []
+
+    def on_episode_end(self, run, episode):
+        self.episodes.append(episode)
+
+
+WRAPPERS = {
+    "none": lambda envs: envs,
+    "statistics": RecordEpisodeStatistics,
+    "list of infos": lambda envs: DictInfoToList(RecordEpisodeStatistics(envs)),
+    "rewards": lambda envs: ClipReward(envs, -5.0, 5.0),
+}
+
+
+@pytest.mark.parametrize("truncates", [False, True], ids=["terminates", "truncates"])
+@pytest.mark.parametrize(
+    "wrapper", ["none", *(pytest.param(name, marks=pytest.mark.long) for name in list(WRAPPERS)[1:])]
+)
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("kind", ["sync", "async shared", "async"])
+def test_plays_every_vector_environment_as_its_episodes_are(kind, mode, wrapper, truncates):
+    """Each observation of each episode once and in order, each action done, no reset without a seed."""
+    makers = [functools.partial(Plain, truncates)] * 2
+    if kind == "sync":
+        base: Any = SyncVectorEnv(makers, autoreset_mode=mode)
+    else:
+        base = AsyncVectorEnv(makers, autoreset_mode=mode, shared_memory=kind == "async shared")
+    envs = WRAPPERS[wrapper](base)
+    agent = make_agent(Seeing, context="turn", ppo={"batch_size": 1000})
+    kept = Remembering()
+    try:
+        if kind == "async" and mode == AutoresetMode.NEXT_STEP:
+            with pytest.raises(ConfigError, match=r"shared_memory=False and the autoreset mode NEXT_STEP.*DISABLED"):
+                train(agent, envs, episodes=8, seed=3)
+            return
+        result = train(agent, envs, episodes=8, seed=3, callbacks=kept)
+    finally:
+        envs.close()
+    assert len(kept.episodes) == 8
+    for episode in kept.episodes:
+        # By hand: the length follows from the seed, each step from the one before.
+        length = 2 + episode.seed % 3
+        assert episode.seed != 0
+        assert episode.length == length
+        assert episode.rewards == tuple(float(action) for action in episode.actions)
+        assert (episode.terminated, episode.truncated) == (not truncates, truncates)
+        assert episode.info["at"] == length
+        assert episode.success is True
+        shown = [(episode.seed, at, at) for at in range(length + truncates)]
+        assert [seen for seen in agent.seen if seen[0] == episode.seed] == shown
+    assert result.successes == [True] * 8
+
+
+@pytest.mark.parametrize("options", [{}, {"env_timeout": 60}], ids=["here", "in processes"])
+def test_infos_named_as_gymnasiums_are_the_users(options):
+    agent = make_agent(Seeing, context="turn", ppo={"batch_size": 1000})
+    kept = Remembering()
+    result = train(agent, Counter, episodes=4, num_envs=2, seed=0, callbacks=kept, **options)
+    assert result.successes == [True] * 4
+    for episode in kept.episodes:
+        assert episode.info == {
+            "at": episode.length,
+            "success": True,
+            "final_obs": "the user's",
+            "final_info": episode.length,
+        }
+        shown = [(episode.seed, at, at) for at in range(episode.length)]
+        assert [seen for seen in agent.seen if seen[0] == episode.seed] == shown
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP], ids=lambda mode: mode.name)
+def test_final_observations_are_gymnasiums_in_same_step_only(mode):
+    agent = make_agent(Seeing, context="turn", ppo={"batch_size": 1000})
+    kept = Remembering()
+    assert (
+        train(agent, SyncVectorEnv([Counter] * 2, autoreset_mode=mode), episodes=4, seed=0, callbacks=kept).successes
+        == [True] * 4
+    )
+    assert all(episode.info["final_obs"] == "the user's" for episode in kept.episodes)
+
+
+# The end of a run
+
+
+class FailsToClose(CountdownEnv):
+    """Raises in close()."""
+
+    closed = 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+        raise OSError("no connection")
+
+
+@pytest.mark.parametrize("env_timeout", [None, 30])
+def test_an_error_in_close_keeps_the_result(env_timeout, caplog):
+    FailsToClose.closed = 0
+    result = train(make_agent(ChoiceAgent), FailsToClose, episodes=4, num_envs=2, seed=0, env_timeout=env_timeout)
+    assert len(result.returns) == 4
+    assert "in close()" in caplog.text
+    if env_timeout is None:
+        assert FailsToClose.closed == 2
+        assert len(evaluate("random", FailsToClose, episodes=4, seed=0, num_envs=2).returns) == 4
+
+
+def test_an_error_in_close_does_not_replace_the_error_before():
+    class Fails(FailsToClose):
+        def step(self, action):
+            raise ZeroDivisionError("first")
+
+    with pytest.raises(ZeroDivisionError, match="first"):
+        train(make_agent(ChoiceAgent), Fails, episodes=4, num_envs=2)
+
+
+class Hangs(CountdownEnv):
+    """Ignores SIGTERM, and hangs when it is closed or at the first step."""
+
+    at_step = False
+
+    def wait(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+    def step(self, action):
+        if self.at_step:
+            self.wait()
+        return super().step(action)
+
+    def close(self):
+        # Not the one in this process that shows its spaces.
+        if multiprocessing.parent_process() is not None:
+            self.wait()
+
+
+def test_an_environment_that_hangs_in_close_is_named_and_killed(caplog):
+    started = time.monotonic()
+    result = train(make_agent(ChoiceAgent), Hangs, episodes=4, num_envs=2, seed=0, env_timeout=1.5)
+    assert len(result.returns) == 4
+    assert time.monotonic() - started < 60
+    assert (
+        "Environments [0, 1] did not close within 1.5 seconds (env_timeout), and their processes were killed"
+        in caplog.text
+    )
+    assert multiprocessing.active_children() == []
+
+
+def test_an_environment_that_ignores_sigterm_is_killed():
+    with pytest.raises(EnvironmentTimeoutError, match=r"did not answer within 1\.5 seconds"):
+        train(
+            make_agent(ChoiceAgent), type("Hangs", (Hangs,), {"at_step": True}), episodes=4, num_envs=2, env_timeout=1.5
+        )
+    assert multiprocessing.active_children() == []
+
+
+class Killed(CountdownEnv):
+    """Kills its own process at a step or a reset, as a system does that is out of memory."""
+
+    method, at = "step", 4
+
+    def count(self, method: str) -> None:
+        calls = self.__dict__.setdefault("calls", {})
+        calls[method] = calls.get(method, 0) + 1
+        if method == self.method and calls[method] == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def reset(self, **given):
+        self.count("reset")
+        return super().reset(**given)
+
+    def step(self, action):
+        self.count("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("options", [{"env_timeout": 30}, {"overlap": True}], ids=["with a limit", "overlapping"])
+@pytest.mark.parametrize(("method", "at"), [("step", 1), ("step", 4), ("reset", 2)])
+def test_a_process_that_is_killed_is_named(method, at, options, tmp_path, caplog):
+    kind = type("Killed", (Killed,), {"method": method, "at": at})
+    with pytest.raises(
+        EnvironmentLostError, match=r"have ended: \d.*\(SIGKILL\)\. All others have been stopped.*num_envs"
+    ):
+        train(make_agent(ChoiceAgent), kind, episodes=8, num_envs=2, seed=0, checkpoint_dir=tmp_path, **options)
+    assert "the last complete state is saved in" in caplog.text
+    assert multiprocessing.active_children() == []
+
+
+class KillsOne(Callback):
+    """Kills the process of an environment between two steps."""
+
+    def on_step(self, run):
+        for process in multiprocessing.active_children()[:1]:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("options", [{"env_timeout": 30}, {"overlap": True}], ids=["with a limit", "overlapping"])
+def test_a_process_that_is_killed_between_steps_is_named(options, tmp_path, caplog):
+    with pytest.raises(EnvironmentLostError, match=r"have ended: \d.*\(SIGKILL\)\. All others"):
+        train(
+            make_agent(ChoiceAgent),
+            CountdownEnv,
+            episodes=8,
+            num_envs=4,
+            callbacks=KillsOne(),
+            checkpoint_dir=tmp_path,
+            **options,
+        )
+    assert "the last complete state is saved in" in caplog.text
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_ends_while_its_environment_is_made_is_named():
+    def make() -> gym.Env:
+        if multiprocessing.parent_process() is not None:
+            os._exit(7)
+        return CountdownEnv()
+
+    with pytest.raises(EnvironmentLostError, match=r"have ended: 0 \(exit code 7\)"):
+        train(make_agent(ChoiceAgent), make, episodes=4, num_envs=2, env_timeout=30)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_killed_process_of_a_callers_vector_environment_is_named():
+    kind = type("Killed", (Killed,), {"at": 2})
+    envs = RecordEpisodeStatistics(AsyncVectorEnv([CountdownEnv, kind], autoreset_mode=AutoresetMode.DISABLED))
+    with pytest.raises(EnvironmentLostError, match=r"have ended: 1 \(SIGKILL\)\. A process"):
+        train(make_agent(ChoiceAgent), envs, episodes=4)
+    assert not envs.closed
+    # Without waiting for an answer of the one that is no more.
+    for process in envs.unwrapped.processes:
+        process.kill()
+        process.join()
+    envs.closed = True
+
+
+class Disconnected(CountdownEnv):
+    """Loses a connection of its own."""
+
+    def step(self, action):
+        raise ConnectionResetError("the game's server")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_an_environments_own_connection_error_is_its_own(is_callers):
+    envs: Any = Disconnected
+    options: dict[str, Any] = {"num_envs": 2, "env_timeout": 30}
+    if is_callers:
+        envs, options = AsyncVectorEnv([Disconnected] * 2, autoreset_mode=AutoresetMode.DISABLED), {}
+    with pytest.raises(ConnectionResetError, match="the game's server"):
+        train(make_agent(ChoiceAgent), envs, episodes=4, **options)
+    if is_callers:
+        envs.close()
+
+
+_ORPHANS = """
+import os, sys, time, signal
+from llamagym import evaluate
+from tests.agents import CountdownEnv
+
+class Hangs(CountdownEnv):
+    def step(self, action):
+        print(os.getpid(), flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+if __name__ == "__main__":
+    from llamagym.training.environments import opened
+    with opened(Hangs, [2], in_processes=True) as (copies,):
+        copies.reset([0, 1])
+        copies.send([0, 0])
+        time.sleep(600)
+"""
+
+
+@pytest.mark.long
+def test_no_process_outlives_a_run_that_is_killed(tmp_path):
+    (tmp_path / "orphans.py").write_text(_ORPHANS)
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, str(tmp_path / "orphans.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        process.kill()
+        deadline = time.monotonic() + 60
+        # The pipe is closed once the last process that writes to it has ended.
+        assert process.stdout.read() == ""
+        assert time.monotonic() < deadline
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
+
+
+# Observations and errors
+
+
+class WithHint(CountdownEnv):
+    """Returns more than its space holds."""
+
+    observation_space = gym.spaces.Dict(
+        {"left": gym.spaces.Discrete(100), "pair": gym.spaces.Tuple((gym.spaces.Discrete(9),))}
+    )
+
+    def reset(self, **given):
+        return {"left": super().reset(**given)[0], "pair": (1,)}, {}
+
+    def step(self, action):
+        observation, *outcome = super().step(action)
+        return {"left": observation, "pair": (1, 2), "hint": "go"}, *outcome
+
+
+@pytest.mark.parametrize("run", [train, evaluate])
+def test_rejects_parts_of_an_observation_that_its_space_lacks(run):
+    with pytest.raises(
+        ConfigError, match=r"lacks observation\['pair'\]\[1\], observation\['hint'\].*Add them to the space"
+    ):
+        run(make_agent(ChoiceAgent), WithHint, 2, num_envs=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """An exception whose attributes cannot be set."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        """What happened."""
+        return self.reason
+
+
+@pytest.mark.parametrize("env_timeout", [None, 60])
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_an_exception_that_is_a_frozen_dataclass_keeps_its_text(method, env_timeout, caplog):
+    def fail(self, *args, **given):
+        raise FrozenError("out of cards")
+
+    kind = type("Fails", (CountdownEnv,), {method: fail})
+    with pytest.raises(RuntimeError, match="FrozenError: out of cards") as caught:
+        train(make_agent(ChoiceAgent), kind, episodes=2, num_envs=2, env_timeout=env_timeout)
+    assert not isinstance(caught.value, LlamaGymError)
+    if env_timeout is None:
+        assert isinstance(caught.value.__cause__, FrozenError)
+    assert method == "reset" or "failed in copy" in caplog.text
+
+
+# One environment, or several from its spec
+
+
+@pytest.fixture
+def registered():
+    gym.register("Settable-v0", Settable)
+    yield "Settable-v0"
+    gym.registry.pop("Settable-v0")
+
+
+class Settable(CountdownEnv):
+    """Is as long as an attribute says."""
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__()
+        self.options, self.words, self.steps = options, ["a"], 0
+
+    def step(self, action):
+        self.steps += 1
+        return super().step(action)
+
+
+class Doubled(gym.Wrapper):
+    """A user's wrapper, which does not record its arguments."""
+
+    def step(self, action):
+        observation, reward, *outcome = self.env.step(action)
+        return observation, 2 * reward, *outcome
+
+
+def changed(env: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(env.unwrapped, name, value)
+    return env
+
+
+@pytest.mark.parametrize("attributes", [{"length": 5}, {"words": ["b"]}, {"extra": 1}, {"hook": lambda: 1}])
+def test_attributes_that_copies_do_not_have_are_logged(registered, attributes, caplog):
+    env = changed(gym.make(registered), **attributes)
+    train(make_agent(ChoiceAgent), env, episodes=2, num_envs=2)
+    (name,) = attributes
+    assert f"its attributes {name} are not the same in them. Pass a function that makes it" in caplog.text
+    assert caplog.text.count("are not the same in them") == 1
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["as it was made", "after a reset"])
+def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, caplog, is_used):
+    env = gym.make(registered, options={"a": np.zeros(3)})
+    if is_used:
+        env.reset(seed=3)
+    with caplog.at_level(logging.WARNING):
+        train(make_agent(ChoiceAgent), env, episodes=2, num_envs=2)
+        evaluate("random", env, episodes=4)
+    assert "are not the same in them" not in caplog.text
+
+
+@pytest.mark.parametrize("env_timeout", [None, 30])
+def test_a_single_environment_is_used_itself_and_stays_open(registered, env_timeout):
+    env = changed(gym.make(registered), length=5)
+    closes: list[int] = []
+    env.unwrapped.close = lambda: closes.append(os.getpid())
+    result = train(make_agent(ChoiceAgent), env, episodes=2, num_envs=1, env_timeout=env_timeout)
+    assert result.turns == 10
+    assert closes == []
+    # In a process of its own it is the same environment, but another process's.
+    assert env.unwrapped.steps == (10 if env_timeout is None else 0)
+
+
+def test_an_environment_in_a_users_wrapper_is_used_itself(registered):
+    env = Doubled(gym.make(registered))
+    result = train(make_agent(ChoiceAgent), env, episodes=2, seed=0)
+    assert env.unwrapped.steps == result.turns == 6
+    with pytest.raises(ConfigError, match=r"a wrapper that does not record its arguments.*Pass a function"):
+        train(make_agent(ChoiceAgent), env, episodes=2, num_envs=2)
+
+
+def test_an_environment_that_cannot_be_made_again_says_so(registered):
+    class Local(gym.Wrapper, gym.utils.RecordConstructorArgs):
+        def __init__(self, env):
+            gym.utils.RecordConstructorArgs.__init__(self)
+            super().__init__(env)
+
+    with pytest.raises(ConfigError, match=r"cannot be made again from its spec: .*Local.*num_envs=1"):
+        train(make_agent(ChoiceAgent), Local(gym.make(registered)), episodes=2, num_envs=2)
