@@ -338,12 +338,13 @@ def test_an_error_of_a_callback_stops_after_a_checkpoint(method, tmp_path, caplo
     assert folder is not None
     assert read_state(folder, "state")["loop"]["turns"] == at
     again = Recorder()
+    # The same budget continues where the error left it; a larger one would be granted in full.
     result = train(
-        make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=6, num_envs=2, callbacks=again, resume=True, **where
+        make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=again, resume=True, **where
     )
-    assert len(result.returns) == 6
+    assert len(result.returns) == 4
     assert "loaded" in again.heard
-    assert logged == [2, 4, 6]
+    assert logged == [2, 4]
 
 
 def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end(caplog):
@@ -441,12 +442,12 @@ def test_statistics_that_are_not_numbers_or_strings_are_named(stats, message, tm
         )
     # The update itself is in the checkpoint.
     result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, resume=True, **where)
-    assert len(result.updates) == 2
+    assert len(result.updates) == 1 + 2
 
 
 def test_statistics_become_plain_numbers():
     stats = {"int": 3, "numpy": np.float32(0.5), "array": np.array(2), "tensor": torch.tensor(1.5), "text": "x"}
     result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=Stated({}, stats))
     added = {name: result.updates[0][name] for name in stats}
-    assert added == {"int": 3.0, "numpy": 0.5, "array": 2.0, "tensor": 1.5, "text": "x"}
-    assert {type(value) for value in added.values()} == {float, str}
+    assert added == {"int": 3, "numpy": 0.5, "array": 2.0, "tensor": 1.5, "text": "x"}
+    assert {type(value) for value in added.values()} == {int, float, str}

@@ -399,7 +399,7 @@ def test_rejects_parts_of_an_observation_that_its_space_lacks(run):
     with pytest.raises(
         ConfigError, match=r"lacks observation\['pair'\]\[1\], observation\['hint'\].*Add them to the space"
     ):
-        run(make_agent(ChoiceAgent), WithHint, 2, num_envs=2)
+        run(make_agent(ChoiceAgent), WithHint, episodes=2, num_envs=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,6 +221,7 @@ CALLS = {
             "checkpoint_every": ANY,
             "keep_checkpoints": ANY,
             "resume": FLAG,
+            "allow_changes": ANY - {"no items"},
             "handle_signals": FLAG,
             "env_timeout": COUNT,
             "overlap": FLAG,

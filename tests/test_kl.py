@@ -255,10 +255,10 @@ def test_skipped_steps_do_not_raise_the_learning_rate(monkeypatch):
 
 
 def test_an_alarm_fires_when_every_update_is_undone(caplog):
-    agent = offering(SINGLE, target_kl=1e-20)
+    agent = offering(SINGLE, target_kl=1e-12, learning_rate=0.03)
     stats = [update(agent, ["x"] * 16) for _ in range(20)][-1]
-    assert stats["learning_rate"] == pytest.approx(3e-3 / 1000 * math.sqrt(stats["step_share"]))
-    assert "in 19 of the last 19 updates a step led beyond target_kl" in caplog.text
+    assert stats["learning_rate"] == pytest.approx(0.03 / 1000 * math.sqrt(stats["step_share"]))
+    assert "in 19 of the last 20 updates a step led beyond target_kl" in caplog.text
 
 
 def test_the_adaptive_kl_coefficient_stays_within_bounds():

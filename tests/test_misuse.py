@@ -156,6 +156,11 @@ def test_rewards_that_add_up_to_too_much():
     assert agent.current_episode_rewards == [8e11]
     agent.act("b")
     agent.assign_reward(-9e11)
+    agent.terminate_episode()
+    # A second episode that earns something else, so that there is something to learn.
+    for reward in (9e11, -8e11):
+        agent.act("a")
+        agent.assign_reward(reward)
     stats = agent.terminate_episode()
     assert stats["skipped_steps"] == 0.0
     assert stats["optimizer_steps"] > 0

@@ -70,7 +70,7 @@ def test_statistics_and_state_of_a_callback_are_logged_saved_and_resumed(tmp_pat
         return result, callback
 
     run(2)
-    result, callback = run(4, resume=True)
+    result, callback = run(2, resume=True)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == len(result.updates) == 2
     for stats in (*rows, *result.updates):

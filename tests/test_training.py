@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -252,12 +253,17 @@ def test_rates_and_bonus_fall_to_0_at_the_end_of_a_run(budget, algorithm, cooldo
     options |= {"group_size": 4} if algorithm == "grpo" else {}
     agent = make_agent(ChoiceAgent, context="turn", algorithm=algorithm, **{algorithm: options})
     optimizer, stepped = agent.learner.optimizer, []
-    env, note = functools.partial(CountdownEnv, 3), lambda _: stepped.append(optimizer.param_groups[0]["lr"])
+
+    def note(stats):
+        stepped.append(optimizer.param_groups[0]["lr"] / math.sqrt(stats["step_share"]))
+
+    env = functools.partial(CountdownEnv, 3)
     updates = train(agent, env, num_envs=4, on_update=note, **budget).updates
     full = agent.learner.config.learning_rate
     # Ten updates of a batch each; a tenth of the run is over when the second batch begins.
     expected = [min(1.0, (1 - number / 10) / 0.5) if falls else 1.0 for number in range(10)]
-    assert [update["learning_rate"] for update in updates] == pytest.approx([full * scale for scale in expected])
+    rates = [update["learning_rate"] / math.sqrt(update["step_share"]) for update in updates]
+    assert rates == pytest.approx([full * scale for scale in expected])
     assert stepped == pytest.approx([full * scale for scale in expected])
     assert [update["entropy_coef"] for update in updates] == pytest.approx([0.01 * scale for scale in expected])
     assert agent.learner.cooldown.scale == 1, "what comes after the run is not its end"

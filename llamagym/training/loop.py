@@ -206,8 +206,6 @@ def train(
         raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
     if run_dir is not None and checkpoint_dir is None:
         checkpoint_dir = run_dir / "checkpoints"
-    if isinstance(allow_changes, str):
-        raise ConfigError(f"allow_changes must be a list of names, got {allow_changes!r}. Pass [{allow_changes!r}].")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
     if checkpoint_dir is not None and not resume:
