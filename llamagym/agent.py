@@ -214,17 +214,19 @@ class Agent(LearningActor):
         made with, the priors of its choices, and a model card that shows how to use it.
 
         Args:
-            folder: What to write, whole or not at all; what lies there is replaced.
+            folder: Folder to write, whole or not at all: new, empty, or an agent's. An agent is replaced; other files
+                in its folder stay.
             environment: What the agent acts in, for the card.
             results: Measurements by name, for the card.
             merged: Whether to add a plain LoRA to the weights and write these whole.
 
         Raises:
-            ConfigError: `merged` is asked for where there is nothing that can be merged.
+            ConfigError: `merged` is asked for where there is nothing that can be merged, or the path is invalid.
+            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         if not ranks.is_main_process():
             return
-        with written_whole(Path(os.path.expanduser(folder)), KIND) as whole:
+        with written_whole(folder, KIND) as whole:
             write_export(self, whole, self._options, environment, results, merged)
 
     @classmethod

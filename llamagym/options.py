@@ -158,6 +158,34 @@ def as_json(part: Any) -> Any:
     return [as_json(value) for value in part] if isinstance(part, (list, tuple)) else part
 
 
+def json_safe(part: Any, longest: int = 10_000, depth: int = 20) -> Any:
+    """The same as every JSON parser takes it: numbers that are not finite, and what JSON has no word for, as text.
+
+    Args:
+        part: Dictionaries, lists and values, of whatever origin.
+        longest: Characters of a text that are kept.
+        depth: Levels of nesting that are kept.
+
+    >>> json_safe({"rate": float("nan"), 3: [10**400, None, {1}]}) == {"rate": "nan", "3": ["inf", None, "{1}"]}
+    True
+    """
+    if part is None or isinstance(part, bool):
+        return part
+    if isinstance(part, (int, float)):
+        number = as_number(part)
+        if math.isnan(number) and isinstance(part, int):
+            number = math.inf if part > 0 else -math.inf
+        return part if math.isfinite(number) else str(number)
+    if depth and isinstance(part, Mapping):
+        return {json_safe(str(key), longest): json_safe(value, longest, depth - 1) for key, value in part.items()}
+    if depth and isinstance(part, (list, tuple)):
+        return [json_safe(value, longest, depth - 1) for value in part]
+    text = part if isinstance(part, str) else "..." if isinstance(part, (Mapping, list, tuple)) else str(part)
+    # Half of a character pair is no character.
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
 def _check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name in hints.keys() & given.keys():
         hint = hints[name]

@@ -332,5 +332,5 @@ def test_what_is_no_saved_agent_is_refused(base, tmp_path):
     agent.save_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="holds: checkpoint; expected: agent"):
         ChoiceAgent.load(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match="is no agent of llamagym"):
+    with pytest.raises(CheckpointError, match="holds no agent of llamagym"):
         ChoiceAgent.load(base)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +40,25 @@ EVALUATION_SEED = 1_000_000
 """What episodes to measure with are drawn from, far from the seeds that people train with."""
 
 
-def copy_prompt(prompt: Path, run_dir: Path) -> str:
-    """Keep a prompt file with its run, and return its name there."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    target = run_dir / f"prompt{prompt.suffix}"
-    with suppress(shutil.SameFileError):
-        shutil.copyfile(prompt, target)
-    return target.name
+def prompt_in(run_dir: Path, prompt: Path) -> Path:
+    """Where a run keeps a copy of its prompt file."""
+    return run_dir / f"prompt{prompt.suffix}"
+
+
+def require_same_prompt(prompt: Path | None, run_dir: Path) -> None:
+    """Reject a prompt file other than the one that a run to be resumed began with.
+
+    Raises:
+        ConfigError: The run has another one.
+    """
+    if prompt is None or not prompt.is_file():
+        return
+    kept = prompt_in(run_dir, prompt)
+    if kept.exists() and kept.read_bytes() != prompt.read_bytes():
+        raise ConfigError(
+            f"--prompt {str(prompt)!r} differs from {str(kept)!r}, which the run began with. Pass the latter, or "
+            "another --run-dir."
+        )
 
 
 def load_agent(folder: Path, env_id: str | None, prompt: Path | None) -> tuple[Agent, str]:

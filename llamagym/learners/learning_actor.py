@@ -106,18 +106,22 @@ class LearningActor(Actor):
         writes what all of them go on from.
 
         Args:
-            folder: What to write; a checkpoint that lies there is replaced.
+            folder: Folder to write: new, empty, or a checkpoint's. A checkpoint is replaced; other files in its folder
+                stay.
             loop: What the caller's own loop goes on from, as JSON holds it; `load_checkpoint` returns it.
             facts: What the manifest says beside the agent's options, to be read without loading.
+
+        Raises:
+            ConfigError: The path is invalid.
+            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         self.policy.drop_caches()
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": dict(loop or {})}
         of_others = ranks.gather_objects(own)[1:]
         if ranks.is_main_process():
-            target = Path(os.path.expanduser(folder))
             about = {"options": self._identity, **(facts or {})}
-            with written_whole(target, checkpoints.KIND, about) as whole:
+            with written_whole(folder, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather_objects(None)
 

@@ -25,7 +25,7 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
-from ..errors import ConfigError, ModelLoadError, did_you_mean
+from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean
 from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import (
@@ -252,11 +252,11 @@ def _converted(gguf: Path, name: str) -> Path:
     try:
         with written_whole(folder, "model", replace=False) as whole, loading_quietly(reads_gguf=True):
             _convert(gguf, whole)
-    except OSError as error:
+    except (CheckpointError, ConfigError) as error:
         if not folder.is_dir():  # else another process was faster
             raise ModelLoadError(
-                f"cannot write the model of {gguf.name!r} into {str(folder)!r}: {error}. It needs 4 bytes per weight "
-                "there, for 135 million weights 550 MB; set LLAMAGYM_CACHE to another folder."
+                f"cannot write the model of {gguf.name!r} into {str(folder)!r}: {error.__cause__ or error}. It needs 4 "
+                "bytes per weight there, for 135 million weights 550 MB; set LLAMAGYM_CACHE to another folder."
             ) from error
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ from ..agent import Agent
 from ..errors import CheckpointError
 from ..learners import ranks
 from ..learners.base import Stats
-from ..models.checkpoints import check_options, newest, path_of, prune
+from ..models.atomic import verify
+from ..models.checkpoints import KIND, check_options, newest, path_of, prune
 from ..options import as_json
 from .copy_errors import failed_copy
 from .play import Play
@@ -39,7 +41,8 @@ class SavedRun:
         """
         self.root = root
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
-        self._latest = -1
+        # Tells the checkpoints of this run from those of others in the same folder.
+        self._run = secrets.token_hex(8)
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
         """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
@@ -51,19 +54,18 @@ class SavedRun:
             "turns": turns,
             "updates": len(updates),
             "train": self._options,
+            "run": self._run,
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
         path = path_of(self.root, turns)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
-        except OSError as error:
+        except CheckpointError as error:
             raise CheckpointError(
-                f"cannot write the checkpoint {str(path)!r}: {error}. Older checkpoints are as they were; make room, "
-                "or pass another checkpoint_dir."
+                f"{error} Older checkpoints are as they were; make room, or pass another checkpoint_dir."
             ) from error
-        self._latest = turns
         if ranks.is_main_process():
-            prune(self.root, self._keep, path)
+            prune(self.root, self._keep, path, self._run)
 
     def read(self) -> dict[str, Any] | None:
         """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
@@ -77,6 +79,8 @@ class SavedRun:
             logger.info("No checkpoint in %s; starting a new run", self.root)
             return None
         check_options(path, "train", self._options)
+        # Those of older versions have no id: they are never deleted.
+        self._run = str(verify(path, KIND, checksums=False).get("run", self._run))
         loop = self._agent.load_checkpoint(path, keep_episodes=True)
         self._play.resume(loop["play"])
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
