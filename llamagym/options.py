@@ -158,6 +158,19 @@ def as_json(part: Any) -> Any:
     return [as_json(value) for value in part] if isinstance(part, (list, tuple)) else part
 
 
+def shortened(value: object, longest: int = 200) -> str:
+    """A value as an error shows it, however large or deeply nested it is.
+
+    >>> shortened(["left"] * 100, longest=20)
+    "['left', 'left', 'le..."
+    """
+    plain = json_safe(value, longest, depth=3)
+    if isinstance(plain, (list, tuple)):
+        plain = plain[:longest]
+    text = repr(plain)
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
 def json_safe(part: Any, longest: int = 10_000, depth: int = 20) -> Any:
     """The same as every JSON parser takes it: numbers that are not finite, and what JSON has no word for, as text.
 

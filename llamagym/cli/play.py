@@ -27,6 +27,7 @@ Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
 @click.option("--seed", type=click.IntRange(min=0), help="Of the first; the next ones count on.  [default: drawn]")
 @click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
 @click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
+@click.option("--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module.")
 def play(
     folder: Path,
     env_id: str | None,
@@ -35,12 +36,13 @@ def play(
     seed: int | None,
     sample: bool,
     prompt: Path | None,
+    trust: bool,
 ) -> None:
     """Watch the agent in FOLDER, of a run or of agent.save(), turn by turn.
 
     ENV_ID is the environment, by default the one that the agent was trained in.
     """
-    agent, env_id = load_agent(folder, env_id, prompt)
+    agent, env_id = load_agent(folder, env_id, prompt, trust)
     agent.eval(greedy=not sample)
     env = _pictured(env_id)
     click.echo(agent.get_system_prompt())
