@@ -228,8 +228,8 @@ def test_a_model_s_own_code_is_never_executed(run, monkeypatch, file, changes):
 @pytest.mark.parametrize(
     "text",
     [
-        "a: &a [x, x, x, x, x, x, x, x, x]\n"
-        + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)),
+        "system_prompt:\n- &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 7)),
         "actions: " + "[" * 5000 + "]" * 5000,
         "system_prompt: " + "x" * 2_000_000,
         "observation_names: [[a]]",
@@ -253,3 +253,14 @@ def test_a_hostile_wording_is_refused_in_a_short_line(tmp_path, text):
 def test_tags_in_a_wording_are_text(tmp_path):
     (tmp_path / "prompt.yaml").write_text("system_prompt: !!python/name:os.system x")
     assert read_wording(tmp_path / "prompt.yaml").system_prompt == "x"
+
+
+def test_a_wording_cannot_control_the_terminal(run, monkeypatch, capsys):
+    (run / "prompt.yaml").write_text('system_prompt: "\\e]0;owned\\a \\e[31mred \\u202e"\n')
+    settings(run, prompt="prompt.yaml")
+    monkeypatch.setattr(sys, "argv", ["llamagym", "play", str(run), "--seed", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07 \\x1b[31mred \\u202e" in printed.splitlines()[0]

@@ -13,7 +13,7 @@ from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ActionParseError
 from ..training.environments import made
-from .runs import UserPath, load_agent
+from .runs import UserPath, load_agent, printable
 
 Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
 """The action for an observation and its info; the reply that names it stands in the terminal then."""
@@ -45,7 +45,7 @@ def play(
     agent, env_id = load_agent(folder, env_id, prompt, trust)
     agent.eval(greedy=not sample)
     env = _pictured(env_id)
-    click.echo(agent.get_system_prompt())
+    click.echo(printable(agent.get_system_prompt()))
     for number in range(episodes):
         total, turns = _episode(agent, env, _asked if human else _acted, None if seed is None else seed + number)
         click.echo(f"\nEpisode {number + 1}: return {total:g} in {turns} turns.")
@@ -69,18 +69,18 @@ def _episode(agent: Agent, env: gymnasium.Env[Any, Any], move: Move, seed: int |
         click.echo("")
         if env.render_mode == "ansi":
             click.echo(str(env.render()).rstrip())
-        click.echo(agent.text_of(observation, info))
+        click.echo(printable(agent.text_of(observation, info)))
         observation, reward, terminated, truncated, info = env.step(move(agent, observation, info))
         total, turns, is_over = total + float(reward), turns + 1, terminated or truncated
         click.echo(f"reward {float(reward):g}")
-    click.echo(f"\n{agent.text_of(observation, info)}")
+    click.echo(printable(f"\n{agent.text_of(observation, info)}"))
     agent.discard_episodes([0])
     return total, turns
 
 
 def _acted(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
     action, reply = agent.act(observation, info), agent.conversation(0).messages[-1]["content"]
-    click.echo(f"> {reply}")
+    click.echo(printable(f"> {reply}"))
     if action is None:
         raise ActionParseError(f"Reply {reply!r} names no action. {no_action_advice(agent)}")
     return action

@@ -48,6 +48,17 @@ EVALUATION_SEED = 1_000_000
 """What episodes to measure with are drawn from, far from the seeds that people train with."""
 
 
+def printable(text: str) -> str:
+    r"""A text with the characters escaped by which it could control the terminal.
+
+    >>> print(printable("red: \x1b[31m"))
+    red: \x1b[31m
+    """
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 def prompt_in(run_dir: Path, prompt: Path) -> Path:
     """Where a run keeps a copy of its prompt file."""
     return run_dir / f"prompt{prompt.suffix}"

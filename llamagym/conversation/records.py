@@ -95,6 +95,28 @@ def key_from(part: Any) -> Hashable:
     return tuple(map(key_from, part)) if isinstance(part, list) else part
 
 
+def ids_from(part: Any) -> Ids:
+    """Token ids, -1 among them where a choice ends.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if not isinstance(part, (list, tuple)) or not all(type(token) is int for token in part):
+        raise TypeError(f"{str(part)[:80]!r} are not token ids")
+    return tuple(part)
+
+
+def number_from(part: Any) -> float:
+    """A number as it was saved.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(part, bool) or not isinstance(part, (int, float)):
+        raise TypeError(f"{str(part)[:80]!r} is not a number")
+    return part
+
+
 def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
     prompt, reply = turn.prompt, turn.reply
     choices = None if prompt.choices is None else [table.number(choice) for choice in prompt.choices]
@@ -111,7 +133,17 @@ def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
 
 
 def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
-    (ids, starts_context, choices, *lengths), (said, logprobs, *rest), *earned = record
-    offered = None if choices is None else tuple(table[number] for number in choices)
-    prompt = Prompt(table[ids], starts_context, offered, *lengths)
-    return Turn(prompt, Reply(table[said], tuple(logprobs), *rest), *earned)
+    of_prompt, of_reply, reward, penalty, valid = record
+    ids, starts_context, choices, *lengths = of_prompt
+    said, logprobs, value, finish_reason, choice_index, weights_version = of_reply
+    offered = None if choices is None else tuple(table[number] for number in ids_from(choices))
+    prompt = Prompt(table[ids], bool(starts_context), offered, *ids_from(lengths))
+    reply = Reply(
+        table[said],
+        tuple(map(number_from, logprobs)),
+        number_from(value),
+        finish_reason,
+        choice_index if choice_index is None else int(number_from(choice_index)),
+        int(number_from(weights_version)),
+    )
+    return Turn(prompt, reply, number_from(reward), number_from(penalty), bool(valid))

@@ -68,6 +68,10 @@ _NAMES_CODE = ("megatron_config", "auto_mapping", "prompt_tuning_init_state_dict
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class MissingBaseError(ModelLoadError):
+    """The base of an adapter cannot be found."""
+
+
 def load_model_and_tokenizer(
     name: str | Path = EMBEDDED_NAME,
     device: str | torch.device = "auto",
@@ -141,7 +145,7 @@ def load_model_and_tokenizer(
         try:
             base, base_hub = _locate(base_name, token)
         except ModelLoadError as error:
-            raise ModelLoadError(
+            raise MissingBaseError(
                 f"the base of the adapter {str(name)!r}, which its {ADAPTER_CONFIG} names as "
                 f"base_model_name_or_path: {error}"
             ) from error

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..conversation.records import ids_from
+from ..errors import CheckpointError
 from ..models.trained_weights import restore_trained_, trained_state
 from .calibration import Calibration
 from .policy import Policy
@@ -32,7 +34,12 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
     restore_trained_(policy.model, state["model"])
     if policy.reference is not None:
         for name, weight in _weights(policy.reference.pretrained_model).items():
-            weight.copy_(state["reference"][name])
+            saved = state["reference"][name]
+            if saved.shape != weight.shape:  # else it would be repeated
+                raise CheckpointError(
+                    f"The reference's {name!r} has the shape {tuple(saved.shape)}; expected {tuple(weight.shape)}."
+                )
+            weight.copy_(saved)
     policy.drop_caches(state["weights_version"])
     restore_choices(policy, state)
     policy.num_updates = state["num_updates"]
@@ -53,7 +60,7 @@ def restore_choices(policy: Policy, record: Mapping[str, Any], with_calibration:
         record: Of another policy.
         with_calibration: Whether what its choices are measured against is taken, too, or left as it is.
     """
-    policy.offered = dict.fromkeys(map(tuple, record["offered"]))
+    policy.offered = dict.fromkeys(map(ids_from, record["offered"]))
     # Where none is wanted, earlier versions recorded an empty one.
     if with_calibration and policy.calibrates:
         policy.calibration = Calibration.from_record(record) if "choice_prior" in record else None

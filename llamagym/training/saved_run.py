@@ -15,6 +15,7 @@ from ..learners import ranks
 from ..learners.base import Stats
 from ..models.atomic import verify
 from ..models.checkpoints import KIND, check_options, newest, path_of, prune
+from ..models.state_files import check_alike, named_on_error
 from ..options import as_json
 from .copy_errors import failed_copy
 from .play import Play
@@ -82,9 +83,26 @@ class SavedRun:
         # Those of older versions have no id: they are never deleted.
         self._run = str(verify(path, KIND, checksums=False).get("run", self._run))
         loop = self._agent.load_checkpoint(path, keep_episodes=True)
+        with named_on_error(path, "state.json"):
+            _check_loop(loop)
         self._play.resume(loop["play"])
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
+
+
+def _check_loop(loop: Mapping[str, Any]) -> None:
+    """Reject a loop's state that lacks a part, or has one of another type.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    play = {"entropy": None, "groups": [], "actions": [], "texts": []}
+    parts = {"returns": [], "updates": [], "turns": 0, "seconds": 0.0, "tracker": [], "play": play}
+    check_alike(loop, parts)
+    missing = [name for name in parts if loop.get(name) is None]
+    missing += [f"play/{name}" for name in play if name not in loop["play"]]
+    if missing:
+        raise CheckpointError(f"The state of the training loop lacks {', '.join(missing)}.")
 
 
 @contextmanager
