@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -264,3 +265,17 @@ def test_a_wording_cannot_control_the_terminal(run, monkeypatch, capsys):
     assert not ended.value.code
     printed = capsys.readouterr().out
     assert "\\x1b]0;owned\\x07 \\x1b[31mred \\u202e" in printed.splitlines()[0]
+
+
+def test_every_row_of_the_threat_model_names_tests_that_exist():
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "security.md").read_text()
+    rows = re.search(r"## Threat model\n\n(?:.*\n){2}((?:\|.*\n)+)", page).group(1).splitlines()
+    assert len(rows) > 10
+    for row in rows:
+        *_, named = row.strip("|").split(" | ")
+        found = re.findall(r"`(test_\w+\.py)::(test_\w+)`", named)
+        # Code that the user passes has no limits.
+        assert found or "any code: they run as your program does" in row, row
+        for file, name in found:
+            assert f"def {name}(" in (tests / file).read_text(), f"{file}::{name}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llamagym import CheckpointError, ConfigError, train
+from llamagym import CheckpointError, ConfigError, EvalCallback, train
 from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
 from llamagym.models.checkpoints import newest, path_of
@@ -137,6 +137,14 @@ def test_saving_again_does_not_overwrite_an_added_file_of_the_same_name(tmp_path
     with pytest.raises(CheckpointError, match=message), written_whole(tmp_path / "now", "agent") as whole:
         (whole / "README.md").write_text("ours")
     assert tree(tmp_path) == before
+
+
+def test_a_folder_for_the_best_agent_is_checked_before_the_training(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds files that llamagym did not write"):
+        EvalCallback(DiceEnv, best_dir=tmp_path)
+    with pytest.raises(ConfigError, match="best_dir="):
+        EvalCallback(DiceEnv, best_dir=tmp_path / "notes")
 
 
 def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):

@@ -146,7 +146,9 @@ class LearningActor(Actor):
             CheckpointError: It is damaged, of a later version, another model's, or an agent's of another class or with
                 other options; nothing has changed.
         """
-        folder = checkpoints.find(user_path(folder, "folder"))
+        folder = user_path(folder, "folder")
+        with named_on_error(folder):
+            folder = checkpoints.find(folder)
         checkpoints.check_options(folder, "options", self._identity, _FREE)
         state = read_state(folder, _STATE)
         with named_on_error(folder, f"{_STATE}.json"), self._unchanged_on_error():

@@ -74,7 +74,7 @@ def written_whole(
         folder.parent.mkdir(parents=True, exist_ok=True)
         bring_back(folder)
         remove_stale(folder.parent)
-        _require_own(folder, kind)
+        require_own(folder, kind)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
         (scratch / _OWNER).touch()
         # Not the scratch folder itself, which only its owner may open.
@@ -269,7 +269,7 @@ def _require_replaceable(folder: Path) -> None:
         )
 
 
-def _require_own(folder: Path, kind: str) -> None:
+def require_own(folder: Path, kind: str) -> None:
     """Reject a folder that neither is new, nor empty, nor was written here with the same kind.
 
     Raises:
@@ -304,7 +304,7 @@ def _is_own(folder: Path) -> bool:
 def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     """Put a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
-    _require_own(folder, kind)
+    require_own(folder, kind)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():
             folder.rmdir()

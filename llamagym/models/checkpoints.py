@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..options import shortened
 from .atomic import MANIFEST, bring_back, bring_back_all, remove_own, verify
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ def _changed(path: str, saved: Any, passed: Any, free: Collection[str]) -> Itera
             if name in passed and name not in free:
                 yield from _changed(f"{path}.{name}".lstrip("."), saved[name], passed[name], free)
     elif saved != passed:
-        yield f"{path} was {_around(saved, passed)!r} and is now {_around(passed, saved)!r}"
+        yield f"{path} was {shortened(_around(saved, passed))} and is now {shortened(_around(passed, saved))}"
 
 
 def _around(text: Any, other: Any) -> Any:

@@ -100,7 +100,7 @@ def read_export(
     if model is not None:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         return model, tokenizer, state
-    if dtype == "auto" and resolve_device(device).type == state["device"]:
+    if dtype == "auto" and resolve_device(device).type == state.get("device"):
         dtype = str(state["dtype"])
     return *load_model_and_tokenizer(folder, device, dtype)[:2], state
 

@@ -10,7 +10,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..learners.base import Stats
+from ..models.atomic import require_own
+from ..models.paths import user_folder
 from ..options import as_seed, check_arguments
+from ..policy.export import KIND
 from .callbacks import Callback
 from .environments import EnvSource
 from .evaluation import EvaluationResult, evaluate, require_positive
@@ -53,7 +56,8 @@ class EvalCallback(Callback):
             episodes: How many an evaluation plays, the same ones each time.
             every: Updates from one evaluation to the next; None with `every_episodes`, else 10.
             every_episodes: Episodes instead.
-            best_dir: Where the best agent is kept, as `agent.save` writes it; None keeps none.
+            best_dir: Where the best agent is kept, as `agent.save` writes it: new, empty or an agent's; None keeps
+                none.
             seed: Of the episodes; see `evaluate`.
             num_envs: As for `evaluate`.
             greedy: As for `evaluate`.
@@ -61,13 +65,17 @@ class EvalCallback(Callback):
 
         Raises:
             ConfigError: An argument is of the wrong type or out of range, or both intervals are given.
+            CheckpointError: `best_dir` holds something else.
         """
         check_arguments(EvalCallback.__init__, locals())
         require_positive(episodes=episodes, every=every, every_episodes=every_episodes, num_envs=num_envs)
         if every is not None and every_episodes is not None:
             raise ConfigError(f"every={every} and every_episodes={every_episodes}. Pass one of them.")
         self._env, self._episodes, self._seed, self._num_envs = env, episodes, as_seed(seed), num_envs
-        self._greedy, self._best_dir, self._on_best = greedy, best_dir, on_best
+        self._greedy, self._on_best = greedy, on_best
+        self._best_dir = None if best_dir is None else user_folder(best_dir, "best_dir")
+        if self._best_dir is not None:
+            require_own(self._best_dir, KIND)
         self._every = 10 if every is None else every
         self._every_episodes = every_episodes
         self.on_training_start(None)
