@@ -20,10 +20,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from llamagym import Agent, CheckpointError, ConfigError, ModelLoadError, load_model_and_tokenizer, train
+from llamagym import Agent, CheckpointError, ConfigError, ModelLoadError, load_model_and_tokenizer, train, write_report
+from llamagym.errors import LlamaGymError
 from llamagym.models.atomic import MANIFEST
 from llamagym.models.lora import freeze_and_extend_, has_frozen_half
-from tests.agents import ChoiceAgent
+from llamagym.training.tracking import default_tracker
+from tests.agents import ChoiceAgent, make_agent
 from tests.resumed_run import SIZES, DiceEnv
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -273,8 +275,14 @@ def is_readable(path: Path) -> bool:
 class Fuzzer:
     """Mutates files of a folder and loads it."""
 
-    def __init__(self, original: Path, work: Path, load: Callable[[Path], Any]) -> None:
-        self.original, self.work, self.load = original, work, load
+    def __init__(
+        self,
+        original: Path,
+        work: Path,
+        load: Callable[[Path], Any],
+        allowed: type[LlamaGymError] = CheckpointError,
+    ) -> None:
+        self.original, self.work, self.load, self.allowed = original, work, load, allowed
         self.files = sorted(path.relative_to(original).as_posix() for path in original.rglob("*") if path.is_file())
         self.outcomes: dict[str, int] = {}
 
@@ -298,8 +306,8 @@ class Fuzzer:
             outcome = "loaded"
             try:
                 self.load(folder)
-            except CheckpointError as error:
-                outcome = "CheckpointError"
+            except self.allowed as error:
+                outcome = type(error).__name__
                 if str(folder) not in str(error) or len(str(error)) > LONGEST_MESSAGE:
                     raw.append(f"{what}: message {str(error)[:300]!r}")
             except ModelLoadError as error:
@@ -368,6 +376,39 @@ def test_a_thousand_mutated_checkpoints(saved, other, tmp_path):
     outcomes = fuzz_checkpoint(saved, other, tmp_path, range(60, 1060))
     assert sum(outcomes.values()) == 1000
     assert outcomes["CheckpointError"] > 500
+
+
+# A run's other files
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    """A run of a loop of one's own: settings, metrics, transcripts, a table."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
+    train(agent, DiceEnv, 8, 2, seed=0, run_dir=folder, log_with=["csv"])
+    (folder / "report.html").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    return folder
+
+
+def test_a_report_of_mutated_files_is_written_or_a_config_error(run_folder, tmp_path):
+    fuzzer = Fuzzer(run_folder, tmp_path, lambda folder: write_report([folder], tmp_path / "report.html"), ConfigError)
+    fuzzer.run(range(120))
+    assert fuzzer.outcomes["loaded"] > 30
+    assert set(fuzzer.outcomes) == {"loaded", "ConfigError"}
+
+
+def test_trackers_go_on_in_a_folder_of_mutated_files_or_raise_a_config_error(run_folder, tmp_path):
+    def go_on(folder: Path) -> None:
+        tracker = default_tracker(folder, {"seed": 0}, log_with=["csv"])
+        tracker.log({"entropy": 1.0, "new": 2.0}, 9)
+        tracker.close()
+
+    fuzzer = Fuzzer(run_folder, tmp_path, go_on, ConfigError)
+    fuzzer.run(range(120))
+    assert fuzzer.outcomes["loaded"] > 30
+    assert set(fuzzer.outcomes) == {"loaded", "ConfigError"}
 
 
 # Single cases

@@ -236,6 +236,17 @@ def test_a_run_does_not_write_to_a_folder_with_other_files(tmp_path, name):
     assert tree(tmp_path) == {name: b'{"my": "settings"}'}
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "transcripts.jsonl", "config.json"])
+def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
+    learning(tmp_path / "run", log_with=["csv"])
+    (tmp_path / "precious").write_text("mine\n" * 1000)
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).symlink_to("../precious")
+    with pytest.raises(ConfigError, match=rf"{name}' is a link, or not a file"):
+        learning(tmp_path / "run", episodes=20, log_with=["csv"], resume=True)
+    assert (tmp_path / "precious").read_text() == "mine\n" * 1000
+
+
 def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):
     (tmp_path / "run").mkdir()
     result = learning(

@@ -28,6 +28,7 @@ Metrics = Mapping[str, float | str]
 
 # The setting by which a run's folder is recognized.
 _MARK = "llamagym"
+_FILES = ("config.json", "metrics.jsonl", "metrics.csv", "transcripts.jsonl")
 
 
 @runtime_checkable
@@ -213,9 +214,10 @@ class MultiTracker:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder is one that `default_tracker` wrote to."""
-    if not (folder / "config.json").is_symlink():
+    path = folder / "config.json"
+    if path.is_file() and not path.is_symlink():
         with suppress(OSError, ValueError, RecursionError):
-            settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            settings = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(settings, dict) and _MARK in settings:
                 return True
     # Older versions wrote no mark.
@@ -237,6 +239,10 @@ def require_run_folder(folder: Path) -> None:
             f"run_dir={str(folder)!r} holds files that are not of a run ({', '.join(map(repr, names[:3]))}"
             f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}). Pass a new or empty folder."
         )
+    # A run may come from somebody else: what is appended to a link would end up in a file elsewhere.
+    for name in {*names} & {*_FILES}:
+        if (folder / name).is_symlink() or not (folder / name).is_file():
+            raise ConfigError(f"{str(folder / name)!r} is a link, or not a file. Remove it, or pass another folder.")
 
 
 def _appendable(path: str | Path) -> Path:
@@ -307,24 +313,28 @@ def default_tracker(
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
     project = project or os.environ.get("WANDB_PROJECT")
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
-    trackers: list[Tracker] = []
-    with ExitStack() as on_error:
-        on_error.callback(lambda: MultiTracker(*trackers).close())
-        # Services need their folder, and W&B writes elsewhere without it.
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            on_error.callback(_remove_if_empty, folder)
-        # Those that may fail come first.
-        for name in names:
-            if name != "csv":
-                options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
-                trackers.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
-        on_error.pop_all()
-    # First of all: it marks the folder as that of a run.
-    replace_file(folder / "config.json", json.dumps(json_safe(settings), indent=1) + "\n")
-    files: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl")]
-    if agent is not None:
-        files.append(TranscriptTracker(folder / "transcripts.jsonl", agent))
-    if "csv" in names:
-        files.append(CsvTracker(folder / "metrics.csv"))
-    return MultiTracker(*files, *trackers)
+    services: list[Tracker] = []
+    files: list[Tracker] = []
+    try:
+        with ExitStack() as on_error:
+            on_error.callback(lambda: MultiTracker(*files, *services).close())
+            # Services need their folder, and W&B writes elsewhere without it.
+            if not folder.exists():
+                folder.mkdir(parents=True)
+                on_error.callback(_remove_if_empty, folder)
+            # Those that may fail come first.
+            table = [CsvTracker(folder / "metrics.csv")] if "csv" in names else []
+            for name in names:
+                if name != "csv":
+                    options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
+                    services.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
+            # Before other files: it marks the folder as that of a run.
+            replace_file(folder / "config.json", json.dumps(json_safe(settings), indent=1) + "\n")
+            files.append(JsonlTracker(folder / "metrics.jsonl"))
+            if agent is not None:
+                files.append(TranscriptTracker(folder / "transcripts.jsonl", agent))
+            files += table
+            on_error.pop_all()
+    except OSError as error:
+        raise ConfigError(f"run_dir={str(folder)!r} cannot be written: {error}. Pass another folder.") from error
+    return MultiTracker(*files, *services)
