@@ -255,6 +255,10 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+if not hasattr(os, "mkfifo"):  # Windows
+    MUTATIONS.remove(pipe_instead)
+
+
 def reseal(folder: Path) -> None:
     """Make the manifest fit, as somebody would who wrote the folder on purpose."""
     path = folder / MANIFEST

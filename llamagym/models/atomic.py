@@ -314,10 +314,10 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
         raise FileExistsError(f"{str(folder)!r} exists")
     listed = {MANIFEST, *read_manifest(folder)["files"]}
     carried = _carry_over(folder, new, listed)
+    aside = _aside(folder)
+    if _is_own(aside):  # of a process that was killed just after its new folder had the name
+        remove_own(aside)
     if not _exchange(new, folder):
-        aside = _aside(folder)
-        if _is_own(aside):  # of a process that was killed just after its new folder had the name
-            aside.rename(new.with_name("older"))
         folder.rename(aside)
         try:
             new.rename(folder)
