@@ -82,9 +82,10 @@ def named_on_error(folder: Path, file: str = "", passes: tuple[type[Exception], 
         passes: Errors that have another cause.
     """
     what = str(folder / file)
+    stops: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit, GeneratorExit)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, *passes):
+    except stops + passes:
         raise
     except CheckpointError as error:
         if str(folder) in str(error):

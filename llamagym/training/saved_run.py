@@ -96,7 +96,7 @@ def _check_loop(loop: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: It does.
     """
-    play = {"entropy": None, "groups": [], "actions": [], "texts": []}
+    play: dict[str, Any] = {"entropy": None, "groups": [], "actions": [], "texts": []}
     parts = {"returns": [], "updates": [], "turns": 0, "seconds": 0.0, "tracker": [], "play": play}
     check_alike(loop, parts)
     missing = [name for name in parts if loop.get(name) is None]
