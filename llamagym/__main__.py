@@ -15,6 +15,7 @@ from . import __version__
 from .cli.doctor import doctor
 from .cli.evaluate import evaluate
 from .cli.play import play
+from .cli.runs import printable
 from .cli.train import train
 from .errors import LlamaGymError
 from .models.registry import entries
@@ -57,7 +58,7 @@ def main() -> None:
     try:
         cli(prog_name="python -m llamagym")
     except LlamaGymError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
+        click.echo(printable(f"{type(error).__name__}: {error}"), err=True)
         sys.exit(1)
 
 

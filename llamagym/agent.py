@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
@@ -27,16 +25,16 @@ from .learners.learning_actor import LearningActor
 from .learners.ppo import PPOConfig
 from .learners.preflight import Report, preflight
 from .learners.replay import ReplayConfig
-from .models.atomic import verify, written_whole
+from .models.atomic import written_whole
 from .models.generation import GenerationConfig
 from .models.hub import upload
-from .models.loading import load_model_and_tokenizer, move_, resolve_device
+from .models.loading import MissingBaseError, move_, resolve_device
 from .models.lock import alone
 from .models.lora import redraw_, settle_depth_
-from .models.state_files import read_state
+from .models.state_files import named_on_error
 from .models.value_head import AutoModelForCausalLMWithValueHead
-from .options import as_json, as_seed, check_arguments, explains_wrong_calls
-from .policy.export import KIND, write_export
+from .options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
+from .policy.export import KIND, read_export, write_export
 from .policy.policy import Policy
 from .policy.saved import restore_choices
 
@@ -220,17 +218,19 @@ class Agent(LearningActor):
         made with, the priors of its choices, and a model card that shows how to use it.
 
         Args:
-            folder: What to write, whole or not at all; what lies there is replaced.
+            folder: Folder to write, whole or not at all: new, empty, or an agent's. An agent is replaced; other files
+                in its folder stay.
             environment: What the agent acts in, for the card.
             results: Measurements by name, for the card.
             merged: Whether to add a plain LoRA to the weights and write these whole.
 
         Raises:
-            ConfigError: `merged` is asked for where there is nothing that can be merged.
+            ConfigError: `merged` is asked for where there is nothing that can be merged, or the path is invalid.
+            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         if not ranks.is_main_process():
             return
-        with written_whole(Path(os.path.expanduser(folder)), KIND) as whole:
+        with written_whole(folder, KIND) as whole:
             write_export(self, whole, self._options, environment, results, merged)
 
     @classmethod
@@ -254,21 +254,16 @@ class Agent(LearningActor):
 
         Raises:
             CheckpointError: The folder is damaged, something else, or of a later version.
-            ModelLoadError: The base cannot be had.
+            ModelLoadError: The adapter's base is missing, or the device is.
         """
-        folder = Path(os.path.expanduser(folder))
-        verify(folder, KIND)
-        state = read_state(folder, KIND)
-        tokenizer: Any
-        if dtype == "auto" and resolve_device(device).type == state.get("device"):
-            dtype = str(state["dtype"])
-        if model is None:
-            model, tokenizer, _ = load_model_and_tokenizer(folder, device, dtype)
-        else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        agent = cls(model, tokenizer, **{**state["options"], **options})
-        restore_choices(agent.policy, state, agent.policy.calibrates == state["options"]["calibrate_choices"])
-        agent.policy.rng.set_state(state["rng"])
+        folder, device = user_path(folder, "folder"), resolve_device(device)
+        # What the caller passes may be invalid, too.
+        passes = (MissingBaseError, *((ConfigError,) if options or dtype != "auto" else ()))
+        with named_on_error(folder, passes=passes):
+            model, tokenizer, state = read_export(folder, device, dtype, model)
+            agent = cls(model, tokenizer, **{**state["options"], **options})
+            restore_choices(agent.policy, state, agent.policy.calibrates == state["options"]["calibrate_choices"])
+            agent.policy.rng.set_state(state["rng"])
         ranks.diverge_(agent.policy.rng)
         return agent
 

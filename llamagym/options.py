@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -208,20 +209,28 @@ def as_seed(seed: int | None) -> int | None:
     raise ConfigError(f"seed={excerpt(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1.")
 
 
-def user_path(path: str | Path, name: str = "path") -> Path:
-    """A path as a user passes it, absolute and with `~` expanded: an environment may change the working directory.
+def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """The absolute path of a file or folder that a user passed, with `~` expanded.
 
     Args:
         path: The path.
-        name: The argument, for the error.
+        name: Name of the argument, for errors.
 
     Raises:
-        ConfigError: It begins with the home of an unknown user.
+        ConfigError: It is empty, not a path, or names the home of an unknown user.
     """
+    text: Any = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise ConfigError(f"{name} must be a path, got {path!r} ({type(path).__name__}). Pass a str or pathlib.Path.")
+    if not text:
+        raise ConfigError(f"{name}='' is not a folder and cannot be created: it is empty. Pass the path of a folder.")
+    if "\0" in text:
+        raise ConfigError(f"{name}={text!r} contains a NUL byte, which no path can. Pass another path.")
     try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:
-        raise ConfigError(f"{name}={str(path)!r}: {error} Pass another path.") from error
+        os.fsencode(text)
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except (RuntimeError, OSError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{name}={text!r}: {error} Pass another path.") from error
 
 
 def as_number(value: object) -> float:
@@ -283,6 +292,47 @@ def _statistic(name: str, value: Any) -> float | str:
     raise ConfigError(
         f"The statistic {name!r} must be a number or a string, got {excerpt(value)} ({type(value).__name__})."
     )
+
+
+def shortened(value: object, longest: int = 200) -> str:
+    """A value as an error shows it, however large or deeply nested it is.
+
+    >>> shortened(["left"] * 100, longest=20)
+    "['left', 'left', 'le..."
+    """
+    plain = json_safe(value, longest, depth=3)
+    if isinstance(plain, (list, tuple)):
+        plain = plain[:longest]
+    text = repr(plain)
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
+def json_safe(part: Any, longest: int = 10_000, depth: int = 20) -> Any:
+    """The same as every JSON parser takes it: numbers that are not finite, and what JSON has no word for, as text.
+
+    Args:
+        part: Dictionaries, lists and values, of whatever origin.
+        longest: Characters of a text that are kept.
+        depth: Levels of nesting that are kept.
+
+    >>> json_safe({"rate": float("nan"), 3: [10**400, None, {1}]}) == {"rate": "nan", "3": ["inf", None, "{1}"]}
+    True
+    """
+    if part is None or isinstance(part, bool):
+        return part
+    if isinstance(part, (int, float)):
+        number = as_number(part)
+        if math.isnan(number) and isinstance(part, int):
+            number = math.inf if part > 0 else -math.inf
+        return part if math.isfinite(number) else str(number)
+    if depth and isinstance(part, Mapping):
+        return {json_safe(str(key), longest): json_safe(value, longest, depth - 1) for key, value in part.items()}
+    if depth and isinstance(part, (list, tuple)):
+        return [json_safe(value, longest, depth - 1) for value in part]
+    text = part if isinstance(part, str) else "..." if isinstance(part, (Mapping, list, tuple)) else str(part)
+    # Half of a character pair is no character.
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= longest else text[:longest] + "..."
 
 
 def _check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -51,14 +51,14 @@ def suggest(trial: optuna.Trial, name: str, space: dict[str, Any]) -> Any:
 
 
 def run(program: str, options: dict[str, Any], run_dir: Path, metric: str) -> float:
-    """One run's score; what it prints goes to `output.txt` in its folder.
+    """One run's score; what it prints goes to a text file beside its folder, which a run wants to itself.
 
     Raises:
         ConfigError: It ended without the metric.
     """
     run_dir.mkdir(parents=True)
     given = [f"--{name}={value}" for name, value in options.items()]
-    with (run_dir / "output.txt").open("w") as output:
+    with run_dir.with_suffix(".txt").open("w") as output:
         command = [sys.executable, program, *given, f"--run-dir={run_dir}"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=output, stderr=subprocess.STDOUT)
     updates = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llamagym import CheckpointError
 from llamagym.models import atomic
 from llamagym.models.atomic import bring_back, verify, written_whole
 
@@ -49,9 +50,13 @@ def test_linux_exchanges_two_folders(tmp_path):
     assert not atomic._exchange(tmp_path / "one", tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError("no"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    ids=["error", "Ctrl-C"],
+)
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, error):
+def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, error, raised):
     monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     write(tmp_path / "now", "old")
     usual, calls = Path.rename, []
@@ -64,7 +69,7 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, erro
 
     # Bringing back looks first whether there is anything to bring back: no rename of its own here.
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(type(error)):
+    with pytest.raises(raised):
         write(tmp_path / "now", "new")
     monkeypatch.undo()
     assert content(tmp_path / "now") == "old"
@@ -74,6 +79,7 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, erro
 KILLED = """
 import os, sys
 from pathlib import Path
+from llamagym import CheckpointError
 from llamagym.models import atomic
 atomic._exchange = lambda *_: False
 usual, calls = Path.rename, []

@@ -175,7 +175,8 @@ def test_a_second_signal_stops_at_once(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         learning(tmp_path, env=Twice)
-    assert newest(tmp_path) is None
+    # That of the beginning.
+    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, 0)]
 
 
 def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
@@ -382,7 +383,7 @@ def test_a_tracker_s_lines_come_once(tmp_path):
 
 
 def write(folder: Path, content: str = "all") -> None:
-    with written_whole(folder, "checkpoint") as whole:
+    with written_whole(folder, "checkpoint", {"run": "mine"}) as whole:
         (whole / "a.txt").write_text(content)
         (whole / "inner").mkdir()
         (whole / "inner" / "b.txt").write_text(content)
@@ -418,7 +419,7 @@ DAMAGE = {
     "a byte": (lambda folder: (folder / "inner" / "b.txt").write_text("alt"), "damaged: 'inner/b.txt'"),
     "a file": (lambda folder: (folder / "a.txt").unlink(), "damaged: 'a.txt' is missing"),
     "the manifest": (lambda folder: (folder / MANIFEST).write_text("{"), "cannot be read"),
-    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is no checkpoint of llamagym"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "holds no checkpoint of llamagym"),
     "another kind": (lambda folder: break_manifest(folder, kind="model"), "holds: model; expected: checkpoint"),
     "a later version": (lambda folder: break_manifest(folder, schema=99), "format 99.*Upgrade llamagym"),
 }
@@ -447,9 +448,9 @@ def test_a_folder_without_checkpoints_is_named(tmp_path):
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     for turns, score in ((1, 0.5), (2, 3.0), (3, 1.0), (4, 2.0), (5, None)):
-        with written_whole(path_of(tmp_path, turns), "checkpoint", {"return_mean": score}):
+        with written_whole(path_of(tmp_path, turns), "checkpoint", {"return_mean": score, "run": "mine"}):
             pass
-    prune(tmp_path, 2, path_of(tmp_path, 5))
+    prune(tmp_path, 2, path_of(tmp_path, 5), "mine")
     assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (2, 4, 5)]
     assert best(tmp_path) == path_of(tmp_path, 2)
 
@@ -459,13 +460,13 @@ def test_a_damaged_checkpoint_of_more_turns_never_drives_out_a_good_one(tmp_path
         write(path_of(tmp_path, turns))
     DAMAGE["a file"][0](path_of(tmp_path, 40))
     write(path_of(tmp_path, 20))
-    prune(tmp_path, 1, path_of(tmp_path, 20))
+    prune(tmp_path, 1, path_of(tmp_path, 20), "mine")
     assert newest(tmp_path) == path_of(tmp_path, 20)
     # A byte of it is wrong, which only a checksum tells.
     write(path_of(tmp_path, 50))
     DAMAGE["a byte"][0](path_of(tmp_path, 50))
     write(path_of(tmp_path, 30))
-    prune(tmp_path, 1, path_of(tmp_path, 30))
+    prune(tmp_path, 1, path_of(tmp_path, 30), "mine")
     assert newest(tmp_path) == path_of(tmp_path, 30)
 
 
@@ -479,7 +480,7 @@ def test_a_later_version_s_checkpoint_is_not_deleted(tmp_path):
     for turns in (1, 2, 3):
         write(path_of(tmp_path, turns))
     DAMAGE["a later version"][0](path_of(tmp_path, 1))
-    prune(tmp_path, 1, path_of(tmp_path, 3))
+    prune(tmp_path, 1, path_of(tmp_path, 3), "mine")
     assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (1, 3)]
 
 
@@ -502,7 +503,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"No space left.*Older checkpoints are as they were"):
         learning(tmp_path / "run", episodes=20, resume=True)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=rf"cannot write the checkpoint '{before}'.*No space left"):
         agent.save_checkpoint(before)
     monkeypatch.undo()
     assert newest(tmp_path / "run") == before

@@ -82,7 +82,7 @@ def run(monkeypatch, capsys):
 def trained(model, tmp_path_factory) -> Path:
     """The folder of a run with a wording of its own."""
     folder = tmp_path_factory.mktemp("run")
-    words = folder / "lake.yaml"
+    words = tmp_path_factory.mktemp("words") / "lake.yaml"
     words.write_text(WORDS)
     sizes = ["--turns", "400", "--num-envs", "16", "--eval-episodes", "4", "--batch-size", "128"]
     command = ["llamagym", "train", LAKE, *sizes, "--model", model, "--run-dir", str(folder), "--prompt", str(words)]
@@ -158,8 +158,9 @@ def test_a_run_is_logged_and_its_agent_measured_watched_and_reported(trained, ru
     assert chance.split()[0] == "random"
     assert agent.split()[-1] == chance.split()[-1] == "6"
     # The agent's own folder will do, and another environment with the same spaces.
-    assert run("eval", trained / "agent", "FrozenLake8x8-v1", "--episodes", 2)[0] == 0
-    assert run("eval", trained / "agent", LAKE, "--episodes", 6)[1] == printed
+    words = ["--prompt", trained / "prompt.yaml"]
+    assert run("eval", trained / "agent", "FrozenLake8x8-v1", *words, "--episodes", 2)[0] == 0
+    assert run("eval", trained / "agent", LAKE, *words, "--episodes", 6)[1] == printed
 
     status, printed, _ = run("play", trained, "--seed", 3, "--episodes", 2)
     assert status == 0
@@ -204,6 +205,24 @@ def test_a_run_is_not_overwritten_and_can_be_resumed(trained, model, run):
     assert len(after) > len(before)
 
 
+def test_resuming_with_another_prompt_is_rejected_before_anything_is_written(trained, model, run, tmp_path):
+    (tmp_path / "other.yaml").write_text(WORDS + "\n")
+    command = ["train", LAKE, "--turns", 600, "--model", model, "--run-dir", trained, "--resume"]
+    status, _, said = run(*command, "--prompt", tmp_path / "other.yaml")
+    assert status == 1
+    assert "differs from" in said
+    assert (trained / "prompt.yaml").read_text() == WORDS
+
+
+def test_a_folder_with_other_files_is_not_trained_in(run, model, tmp_path):
+    (tmp_path / "config.json").write_text("mine")
+    status, _, said = run("train", LAKE, "--turns", 10, "--model", model, "--run-dir", tmp_path)
+    assert status == 1
+    assert "holds files that are not of a run ('config.json')" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
 @pytest.mark.long
 def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
     code = tmp_path / "walker.py"
@@ -211,7 +230,10 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
     folder = tmp_path / "run"
     command = ["train", LAKE, "--episodes", 4, "--num-envs", 2, "--eval-episodes", 2, "--model", model]
     assert run(*command, "--prompt", code, "--run-dir", folder)[0] == 0
-    assert run("eval", folder, "--episodes", 2)[0] == 0
+    status, _, said = run("eval", folder, "--episodes", 2, "--trust")
+    assert status == 0
+    assert f"--trust: executing {folder / 'prompt.py'}" in said
+    assert "pass --trust" in run("eval", folder, "--episodes", 2)[2]
     # Elsewhere, nothing says which environment or class it is of.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
 from llamagym.conversation.chat_template import end_ids
 from llamagym.models.atomic import MANIFEST, verify
+from llamagym.models.card import Card
+from llamagym.models.generation import GenerationConfig
 from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from llamagym.policy.export import KIND
@@ -303,7 +307,7 @@ def test_an_agent_is_uploaded_whole(hub, base):  # noqa: F811 - the fixture
     assert expected <= set(files)
     assert b"acting in Dice" in files["README.md"]
     # A folder of this machine is no base that the hub could show.
-    assert f"base_model: {base}" not in files["README.md"].decode()
+    assert f"base_model: {json.dumps(str(base))}" not in files["README.md"].decode()
 
 
 @pytest.mark.long
@@ -334,5 +338,61 @@ def test_what_is_no_saved_agent_is_refused(base, tmp_path):
     agent.save_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="holds: checkpoint; expected: agent"):
         ChoiceAgent.load(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match="is no agent of llamagym"):
+    with pytest.raises(CheckpointError, match="holds no agent of llamagym"):
         ChoiceAgent.load(base)
+
+
+HOSTILE_NAMES = [
+    "a\n---\nlicense: mit\n---\n# Owned",
+    "x | y |\n|---|---|\n| owned | 1",
+    "<script>alert(1)</script><img src=x onerror=alert(1)>",
+    "[click](https://example.org) ![i](x) https://example.org www.example.org `code` **bold** ~~gone~~ @you",
+    "```\n# Owned\n```python",
+    "lone \ud800 surrogate \u202e \x1b[31m \u2028 # Owned",
+    '": {x: y}, "\\',
+    "x" * 100_000,
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=range(len(HOSTILE_NAMES)))
+def test_names_in_a_card_are_only_text(name):
+    card = Card(
+        agent=name,
+        base=name[:200],
+        dtype="float32",
+        system_prompt=name,
+        prefix=name,
+        generation=GenerationConfig(),
+        end_ids=[1],
+        closing_id=1,
+        choices=[(name, (1, 2))],
+        prior={},
+        deviation=1.0,
+        offers_choices=True,
+        environment=name,
+        settings={name: name, "nested": {name: [name]}},
+        results={name: float("nan")},
+    )
+    text = card.text()
+    # A strict encoder takes it.
+    (_, head, body) = text.encode("utf-8").decode().split("---\n", 2)
+    assert set(yaml.safe_load(head)) == {"library_name", "pipeline_tag", "base_model", "tags"}
+    assert (
+        yaml.safe_load(head)["base_model"] == name[:200].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        or "\ud800" in name
+    )
+    fences = re.findall(r"^```.*$", body, re.MULTILINE)
+    assert fences == ["```python", "```"] * 2
+    prose = re.sub(r"^```python\n.*?^```$", "", body, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#.*$", prose, re.MULTILINE)
+    assert [heading.split()[0] for heading in headings] == ["#", "##", "##", "##"]
+    rows = re.findall(r"^\|.*$", prose, re.MULTILINE)
+    assert len(rows) == 2 + 1 + 2 + 2
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 3 for row in rows)
+    assert not re.search(r"(?<!\\)[<>\[`*~@]|(?<!\\):/|www\.", prose)
+    assert len(prose) < 6000
+    # The code is Python and holds the texts as they were.
+    for code in re.findall(r"^```python\n(.*?)^```$", body, flags=re.MULTILINE | re.DOTALL):
+        tree = ast.parse(code)
+        texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert name in texts

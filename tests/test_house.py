@@ -25,7 +25,7 @@ WINGS = {
     "training": {"conversation", "models", "policy", "learners", "agent", "training.report"},
     "envs": set(),
     "cli": {"conversation", "models", "policy", "learners", "training", "agent"},
-    "training.report": {"learners"},
+    "training.report": {"learners", "models"},
 }
 # Importable from anywhere.
 BASICS = {"errors", "options"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,8 +80,8 @@ def test_what_cannot_be_reported_is_said(tmp_path):
     metrics.write_text("")
     with pytest.raises(ConfigError, match="no update has run yet"):
         write_report([tmp_path], tmp_path / "report.html")
-    metrics.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match=r"Line 2 of .* is not valid JSON"):
+    metrics.write_text("nonsense\n[1]\n")
+    with pytest.raises(ConfigError, match="has no line that is a JSON object"):
         write_report([tmp_path], tmp_path / "report.html")
     # A run that was killed while it wrote its last line.
     metrics.write_text('{"step": 1, "entropy": 1.0}\n{"step": 2, "ent')
@@ -99,3 +101,119 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(runs, tmp_path):
     assert len(result.stderr.splitlines()) == 1
     assert call("reprot").returncode == 2
     assert "smollm2-135m" in call("models").stdout
+
+
+# Damaged and hostile files
+
+
+def data_of(page: Path) -> Any:
+    """The data in a page, as a strict parser reads it."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert len(found) == 1
+    return json.loads(found[0], parse_constant=refuse)
+
+
+TURN = {"turn": 1, "read": "a", "reply": "b", "choices": [["b", 0.5]], "reward": 1.0, "penalty": 0.0, "valid": True,
+        "value": 0.0, "advantage": 0.0}  # fmt: skip
+TOLD = {"step": 1, "update": 1, "system": "s", "return": 1.0, "length": 1, "truncated": False, "turns": [TURN]}
+JUNK = [None, True, "x", [], {}, float("nan"), float("-inf"), 10**400, 1e308, -1, "<b>", "\ud800", [[]], "x" * 10**6]
+
+
+def damaged_run(folder: Path, count: int = 300) -> Path:
+    """A run of which most lines are damaged in some way."""
+    rng = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = ["{}", "[1]", "null", "3", "{", "[" * 50_000, '{"entropy": NaN}', '{"return_mean": 1e20, "episodes": -3}']
+    metrics += ['{"return_mean": 100000000000000016384, "entropy": 1e999, "act_s": "5", "updates": ' + "9" * 5000 + "}"]
+    names = ["return_mean", "return_std", "episodes", "turns", "entropy", "approx_kl", "act_s", "learn_s", "updates"]
+    for _ in range(count):
+        metrics.append(json.dumps({name: rng.choice([*JUNK, 1.0, 2.5, 3]) for name in rng.sample(names, 5)}))
+    told = [json.dumps(TOLD), *metrics[:8]]
+    for _ in range(count):
+        line = json.loads(json.dumps(TOLD))
+        part = rng.choice([line, line["turns"][0]])
+        part[rng.choice(list(part))] = rng.choice(JUNK)
+        told.append(json.dumps(line))
+    (folder / "metrics.jsonl").write_bytes("\n".join(metrics).encode() + b'\n\xff\xfe{"entropy": 1.0}\n{"entr')
+    (folder / "transcripts.jsonl").write_bytes("\n".join(told).encode() + b"\n\x80\n")
+    settings = {f"name {number} <b>": value for number, value in enumerate(JUNK)}
+    settings |= {"model": {"a": 1}, "seed": float("nan"), "dtype": ["x"], "__proto__": {"x": 1}, "\ud800": "\ud800"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path):
+    page = write_report([damaged_run(tmp_path / "run")], tmp_path / "report.html")
+    (run,) = data_of(page)["runs"]
+    assert run["damaged"] > 10
+    assert len(run["rows"]) > 100
+    assert all(isinstance(value, (int, float)) for row in run["rows"] for value in row.values())
+    assert len(run["transcripts"]) > 10
+    assert all(isinstance(value, str) for value in run["settings"].values())
+    assert run["settings"]["seed"] == "nan"
+    assert page.stat().st_size < 3_000_000
+
+
+@pytest.mark.parametrize("settings", ["[]", "null", "{", "[" * 50_000, "\xff", "3"])
+def test_damaged_settings_do_not_prevent_a_report(tmp_path, settings):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    (tmp_path / "config.json").write_text(settings, encoding="latin-1")
+    (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
+    assert run["settings"] == {"config.json": "damaged"}
+
+
+@pytest.mark.parametrize(
+    "name", ["__DATA__", "__TITLE__", "</title><script>alert(1)</script>", "a&b", "\udcff", "x" * 200]
+)
+def test_a_run_s_name_is_only_text(tmp_path, name):
+    run = tmp_path / name.replace("/", "\N{FRACTION SLASH}")
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    page = write_report([run, run], tmp_path / "report.html")
+    assert len(data_of(page)["runs"]) == 2
+    text = page.read_text()
+    assert text.count("<script") == 2
+    assert text.count("<title>") == 1
+
+
+def test_links_to_files_elsewhere_are_not_shown(tmp_path):
+    (tmp_path / "secret").write_text('{"token": 12345}\n')
+    run = tmp_path / "run"
+    for name in ("metrics.jsonl", "transcripts.jsonl", "config.json"):
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to("../secret")
+        with pytest.raises(ConfigError, match=f"'{name}', which lies outside"):
+            write_report([run], tmp_path / "report.html")
+        shutil.rmtree(run)
+
+
+def test_a_report_replaces_only_reports(runs, tmp_path):
+    page = write_report(runs[:1], tmp_path / "report.html")
+    write_report(runs[:1], page)
+    page.write_text("<html>mine</html>")
+    with pytest.raises(ConfigError, match="exists and is not a report of llamagym"):
+        write_report(runs[:1], page)
+    assert page.read_text() == "<html>mine</html>"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_a_report_of_damaged_metrics(tmp_path):
+    folders = [damaged_run(tmp_path / name) for name in ("__DATA__", "<img src=x onerror=alert(1)>")]
+    # More values than a function call takes arguments.
+    with (folders[0] / "metrics.jsonl").open("a") as file:
+        file.write("\n" + '{"return_mean": 1.0, "entropy": 0.5}\n' * 150_000)
+    for shown_folders in (folders, folders[:1]):
+        shown, said = dom(write_report(shown_folders, tmp_path / "report.html"))
+        assert "CONSOLE" not in said
+        assert "damaged lines" in shown
+        assert shown.count("<figure") == 4
+        assert 'class="turn"' in shown
+        assert "<h2>Settings" in shown
+        assert shown.count("<script") == 2
+        assert "<img" not in shown

@@ -61,7 +61,7 @@ def test_the_best_trial_ranks_first_and_failures_are_passed_over(sweep, tmp_path
     assert len(scores) == 8 - len(failed) > 2
     assert scores == sorted(scores, reverse=True)
     assert study.best_params["word"] in ("a", "b")
-    assert "no" in (tmp_path / f"runs/trial-{failed[0].number}/output.txt").read_text()
+    assert "no" in (tmp_path / f"runs/trial-{failed[0].number}.txt").read_text()
 
 
 def test_a_search_goes_on_where_it_stopped(sweep, tmp_path):

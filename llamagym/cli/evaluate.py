@@ -18,6 +18,7 @@ from .runs import EVALUATION_SEED, UserPath, load_agent
 @click.option("--num-envs", type=int, help="Copies that are acted in at once.  [default: 64]")
 @click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
 @click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
+@click.option("--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module.")
 def evaluate(
     folder: Path,
     env_id: str | None,
@@ -26,12 +27,13 @@ def evaluate(
     num_envs: int | None,
     sample: bool,
     prompt: Path | None,
+    trust: bool,
 ) -> None:
     """Measure the agent in FOLDER, of a run or of agent.save(), beside random actions.
 
     ENV_ID is the environment, by default the one that the agent was trained in.
     """
-    agent, env_id = load_agent(folder, env_id, prompt)
+    agent, env_id = load_agent(folder, env_id, prompt, trust)
     results = {
         "agent": training.evaluate(agent, env_id, episodes=episodes, seed=seed, num_envs=num_envs, greedy=not sample),
         "random": training.evaluate("random", env_id, episodes=episodes, seed=seed, num_envs=num_envs),

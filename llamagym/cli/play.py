@@ -13,7 +13,7 @@ from ..agent import Agent
 from ..conversation.interface import no_action_advice
 from ..errors import ActionParseError
 from ..training.environments import made
-from .runs import UserPath, load_agent
+from .runs import UserPath, load_agent, printable
 
 Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
 """The action for an observation and its info; the reply that names it stands in the terminal then."""
@@ -27,6 +27,7 @@ Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
 @click.option("--seed", type=click.IntRange(min=0), help="Of the first; the next ones count on.  [default: drawn]")
 @click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
 @click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
+@click.option("--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module.")
 def play(
     folder: Path,
     env_id: str | None,
@@ -35,15 +36,16 @@ def play(
     seed: int | None,
     sample: bool,
     prompt: Path | None,
+    trust: bool,
 ) -> None:
     """Watch the agent in FOLDER, of a run or of agent.save(), turn by turn.
 
     ENV_ID is the environment, by default the one that the agent was trained in.
     """
-    agent, env_id = load_agent(folder, env_id, prompt)
+    agent, env_id = load_agent(folder, env_id, prompt, trust)
     agent.eval(greedy=not sample)
     env = _pictured(env_id)
-    click.echo(agent.get_system_prompt())
+    click.echo(printable(agent.get_system_prompt()))
     for number in range(episodes):
         total, turns = _episode(agent, env, _asked if human else _acted, None if seed is None else seed + number)
         click.echo(f"\nEpisode {number + 1}: return {total:g} in {turns} turns.")
@@ -67,18 +69,18 @@ def _episode(agent: Agent, env: gymnasium.Env[Any, Any], move: Move, seed: int |
         click.echo("")
         if env.render_mode == "ansi":
             click.echo(str(env.render()).rstrip())
-        click.echo(agent.text_of(observation, info))
+        click.echo(printable(agent.text_of(observation, info)))
         observation, reward, terminated, truncated, info = env.step(move(agent, observation, info))
         total, turns, is_over = total + float(reward), turns + 1, terminated or truncated
         click.echo(f"reward {float(reward):g}")
-    click.echo(f"\n{agent.text_of(observation, info)}")
+    click.echo(printable(f"\n{agent.text_of(observation, info)}"))
     agent.discard_episodes([0])
     return total, turns
 
 
 def _acted(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
     action, reply = agent.act(observation, info), agent.conversation(0).messages[-1]["content"]
-    click.echo(f"> {reply}")
+    click.echo(printable(f"> {reply}"))
     if action is None:
         raise ActionParseError(f"Reply {reply!r} names no action. {no_action_advice(agent)}")
     return action

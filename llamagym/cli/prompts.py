@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import isabstract
@@ -14,9 +15,47 @@ import yaml
 
 from ..agent import Agent
 from ..errors import ConfigError, LlamaGymError, did_you_mean
+from ..models.atomic import reason_of
+from ..options import shortened
 from .generic import Wording, generic_agent
 
 _MODULE = "llamagym_prompt"
+# Bytes of a wording: far more than a model reads.
+_LARGEST = 2**20
+
+
+class _WordingLoader(yaml.BaseLoader):
+    """Reads everything as text, so that actions may be called yes, no or 1; rejects aliases.
+
+    A few nested aliases stand for billions of words.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """A node; an alias is an error."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not supported")
+        return super().compose_node(parent, index)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _are_actions(value: object) -> bool:
+    return isinstance(value, list) and all(_is_text(each) or _are_texts(each) for each in value)
+
+
+# What each key takes, in words and as a check.
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "system_prompt": ("a text", _is_text),
+    "observation": ("a text", _is_text),
+    "observation_names": ("a list of texts", _are_texts),
+    "actions": ("a list of texts, or for MultiDiscrete a list of such lists", _are_actions),
+}
 
 
 def agent_class(env: gymnasium.Env[Any, Any], prompt: Path | None) -> type[Agent]:
@@ -51,24 +90,25 @@ def read_wording(path: Path) -> Wording:
         ConfigError: It is no YAML, or holds something else.
     """
     try:
-        # All is text to this loader, so that actions may be called yes, no or 1.
-        said = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST} bytes")
+        said = yaml.load(path.read_text(encoding="utf-8"), Loader=_WordingLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as YAML: {reason_of(error)}.") from error
     known = {field.name for field in fields(Wording)}
     if not isinstance(said, dict):
-        raise ConfigError(f"{str(path)!r} holds {said!r}. Give it one or more of the keys {sorted(known)}.")
+        raise ConfigError(f"{str(path)!r} holds {shortened(said)}. Give it one or more of the keys {sorted(known)}.")
     for key, value in said.items():
         if key not in known:
-            raise ConfigError(f"{str(path)!r} has an unknown key {key!r}. {did_you_mean(str(key), known)}")
-        wanted = str if key in ("system_prompt", "observation") else list
-        if not isinstance(value, wanted):
-            kind = "a text" if wanted is str else "a list"
-            raise ConfigError(f"{key} in {str(path)!r} is {value!r}. Pass {kind}.")
+            raise ConfigError(
+                f"{str(path)!r} has an unknown key {shortened(key)}. {did_you_mean(str(key)[:80], known)}"
+            )
+        if not _KINDS[key][1](value):
+            raise ConfigError(f"{key} in {str(path)!r} is {shortened(value)}. Pass {_KINDS[key][0]}.")
     if "{observation}" not in said.get("observation", "{observation}"):
         raise ConfigError(
-            f"observation in {str(path)!r} is {said['observation']!r}, in which nothing depends on what is observed. "
-            "Put {observation} where that goes."
+            f"observation in {str(path)!r} is {shortened(said['observation'])}, in which nothing depends on what is "
+            "observed. Put {observation} where that goes."
         )
     return Wording(**said)
 

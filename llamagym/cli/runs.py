@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from contextlib import suppress
+import sys
+import sysconfig
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ import click
 
 from ..agent import Agent
 from ..errors import ConfigError
-from ..models.atomic import verify
+from ..models.atomic import reason_of, verify
+from ..models.paths import file_inside
 from ..models.state_files import read_state
+from ..options import shortened
 from ..policy.export import KIND, STATE
 from ..training.environments import made
 from .prompts import agent_class
@@ -37,62 +41,162 @@ class UserPath(click.Path):
 
 
 AGENT, CONFIG = "agent", "config.json"
+_PROMPTS = ("prompt.yaml", "prompt.yml", "prompt.py")
+_LARGEST_SETTINGS = 2**20
 
 EVALUATION_SEED = 1_000_000
 """What episodes to measure with are drawn from, far from the seeds that people train with."""
 
 
-def copy_prompt(prompt: Path, run_dir: Path) -> str:
-    """Keep a prompt file with its run, and return its name there."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    target = run_dir / f"prompt{prompt.suffix}"
-    with suppress(shutil.SameFileError):
-        shutil.copyfile(prompt, target)
-    return target.name
+def printable(text: str) -> str:
+    r"""A text with the characters escaped by which it could control the terminal.
+
+    >>> print(printable("red: \x1b[31m"))
+    red: \x1b[31m
+    """
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
-def load_agent(folder: Path, env_id: str | None, prompt: Path | None) -> tuple[Agent, str]:
+def prompt_in(run_dir: Path, prompt: Path) -> Path:
+    """Where a run keeps a copy of its prompt file."""
+    return run_dir / f"prompt{prompt.suffix}"
+
+
+def require_same_prompt(prompt: Path | None, run_dir: Path) -> None:
+    """Reject a prompt file other than the one that a run to be resumed began with.
+
+    Raises:
+        ConfigError: The run has another one.
+    """
+    if prompt is None or not prompt.is_file():
+        return
+    kept = prompt_in(run_dir, prompt)
+    if kept.exists() and kept.read_bytes() != prompt.read_bytes():
+        raise ConfigError(
+            f"--prompt {str(prompt)!r} differs from {str(kept)!r}, which the run began with. Pass the latter, or "
+            "another --run-dir."
+        )
+
+
+def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: bool = False) -> tuple[Agent, str]:
     """The agent of a run's folder, or of a folder that `agent.save` wrote, and the id of the environment it is for.
+
+    The folder may come from somebody else. What it contains is data: no file outside of it is read, and no code that it
+    contains or names is executed, unless `trust` says so. What is passed here comes from the user.
 
     Args:
         folder: The folder.
         env_id: The environment; None is the run's.
         prompt: What puts it into words; None is the run's, or what follows from the environment's spaces.
+        trust: Whether to execute code of the folder's author, which is printed before.
 
     Raises:
         CheckpointError: The agent is damaged.
-        ConfigError: There is none, it is for an unknown environment, or of a class that nothing defines.
+        ConfigError: There is none, it is for an unknown environment, of a class that nothing defines, or needs `trust`.
     """
-    saved = folder / AGENT if (folder / AGENT).is_dir() else folder
+    is_run = (folder / AGENT).is_dir()
+    saved = file_inside(folder, AGENT) if is_run else folder
     if not (saved / f"{STATE}.json").is_file():
         raise ConfigError(
             f"{str(folder)!r} holds no agent. Pass the folder of a run that `train` has finished (--resume finishes "
             "one), or one that agent.save() wrote."
         )
     verify(saved, KIND)
-    settings = _settings(saved.parent)
-    env_id = env_id or settings.get("env_id")
+    if not trust:
+        _import_nothing_from(folder)
+    # What lies next to an agent that is passed alone may be anybody's.
+    settings = _settings(folder) if is_run else {}
     if env_id is None:
-        raise ConfigError(f"Nothing says which environment the agent in {str(saved)!r} is for. Pass its id as well.")
+        env_id = _env_of_run(folder, settings, trust)
     if prompt is None and settings.get("prompt") is not None:
-        prompt = saved.parent / settings["prompt"]
+        prompt = _prompt_of_run(folder, settings["prompt"], trust)
     env = made(env_id)
     kind = agent_class(env, prompt)
     env.close()
-    was = read_state(saved, STATE)["class"]
+    was = read_state(saved, STATE).get("class")
     if was != kind.__name__:
         raise ConfigError(
-            f"The agent in {str(saved)!r} is a {was}, and would be loaded as a {kind.__name__}. Pass the Python file "
-            f"that defines {was} with --prompt."
+            f"The agent in {str(saved)!r} is a {str(was)[:80]}, and would be loaded as a {kind.__name__}. Pass the "
+            "Python file that defines it with --prompt."
         )
     return kind.load(saved), env_id
 
 
-def _settings(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / CONFIG
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except ValueError as error:
+def _env_of_run(folder: Path, settings: Mapping[str, Any], trust: bool) -> str:
+    """The id of the environment that a run's settings name.
+
+    Raises:
+        ConfigError: They name none, or one whose module is not an installed package's.
+    """
+    env_id = settings.get("env_id")
+    if not isinstance(env_id, str):
+        raise ConfigError(f"Nothing says which environment the agent in {str(folder)!r} is for. Pass its id as well.")
+    module, colon, _ = env_id.partition(":")
+    if colon and not _is_installed(module):
+        if not trust:
+            raise ConfigError(
+                f"The run in {str(folder)!r} names the environment {shortened(env_id)}. Gymnasium would execute the "
+                f"module {shortened(module)}, which is not part of an installed package. If you trust it, pass "
+                "--trust, or the environment's id yourself."
+            )
+        click.echo(f"--trust: executing the module {module} for the environment {env_id}", err=True)
+    return env_id
+
+
+def _prompt_of_run(folder: Path, name: object, trust: bool) -> Path:
+    """The prompt file of a run.
+
+    Raises:
+        CheckpointError: It is a link to a file elsewhere.
+        ConfigError: It is not one that `train` wrote, or is Python code.
+    """
+    if name not in _PROMPTS:
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error}. Pass ENV_ID and --prompt, and move it away."
+            f"{CONFIG} in {str(folder)!r} names the prompt {shortened(name)}; a run has one of {_PROMPTS} in its "
+            "folder. Pass your own with --prompt."
+        )
+    path = file_inside(folder, str(name))
+    if path.suffix == ".py":
+        if not trust:
+            raise ConfigError(
+                f"{str(path)!r} is Python code by the run's author and would be executed. Read it; if you trust it, "
+                "pass --trust, or a file of your own with --prompt."
+            )
+        click.echo(f"--trust: executing {path}", err=True)
+    return path
+
+
+def _is_installed(module: str) -> bool:
+    """Whether importing a module executes only what is installed, or what has been executed already."""
+    if module in sys.modules:
+        return True
+    # A name with a dot would import its first part.
+    spec = find_spec(module) if module.isidentifier() else None
+    places = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
+    origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+    return origin is not None and any(origin.is_relative_to(place) for place in places)
+
+
+def _import_nothing_from(folder: Path) -> None:
+    """Take a folder off Python's search path: `python -m` puts the current working directory there."""
+    real = folder.resolve()
+    sys.path[:] = [place for place in sys.path if not Path(place or ".").resolve().is_relative_to(real)]
+
+
+def _settings(run_dir: Path) -> dict[str, Any]:
+    if not os.path.lexists(run_dir / CONFIG):
+        return {}
+    path = file_inside(run_dir, CONFIG)
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST_SETTINGS:
+            raise ValueError(f"it is not a file of at most {_LARGEST_SETTINGS} bytes")
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it holds no settings by name")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {reason_of(error)}. Pass ENV_ID and --prompt, and move it away."
         ) from error
+    return settings

@@ -11,14 +11,15 @@ import click
 
 from .. import training
 from ..errors import ConfigError
+from ..models.atomic import replace_file
 from ..models.loading import load_model_and_tokenizer
+from ..models.paths import user_folder
 from ..models.registry import EMBEDDED_NAME
-from ..options import user_path
 from ..training.environments import made
-from ..training.tracking import default_tracker
+from ..training.tracking import default_tracker, require_run_folder
 from .generic import default_context
 from .prompts import agent_class
-from .runs import AGENT, EVALUATION_SEED, UserPath, copy_prompt
+from .runs import AGENT, EVALUATION_SEED, UserPath, prompt_in, require_same_prompt
 
 
 @click.command()
@@ -72,10 +73,12 @@ def train(
     settings = dict(locals())
     run_dir = run_dir or Path("runs") / time.strftime(f"{env_id.replace('/', '-').replace(':', '-')}-%Y%m%d-%H%M%S")
     # An environment may change the working directory.
-    run_dir = user_path(run_dir, "--run-dir")
-    checkpoint_dir = user_path(checkpoint_dir or run_dir / "checkpoints", "--checkpoint-dir")
+    run_dir = user_folder(run_dir, "--run-dir")
+    checkpoint_dir = user_folder(checkpoint_dir or run_dir / "checkpoints", "--checkpoint-dir")
     if not resume and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to continue it, or another --run-dir.")
+    require_run_folder(run_dir)
+    require_same_prompt(prompt, run_dir)
     env = made(env_id)
     kind = agent_class(env, prompt)
     context = context or default_context(env)
@@ -85,8 +88,10 @@ def train(
     agent = kind(loaded, tokenizer, device, ppo_config_dict=sizes, context=context, seed=seed)
     measured: dict[str, Any] = {"episodes": eval_episodes, "seed": EVALUATION_SEED, "num_envs": num_envs}
     results = {"before": training.evaluate(agent, env_id, **measured)}
-    settings |= {"prompt": None if prompt is None else copy_prompt(prompt, run_dir), "context": context}
+    settings |= {"prompt": None if prompt is None else prompt_in(run_dir, prompt).name, "context": context}
     with closing(default_tracker(run_dir, settings, agent=agent)) as tracker:
+        if prompt is not None:
+            replace_file(prompt_in(run_dir, prompt), prompt.read_bytes())
         try:
             result = training.train(
                 agent,

@@ -130,6 +130,28 @@ def key_from(part: Any) -> Hashable:
     return tuple(map(key_from, part)) if isinstance(part, list) else part
 
 
+def ids_from(part: Any) -> Ids:
+    """Token ids, -1 among them where a choice ends.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if not isinstance(part, (list, tuple)) or not all(type(token) is int for token in part):
+        raise TypeError(f"{str(part)[:80]!r} are not token ids")
+    return tuple(part)
+
+
+def number_from(part: Any) -> float:
+    """A number as it was saved.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(part, bool) or not isinstance(part, (int, float)):
+        raise TypeError(f"{str(part)[:80]!r} is not a number")
+    return part
+
+
 def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
     reply = turn.reply
     of_reply = [
@@ -145,12 +167,21 @@ def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
 
 
 def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
-    prompt, (said, logprobs, value, reason, index, version, *more), *earned = record
+    prompt, of_reply, reward, penalty, valid = record
+    said, logprobs, value, finish_reason, choice_index, weights_version, *more = of_reply
     # Older records have no distribution.
     distribution = next(iter(more), None)
     choice_logprobs = () if distribution is None else table.distribution(distribution)
-    reply = Reply(table[said], tuple(logprobs), value, reason, index, version, choice_logprobs)
-    return Turn(_prompt_from(prompt, table), reply, *earned)
+    reply = Reply(
+        table[said],
+        tuple(map(number_from, logprobs)),
+        number_from(value),
+        finish_reason,
+        choice_index if choice_index is None else int(number_from(choice_index)),
+        int(number_from(weights_version)),
+        choice_logprobs,
+    )
+    return Turn(_prompt_from(prompt, table), reply, number_from(reward), number_from(penalty), bool(valid))
 
 
 def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
@@ -160,5 +191,5 @@ def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
 
 def _prompt_from(record: Sequence[Any], table: IdTable) -> Prompt:
     ids, starts_context, choices, *lengths = record
-    offered = None if choices is None else tuple(table[number] for number in choices)
-    return Prompt(table[ids], starts_context, offered, *lengths)
+    offered = None if choices is None else tuple(table[number] for number in ids_from(choices))
+    return Prompt(table[ids], bool(starts_context), offered, *ids_from(lengths))

@@ -99,7 +99,7 @@ class Alarms:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was saved."""
-        self._history = deque(state["history"], maxlen=_UPDATES)
+        self._history = deque(map(dict, state["history"]), maxlen=_UPDATES)
         self._ringing = set(state["ringing"])
 
 

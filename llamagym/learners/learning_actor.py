@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from ..errors import EpisodeError, excerpt
 from ..models import checkpoints
 from ..models.atomic import written_whole
 from ..models.lock import alone
+from ..models.lora import extension_undone_on_error
 from ..models.quantization import computing_dtype
-from ..models.state_files import read_state, write_state
-from ..options import as_json, as_number
+from ..models.state_files import check_alike, named_on_error, read_state, write_state
+from ..options import as_json, as_number, user_path
 from ..policy.actor import Actor
 from ..policy.policy import Policy
 from . import ranks
@@ -109,18 +110,22 @@ class LearningActor(Actor):
         writes what all of them go on from.
 
         Args:
-            folder: What to write; a checkpoint that lies there is replaced.
+            folder: Folder to write: new, empty, or a checkpoint's. A checkpoint is replaced; other files in its folder
+                stay.
             loop: What the caller's own loop goes on from, as JSON holds it; `load_checkpoint` returns it.
             facts: What the manifest says beside the agent's options, to be read without loading.
+
+        Raises:
+            ConfigError: The path is invalid.
+            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         self.policy.drop_caches()
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": as_json(dict(loop or {}))}
         of_others = ranks.gather_objects(own)[1:]
         if ranks.is_main_process():
-            target = Path(os.path.expanduser(folder))
             about = {"options": self._identity, **as_json(dict(facts or {}))}
-            with written_whole(target, checkpoints.KIND, about) as whole:
+            with written_whole(folder, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather_objects(None)
 
@@ -147,28 +152,48 @@ class LearningActor(Actor):
             CheckpointError: It is damaged, of a later version, another model's, or an agent's of another class or with
                 other options; nothing has changed.
         """
-        folder = checkpoints.find(Path(os.path.expanduser(folder)))
+        folder = user_path(folder, "folder")
+        with named_on_error(folder):
+            folder = checkpoints.find(folder)
         checkpoints.check_options(folder, "options", self._identity, _FREE, _FIXED, allow_changes)
         state = read_state(folder, _STATE)
-        self.check_state(state["agent"], "model" in allow_changes)
-        self.load_state_dict(state["agent"])
+        with named_on_error(folder, f"{_STATE}.json"), self._unchanged_on_error():
+            check_alike(state["agent"], self.state_dict())
+            self.check_state(state["agent"], "model" in allow_changes)
+            self.load_state_dict(state["agent"])
+            loop = self._take_own_share(state)
+            is_same = ranks.count() == 1 + len(state.get("others", []))
+            if not (keep_episodes and is_same):
+                self.discard_episodes(list(self._conversations))
+            if not is_same:
+                self._buffer[:] = self.learner.complete(self._buffer)
+        return loop
+
+    def _take_own_share(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take what a checkpoint holds for this process alone; returns its loop's state."""
         others = state.get("others", [])
-        loop: dict[str, Any] = state["loop"]
+        loop: dict[str, Any] = dict(state["loop"])
         if 0 < ranks.rank() <= len(others):
             own = others[ranks.rank() - 1]
             self.load_own_state_dict(own["acting"])
             for conversation in self._conversations.values():
                 conversation.turns = renumbered(conversation.turns, {own["version"]: self.policy.weights_version})
             self.policy.rng.set_state(own["rng"])
-            loop = own["loop"]
+            loop = dict(own["loop"])
         elif ranks.rank():
             ranks.diverge_(self.policy.rng)
-        is_same = ranks.count() == 1 + len(others)
-        if not (keep_episodes and is_same):
-            self.discard_episodes(list(self._conversations))
-        if not is_same:
-            self._buffer[:] = self.learner.complete(self._buffer)
         return loop
+
+    @contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        """While open, an exception leaves the agent as it was; what learns is held twice meanwhile."""
+        before = deepcopy(self.state_dict())
+        try:
+            with extension_undone_on_error(self.policy.model.pretrained_model):
+                yield
+        except BaseException:
+            self.load_state_dict(before)
+            raise
 
     @property
     def _identity(self) -> dict[str, Any]:

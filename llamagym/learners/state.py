@@ -6,7 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 from torch.optim import Optimizer
+
+from ..errors import CheckpointError
+from ..options import shortened
 
 
 class Stateful:
@@ -35,8 +39,24 @@ def restore(owner: Any, state: Mapping[str, Any]) -> None:
         elif isinstance(part, Optimizer):
             of_weights = {int(number): of_weight for number, of_weight in saved["state"].items()}
             part.load_state_dict({**saved, "state": of_weights})
+            _check_moments(part)
         else:
             setattr(owner, name, saved)
+
+
+def _check_moments(optimizer: Optimizer) -> None:
+    """Reject moments that do not fit their weights, which PyTorch notices only at the next step.
+
+    Raises:
+        CheckpointError: Some do not fit.
+    """
+    for weight, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if not isinstance(moment, Tensor) or moment.shape not in (weight.shape, ()):
+                raise CheckpointError(
+                    f"The optimizer's {name!r} does not fit its weight of the shape {tuple(weight.shape)}: "
+                    f"{shortened(getattr(moment, 'shape', moment))}."
+                )
 
 
 def _saved(part: Any) -> Any:

@@ -1,9 +1,12 @@
-"""Folders that appear whole or not at all, whatever stops the process that writes them.
+"""Files and folders that appear whole or not at all, whatever stops the process that writes them.
 
-Files are written aside, flushed to the disk, listed in a manifest with their sizes and checksums, and put in place by
-one rename. So a folder under its own name is complete; and should a disk lose or alter some of it later, the manifest
-tells. A folder that is replaced changes places with the new one, in one step on Linux; elsewhere it is set aside first,
-and brought back should that be as far as it went.
+A folder's files are written to a temporary folder beside it, flushed to the disk, listed in a manifest with their sizes
+and checksums, and put in place by one rename. So a folder under its own name is complete; and should a disk lose or
+alter some of it later, the manifest shows it. A folder that is replaced is exchanged with the new one, in one step on
+Linux; elsewhere it is renamed first, and renamed back if the process gets no further.
+
+The manifest also protects the user's files. Only a folder that is new, empty, or has a manifest of the same kind is
+written to; only files that its manifest lists are removed, and all others are carried over.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import ctypes
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -21,7 +25,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError, ConfigError
+from .paths import file_inside, user_folder
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -29,39 +41,75 @@ SCHEMA = 1
 
 _PIECE = 2**20
 _SCRATCH, _ASIDE = ".writing-", ".replaced-"
+# Only a temporary folder that contains this file is ours to remove.
+_OWNER = "llamagym"
 # What is an hour old was left by a process that was killed.
 _STALE_S = 3600.0
+_LARGEST_MANIFEST = 2**24
 
 
 @contextmanager
 def written_whole(
-    folder: Path, kind: str, facts: Mapping[str, Any] | None = None, *, replace: bool = True
+    folder: str | Path, kind: str, facts: Mapping[str, Any] | None = None, *, replace: bool = True
 ) -> Iterator[Path]:
-    """While open, files are written into the folder that it yields; closed without an error, that becomes `folder`.
+    """While open, files are written to the folder that it yields; closed without an error, that becomes `folder`.
 
     Args:
-        folder: What to write; what lies there is replaced in the end, and left alone by an error.
+        folder: Folder to write: new, empty, or one that this function wrote with the same kind. Files in it that its
+            manifest does not list stay.
         kind: What it is, such as "checkpoint", for `verify`.
-        facts: What the manifest says beside that, as JSON holds it.
-        replace: Whether what lies there may be replaced; if not, that is an `OSError`.
+        facts: Further entries of the manifest, as JSON holds them.
+        replace: Whether an older version may be replaced.
+
+    Raises:
+        ConfigError: The folder's path is invalid.
+        CheckpointError: The folder holds something else, or cannot be written. What lay there is as it was, and no
+            temporary file is left.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    bring_back(folder)
-    remove_stale(folder.parent)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
+    folder = user_folder(folder).resolve()
+    _require_replaceable(folder)
+    missing = [parent for parent in folder.parents if not os.path.exists(parent)]
+    scratch: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        bring_back(folder)
+        remove_stale(folder.parent)
+        require_own(folder, kind)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
+        (scratch / _OWNER).touch()
         # Not the scratch folder itself, which only its owner may open.
         whole = scratch / "whole"
         whole.mkdir()
         yield whole
-        _seal(whole, {"kind": kind, "schema": SCHEMA, "llamagym": _own_version(), **(facts or {})})
-        if replace and folder.exists():
-            _replace(folder, whole)
-        else:
-            whole.rename(folder)
+        _seal(whole, {**(facts or {}), "kind": kind, "schema": SCHEMA, "llamagym": own_version()})
+        with _locked(folder.parent):
+            _put(folder, whole, kind, replace)
         _flush(folder.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    except BaseException as error:
+        _clean_up(scratch, missing)
+        if not _is_of_writing(error):
+            raise
+        raise CheckpointError(
+            f"cannot write the {kind} {str(folder)!r}: {reason_of(error)}. What was there before is unchanged."
+        ) from error
+    _clean_up(scratch, [])
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file that appears whole or not at all, in place of an older version.
+
+    Raises:
+        OSError: The disk is full, or cannot be written; then the older version is as it was.
+    """
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        # Text may hold half of a character pair, such as a file's name that is not UTF-8.
+        write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
+        _flush(scratch)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> None:
@@ -77,13 +125,45 @@ def write_file(path: Path, parts: Iterable[Any]) -> None:
                 left = left[os.write(file.fileno(), left[:_PIECE]) :]
 
 
-def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]:
-    """Read a folder's manifest, and make sure that its files are what was written.
+def read_manifest(folder: Path, kind: str = "save") -> dict[str, Any]:
+    """Read the manifest of a folder that `written_whole` wrote, whatever its kind.
 
     Args:
-        folder: What `written_whole` wrote.
-        kind: What it must be.
-        checksums: Whether to read all files through; their sizes are compared in any case.
+        folder: The folder.
+        kind: Kind that is expected, for errors.
+
+    Returns:
+        The manifest; `files` has the size and the checksum of each file.
+
+    Raises:
+        CheckpointError: The manifest is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        if not file_inside(folder, MANIFEST).is_file():
+            raise FileNotFoundError(f"{MANIFEST} is missing")
+        if path.stat().st_size > _LARGEST_MANIFEST:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: (size, checksum) for name, (size, checksum) in manifest["files"].items()}
+        types = {type(manifest["kind"]), *(type(checksum) for _, checksum in files.values())}
+        if types != {str} or {type(manifest["schema"]), *(type(size) for size, _ in files.values())} != {int}:
+            raise ValueError("an entry is of another type")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{str(folder)!r} holds no {kind} of llamagym, or a damaged one: its {MANIFEST} cannot be read "
+            f"({reason_of(error)})."
+        ) from error
+    return {**manifest, "files": files}
+
+
+def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]:
+    """Read a folder's manifest, and check that its files are those that were written.
+
+    Args:
+        folder: A folder that `written_whole` wrote.
+        kind: Its kind.
+        checksums: Whether to compare the content of all files, and not their sizes alone.
 
     Returns:
         The manifest.
@@ -95,32 +175,57 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
     if not folder.is_dir():
         found = "a file, not a folder" if folder.exists() else "missing"
         raise CheckpointError(f"cannot load a saved {kind}: {str(folder)!r} is {found}. Check the path.")
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        found, schema, files = manifest["kind"], manifest["schema"], dict(manifest["files"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    manifest = read_manifest(folder, kind)
+    if manifest["kind"] != kind:
+        raise CheckpointError(f"{str(folder)!r} holds: {manifest['kind'][:80]}; expected: {kind}.")
+    if manifest["schema"] > SCHEMA:
         raise CheckpointError(
-            f"{str(folder)!r} is no {kind} of llamagym, or a damaged one: its {MANIFEST} cannot be read ({error!r})."
-        ) from error
-    if found != kind:
-        raise CheckpointError(f"{str(folder)!r} holds: {found}; expected: {kind}.")
-    if schema > SCHEMA:
-        raise CheckpointError(
-            f"{str(folder)!r} was written by llamagym {manifest.get('llamagym')} in format {schema}, and this version "
-            f"reads formats up to {SCHEMA}. Upgrade llamagym."
+            f"{str(folder)!r} was written by llamagym {str(manifest.get('llamagym'))[:80]} in format "
+            f"{manifest['schema']}, and this version reads formats up to {SCHEMA}. Upgrade llamagym."
         )
-    for name, (size, checksum) in files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size or (checksums and _checksum(path) != checksum):
+    for name, (size, checksum) in manifest["files"].items():
+        path = file_inside(folder, name)
+        try:
+            is_intact = path.is_file() and path.stat().st_size == size
+            is_intact = is_intact and not (checksums and _checksum(path) != checksum)
+        except OSError as error:
+            raise CheckpointError(f"{str(folder)!r}: {name!r} cannot be read: {reason_of(error)}.") from error
+        if not is_intact:
             raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is missing or not what was written.")
     return manifest
 
 
+def reason_of(error: BaseException) -> str:
+    """An error's type and the beginning of its message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+
+
+def remove_own(folder: Path) -> None:
+    """Delete the files that a folder's manifest lists, and the folder if it holds nothing else.
+
+    Raises:
+        CheckpointError: It has no manifest; then nothing is deleted.
+    """
+    listed = read_manifest(folder)["files"]
+    # Without its manifest it does not count, should the rest stay.
+    with suppress(OSError):
+        (folder / MANIFEST).unlink()
+        for name in listed:
+            with suppress(OSError, CheckpointError):
+                file_inside(folder, name).unlink()
+    for inner, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):  # it holds other files
+            os.rmdir(inner)
+
+
 def bring_back(folder: Path) -> None:
-    """Put a folder back in place that a killed process had set aside to replace it, and no more."""
-    if not folder.exists():
-        with suppress(FileNotFoundError):
-            _aside(folder).rename(folder)
+    """Rename a folder back that a killed process had renamed to replace it."""
+    aside = _aside(folder)
+    if not os.path.lexists(folder) and _is_own(aside):
+        with suppress(OSError), _locked(folder.parent):
+            if not os.path.lexists(folder):
+                aside.rename(folder)
 
 
 def bring_back_all(parent: Path) -> None:
@@ -130,31 +235,152 @@ def bring_back_all(parent: Path) -> None:
 
 
 def remove_stale(parent: Path) -> None:
-    """Delete what killed processes left in a folder, but not what running ones write there."""
+    """Delete temporary folders that killed processes left in a folder, but not those of running processes."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
-        with suppress(FileNotFoundError):  # another process deletes it too
-            if time.time() - scratch.stat().st_mtime > _STALE_S:
+        with suppress(OSError):  # another process deletes it too
+            is_ours = (scratch / _OWNER).is_file() and not scratch.is_symlink()
+            if is_ours and time.time() - scratch.stat().st_mtime > _STALE_S:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _replace(folder: Path, new: Path) -> None:
-    """Put a new folder in the place of one, which goes where the new one was, or stays if that fails."""
-    aside = _aside(folder)
-    if aside.exists():  # of a process that was killed just after its new folder had the name
-        aside.rename(new.with_name("older"))
-    if _exchange(new, folder):
-        return
-    folder.rename(aside)
+def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
+    """Remove a temporary folder, and those folders that were made for it and are still empty."""
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    for parent in made:
+        with suppress(OSError):
+            parent.rmdir()
+
+
+def _require_replaceable(folder: Path) -> None:
+    """Reject the current working directory and those above it: they cannot be replaced as a whole.
+
+    Raises:
+        ConfigError: It is one of them.
+    """
     try:
+        here = Path.cwd().resolve()
+    except OSError:  # it has been deleted
+        return
+    if here.is_relative_to(folder):
+        raise ConfigError(
+            f"folder={str(folder)!r} is the current working directory or contains it, and cannot be replaced as a "
+            "whole. Pass a folder of its own, such as 'my-agent'."
+        )
+
+
+def require_own(folder: Path, kind: str) -> None:
+    """Reject a folder that neither is new, nor empty, nor was written here with the same kind.
+
+    Raises:
+        CheckpointError: It is such a folder.
+    """
+    names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
+    if not names:
+        return
+    try:
+        found = read_manifest(folder)["kind"]
+    except CheckpointError as error:
+        listing = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise CheckpointError(
+            f"{str(folder)!r} holds files that llamagym did not write there ({listing}). Saving replaces a folder as a "
+            "whole. Pass a new or empty folder."
+        ) from error
+    if found != kind:
+        raise CheckpointError(
+            f"{str(folder)!r} holds: {found[:80]}; saving there would replace it with: {kind}. Pass another folder."
+        )
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder has a manifest."""
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return not folder.is_symlink()
+
+
+def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
+    """Put a new folder in place; an older one of the same kind ends up where the new one was."""
+    # Another process may have written it in the meantime.
+    require_own(folder, kind)
+    if not folder.exists() or not os.listdir(folder):
+        if os.name == "nt" and folder.exists():
+            folder.rmdir()
         new.rename(folder)
-    except BaseException:
-        aside.rename(folder)
-        raise
-    aside.rename(new)
+        return
+    if not replace:
+        raise FileExistsError(f"{str(folder)!r} exists")
+    listed = {MANIFEST, *read_manifest(folder)["files"]}
+    carried = _carry_over(folder, new, listed)
+    aside = _aside(folder)
+    if _is_own(aside):  # of a process that was killed just after its new folder had the name
+        remove_own(aside)
+    if not _exchange(new, folder):
+        folder.rename(aside)
+        try:
+            new.rename(folder)
+        except BaseException:
+            aside.rename(folder)
+            raise
+        aside.rename(new)
+    # Files that were added since.
+    _carry_over(new, folder, listed | carried)
+
+
+def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
+    """Link the files of an old folder that are not listed into a new one; returns their names."""
+    carried = set()
+    for inner, folders, files in os.walk(old):
+        here = Path(inner)
+        for name in [*files, *(name for name in folders if (here / name).is_symlink())]:
+            path = here / name
+            relative = path.relative_to(old)
+            if relative.as_posix() in listed:
+                continue
+            target = new / relative
+            if os.path.lexists(target):
+                raise FileExistsError(f"{relative.as_posix()!r} is to be written, and a file of this name is yours")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link(path, target)
+            carried.add(relative.as_posix())
+    return carried
+
+
+def _link(path: Path, target: Path) -> None:
+    """Let a file have a second name, or copy it where the file system cannot do that."""
+    if path.is_symlink():
+        target.symlink_to(os.readlink(path))
+        return
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copy2(path, target)
 
 
 def _aside(folder: Path) -> Path:
-    return folder.with_name(_ASIDE + folder.name)
+    return folder.parent / (_ASIDE + folder.name)
+
+
+def _is_of_writing(error: BaseException) -> bool:
+    """Whether an error comes from writing files; tokenizers raises a bare Exception then."""
+    return isinstance(error, (OSError, SafetensorError)) or type(error) is Exception
+
+
+@contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    """While open, no other process of this library renames folders in `parent`, where the system has such locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -198,7 +424,8 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """The version of this library, "unknown" where it is not installed."""
     try:
         return version("llamagym")
     except PackageNotFoundError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..options import json_safe
 from .generation import GenerationConfig
 
 # Said before the lines that use it.
@@ -15,6 +17,12 @@ _NO_CHOICE_YET = (
     "likely each choice is depends on a prior, which is measured on the first observations that offer choices. Let the "
     "agent choose once and save it again: this card then shows the lines for choices."
 )
+
+
+# What Markdown gives a meaning to within a line, addresses of pages and of people included.
+_MARKUP = re.compile(r"[\\`*_\[\]<>|~&#$!:@]|(?<=www)\.")
+# Characters of a name or value.
+_LONGEST = 500
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,22 @@ class Card:
     def text(self) -> str:
         """The card in Markdown, its facts for the hub on top."""
         head = ["---", f"library_name: {'peft' if self.base else 'transformers'}", "pipeline_tag: text-generation"]
-        head += [f"base_model: {self.base}"] if self.base else []
+        # JSON's strings are YAML's, too.
+        head += [f"base_model: {json.dumps(self.base)}"] if self.base else []
         head += ["tags:", "- reinforcement-learning", "- llamagym", "---", ""]
-        where = f" in {self.environment}" if self.environment else ""
-        body = [f"# {self.agent}", "", f"A language model that learned by acting{where}, trained with llamagym.", ""]
+        where = f" in {_plain(self.environment)}" if self.environment else ""
+        body = [
+            f"# {_plain(self.agent)}",
+            "",
+            f"A language model that learned by acting{where}, trained with llamagym.",
+            "",
+        ]
         if self.results:
             body += ["## Results", "", *_table(self.results)]
         body += ["## Settings", "", *_table(self.settings)] if self.settings else []
         body += ["## Use", "", "With llamagym, and the class that formats its observations:", ""]
-        body += ["```python", f'agent = {self.agent}.load("path/to/this/folder")', "agent.eval()", "```", ""]
+        name = self.agent if self.agent.isidentifier() else "YourAgent"
+        body += ["```python", f'agent = {name}.load("path/to/this/folder")', "agent.eval()", "```", ""]
         body += [_NO_CHOICE_YET, ""] if self.offers_choices and not self.choices else []
         body += ["Without:", "", "```python", *self._code(), "```", ""]
         return "\n".join(head + body)
@@ -144,12 +159,28 @@ class Card:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """A text as Python writes it, on one line; what cannot be printed is escaped."""
+    return _escaped(json.dumps(text, ensure_ascii=False))
 
 
 def _message(role: str, content: str) -> str:
-    return json.dumps({"role": role, "content": content}, ensure_ascii=False)
+    return _escaped(json.dumps({"role": role, "content": content}, ensure_ascii=False))
+
+
+def _escaped(code: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in code)
+
+
+def _plain(value: Any) -> str:
+    r"""A value as it reads, within a line of Markdown: markup, HTML and further lines are text.
+
+    >>> print(_plain("<b>|\n# *x*"))
+    \<b\>\| \# \*x\*
+    """
+    text = str(json_safe(value, _LONGEST))[:_LONGEST]
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def _table(rows: Mapping[str, Any]) -> Sequence[str]:
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""]
+    return ["| | |", "|---|---|", *(f"| {_plain(name)} | {_plain(value)} |" for name, value in rows.items()), ""]

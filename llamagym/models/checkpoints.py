@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .atomic import MANIFEST, bring_back, bring_back_all, verify
+from .atomic import MANIFEST, bring_back, bring_back_all, remove_own, verify
 
 logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
 _NAME = "checkpoint-"
+# Other programs count their checkpoints without leading zeros.
+_PATTERN = re.compile(rf"{_NAME}\d{{12,}}")
 # Characters of an option that an error shows.
 _LONG = 80
 
@@ -133,7 +135,11 @@ def newest(root: Path) -> Path | None:
 
 def best(root: Path) -> Path | None:
     """The whole checkpoint of the update whose episodes returned the most; None if there is none."""
-    scored = [(_fact(manifest, "return_mean"), path) for path, manifest in _manifests(root)]
+    return _best(manifests(root))
+
+
+def _best(manifests: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
+    scored = [(_fact(manifest, "return_mean"), path) for path, manifest in manifests]
     for _, path in sorted(pair for pair in scored if not math.isnan(pair[0]))[::-1]:
         with suppress(CheckpointError):
             verify(path, KIND)
@@ -141,28 +147,33 @@ def best(root: Path) -> Path | None:
     return None
 
 
-def prune(root: Path, keep: int, written: Path) -> None:
-    """Delete all but the newest `keep`, the best, and the one that was just written.
+def prune(root: Path, keep: int, written: Path, run: str) -> None:
+    """Delete a run's checkpoints but for the newest `keep`, the best, and the one that was just written.
 
-    The last may not be among the newest: a damaged one of more turns may lie there, from before a run was resumed. What
-    cannot be read is left alone: a later version may have written it.
+    The last may not be among the newest: a damaged one of more turns may lie there, from before a run was resumed.
+    Checkpoints of other runs, symbolic links and files that a checkpoint's manifest does not list are left alone.
+
+    Args:
+        root: The folder of the checkpoints.
+        keep: How many of the newest are kept.
+        written: The checkpoint that was just written.
+        run: Id of the run, as its checkpoints' manifests have it.
     """
-    whole = [path for path, _ in _manifests(root)]
-    kept = {*whole[-keep:], best(root), written}
-    for path in _all(root):
-        if path not in kept and (path in whole or not (path / MANIFEST).exists()):
-            # Without its manifest it is none, should the rest stay.
-            with suppress(OSError):
-                (path / MANIFEST).unlink()
-            shutil.rmtree(path, ignore_errors=True)
+    ours = [(path, manifest) for path, manifest in manifests(root) if manifest.get("run") == run]
+    kept = {*[path for path, _ in ours[-keep:]], _best(ours), written}
+    for path, _ in ours:
+        if path not in kept and not path.is_symlink():
+            with suppress(CheckpointError):
+                remove_own(path)
 
 
 def _all(root: Path) -> list[Path]:
     bring_back_all(root)
-    return sorted(path for path in root.glob(f"{_NAME}*") if path.is_dir())
+    return sorted(path for path in root.glob(f"{_NAME}*") if _PATTERN.fullmatch(path.name) and path.is_dir())
 
 
-def _manifests(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def manifests(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The checkpoints in a folder that are readable, by the sizes of their files, and their manifests; oldest first."""
     for path in _all(root):
         with suppress(CheckpointError):
             yield path, verify(path, KIND, checksums=False)
@@ -170,7 +181,7 @@ def _manifests(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def _fact(manifest: dict[str, Any], name: str) -> float:
     value = manifest.get(name)
-    return math.nan if value is None else float(value)
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def difference(name: str, saved: Any, passed: Any) -> str:

@@ -25,9 +25,9 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
-from ..errors import ConfigError, ModelLoadError, did_you_mean, excerpt
-from ..options import check_arguments
-from .atomic import written_whole
+from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean, excerpt
+from ..options import check_arguments, shortened
+from .atomic import reason_of, written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import (
     ADAPTER_CONFIG,
@@ -63,7 +63,13 @@ _COPIES_TO_TRAIN = 4
 _PACKED_COPIES = {torch.bfloat16: 1.45, torch.float32: 0.725}
 BESIDE_WEIGHTS_GIB = 0.8
 """Libraries, kernels, activations: what runs took at their peak, less weights and packed copies, is 0.7 to 1.2."""
+# Options of adapters by which PEFT imports a module or reads a file elsewhere.
+_NAMES_CODE = ("megatron_config", "auto_mapping", "prompt_tuning_init_state_dict_path")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class MissingBaseError(ModelLoadError):
+    """The base of an adapter cannot be found."""
 
 
 def load_model_and_tokenizer(
@@ -131,6 +137,7 @@ def load_model_and_tokenizer(
     if adapter is not None:
         if peft_config is not None:
             raise ModelLoadError(f"{str(name)!r} holds an adapter of its own: drop peft_config, or load its base.")
+        _require_no_code(adapter)
         base_name = PeftConfig.from_pretrained(str(adapter.parent)).base_model_name_or_path or ""
         if not base_name:
             raise ModelLoadError(
@@ -139,11 +146,17 @@ def load_model_and_tokenizer(
         try:
             base, base_hub = _locate(base_name, token)
         except ModelLoadError as error:
-            raise ModelLoadError(
+            raise MissingBaseError(
                 f"the base of the adapter {str(name)!r}, which its {ADAPTER_CONFIG} names as "
                 f"base_model_name_or_path: {error}"
             ) from error
     config = _read(transformers.AutoConfig, base, base_hub)
+    named = getattr(config, "_attn_implementation", None)
+    if attn_implementation is None and named not in (None, *_ATTENTION):
+        raise ModelLoadError(
+            f"the config.json of {str(base)!r} asks for the attention {shortened(named)}, which may be code that is "
+            "downloaded and executed. Pass attn_implementation='sdpa' or 'eager'."
+        )
     entry = lookup(base_name) or lookup_by_architecture(config)
     if lora_layer_fraction is not None:
         entry = replace(entry, lora_layer_fraction=lora_layer_fraction)
@@ -168,6 +181,24 @@ def load_model_and_tokenizer(
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _name_base(model, entry.hub_id)
     return model if quantization else model.to(target), tokenizer, target
+
+
+def _require_no_code(adapter: Path) -> None:
+    """Reject an adapter whose configuration names a module that PEFT would import or a file that it would read.
+
+    Raises:
+        ModelLoadError: It names one, or cannot be read.
+    """
+    try:
+        config = dict(json.loads(adapter.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ModelLoadError(f"{str(adapter)!r} cannot be read: {reason_of(error)}. Save the adapter again.") from error
+    for option in _NAMES_CODE:
+        if config.get(option):
+            raise ModelLoadError(
+                f"{str(adapter)!r} sets {option}={shortened(config[option])}, by which an adapter names code or files "
+                "elsewhere. Remove it if you trust the adapter and do not need it."
+            )
 
 
 def load_needs_gib(
@@ -254,11 +285,11 @@ def _converted(gguf: Path, name: str) -> Path:
     try:
         with written_whole(folder, "model", replace=False) as whole, loading_quietly(reads_gguf=True):
             _convert(gguf, whole)
-    except OSError as error:
+    except (CheckpointError, ConfigError) as error:
         if not folder.is_dir():  # else another process was faster
             raise ModelLoadError(
-                f"cannot write the model of {gguf.name!r} into {str(folder)!r}: {error}. It needs 4 bytes per weight "
-                "there, for 135 million weights 550 MB; set LLAMAGYM_CACHE to another folder."
+                f"cannot write the model of {gguf.name!r} into {str(folder)!r}: {error.__cause__ or error}. It needs 4 "
+                "bytes per weight there, for 135 million weights 550 MB; set LLAMAGYM_CACHE to another folder."
             ) from error
     return folder
 

@@ -40,6 +40,7 @@ from .peft_internals import (
     double_ranks_,
     is_low_rank,
     keep_layers_,
+    lora_layers,
     projections,
 )
 
@@ -132,6 +133,24 @@ def freeze_and_extend_(model: nn.Module) -> None:
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}
+
+
+@contextmanager
+def extension_undone_on_error(model: nn.Module) -> Iterator[None]:
+    """While open, an exception takes back what `freeze_and_extend_` did to a model."""
+    pairs = projections(model)
+    changed: list[Any] = [*lora_layers(model), *(layer for pair in pairs for layer in pair)]
+    if changed:
+        changed.append(model.active_peft_config)
+    # Layers hold ranks, scales, parameters and buffers in dictionaries.
+    before = [{k: dict(v) if type(v) is dict else v for k, v in vars(part).items()} for part in changed]
+    try:
+        yield
+    except BaseException:
+        for part, attributes in zip(changed, before, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
+        raise
 
 
 def has_frozen_half(model: nn.Module) -> bool:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from .atomic import write_file
+from ..options import shortened
+from .atomic import reason_of, write_file
+from .paths import file_inside
 
 # The format's names of what a state may hold.
 _DTYPES = {
@@ -70,13 +72,86 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     Raises:
         CheckpointError: A file is missing or cannot be read.
     """
-    try:
-        plain = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / f"{name}.safetensors")
-        state: dict[str, Any] = _join(plain, tensors)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"the state {name!r} in {str(folder)!r} cannot be read: {error!r}.") from error
+    plain_file, tensor_file = f"{name}.json", f"{name}.safetensors"
+    with named_on_error(folder, plain_file):
+        plain = json.loads(file_inside(folder, plain_file).read_text(encoding="utf-8"))
+    with named_on_error(folder, tensor_file):
+        tensors = load_file(file_inside(folder, tensor_file))
+    with named_on_error(folder, plain_file):
+        state = _join(plain, tensors)
+        if not isinstance(state, dict):
+            raise TypeError(f"it holds a {type(state).__name__} instead of a dictionary")
     return state
+
+
+@contextmanager
+def named_on_error(folder: Path, file: str = "", passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """While open, every error is a `CheckpointError` that names what is read and the reason.
+
+    Damaged files raise whatever the library that reads them raises, Rust's panics included.
+
+    Args:
+        folder: The folder that is read.
+        file: The file in it.
+        passes: Errors that have another cause.
+    """
+    what = str(folder / file)
+    stops: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit, GeneratorExit)
+    try:
+        yield
+    except stops + passes:
+        raise
+    except CheckpointError as error:
+        if str(folder) in str(error):
+            raise
+        raise CheckpointError(f"{what!r}: {error}") from error
+    except BaseException as error:
+        raise CheckpointError(
+            f"{what!r} cannot be read: it is damaged, or was not written by this library ({reason_of(error)})."
+        ) from error
+
+
+def check_alike(saved: Any, own: Any, where: str = "") -> None:
+    """Reject a state whose parts are of other types than those of the object that is to take it.
+
+    Args:
+        saved: What was read.
+        own: The object's own state. What only one of them has is not compared, nor are lists of different lengths.
+        where: Path of the part, for errors.
+
+    Raises:
+        CheckpointError: A part is of another type.
+    """
+    if own is None or saved is None:
+        return
+    if isinstance(own, Mapping):
+        _require_type(saved, dict, where)
+        for name in own.keys() & saved.keys():
+            check_alike(saved[name], own[name], f"{where}/{name}")
+    elif isinstance(own, (list, tuple)):
+        _require_type(saved, list, where)
+        if len(saved) == len(own):
+            for index, (part, own_part) in enumerate(zip(saved, own, strict=True)):
+                check_alike(part, own_part, f"{where}/{index}")
+    elif isinstance(own, Tensor):
+        _require_type(saved, Tensor, where)
+        if saved.dtype != own.dtype:
+            raise CheckpointError(f"The saved state has {saved.dtype} at {where!r}; expected {own.dtype}.")
+    elif not (_is_number(own) and _is_number(saved)):
+        _require_type(saved, type(own), where)
+        if isinstance(saved, bool) and not isinstance(own, bool):  # a bool is an int to Python
+            raise CheckpointError(f"The saved state has {saved} at {where!r}; expected a number.")
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, (int, float)) and not isinstance(part, bool)
+
+
+def _require_type(saved: Any, expected: type, where: str) -> None:
+    if not isinstance(saved, expected):
+        raise CheckpointError(
+            f"The saved state has {shortened(saved)} at {where!r}; expected a value of the type {expected.__name__}."
+        )
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[Any]:

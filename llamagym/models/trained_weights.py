@@ -48,8 +48,8 @@ def check_fits(
             f"now {_description(model)}. Load the model that it was saved with, or pass allow_changes=['model']."
         )
     growth = 2 if state["set_aside"] and not has_frozen_half(model.pretrained_model) else 1
-    saved = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
-    have = {name: _grown(name, tuple(weight.shape), growth) for name, weight in _trained(model).items()}
+    saved = {name: (tuple(weight.shape), weight.dtype) for name, weight in state["weights"].items()}
+    have = {name: (_grown(name, tuple(weight.shape), growth), weight.dtype) for name, weight in _trained(model).items()}
     if saved != have:
         different = sorted(name for name in saved.keys() | have.keys() if saved.get(name) != have.get(name))
         name = different[0]

@@ -13,7 +13,6 @@ On disk: what transformers or PEFT writes for the model (full weights or adapter
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from .hub import (
     tensor_files,
     upload,
 )
+from .paths import user_folder
 from .peft_internals import names_of_embeddings
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
@@ -264,7 +264,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             save_directory: Folder to write into; made if it does not exist.
             **kwargs: Passed on to the language model's `save_pretrained`.
         """
-        folder = Path(os.path.expanduser(save_directory))
+        folder = user_folder(save_directory, "save_directory")
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_peft_model:
             # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.

@@ -17,6 +17,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from ..conversation.records import ids_from, number_from
 from ..engine.choice_trie import Ids
 from ..engine.token_tree import TokenTree
 
@@ -145,7 +146,7 @@ class Calibration:
         sample = record.get("choice_contexts")
         known = cls(is_frozen=sample is None)
         known.prior = known._agreed = dict(_row(record["choice_prior"]))
-        known.deviation = record["choice_deviation"]
+        known.deviation = number_from(record["choice_deviation"])
         if sample is not None:
             known._taken, known._due, rows, names, *late = sample
             known._sample = {name: list(map(_row, places)) for name, places in rows.items()}
@@ -197,7 +198,7 @@ def _name(tree: TokenTree) -> str:
 
 def _row(saved: Iterable[tuple[Sequence[int], float]]) -> Row:
     """What a row was, as JSON gives it back."""
-    return [(tuple(path), likelier) for path, likelier in saved]
+    return [(ids_from(path), number_from(likelier)) for path, likelier in saved]
 
 
 def _means(contexts: Iterable[Sequence[Row]]) -> dict[Ids, float]:

@@ -7,11 +7,17 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
 from ..conversation.chat_template import end_ids
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
+from ..models.atomic import verify
 from ..models.card import Card
+from ..models.loading import load_model_and_tokenizer, resolve_device
 from ..models.lora import is_activated
-from ..models.state_files import write_state
+from ..models.state_files import read_state, write_state
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .actor import Actor
 from .saved import choices_record
@@ -67,6 +73,36 @@ def write_export(
         results or {},
     )
     (folder / "README.md").write_text(card.text(), encoding="utf-8")
+
+
+def read_export(
+    folder: Path, device: str | torch.device, dtype: str | torch.dtype, model: AutoModelForCausalLMWithValueHead | None
+) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase, dict[str, Any]]:
+    """Read what `write_export` wrote into a folder of this kind.
+
+    Args:
+        folder: The folder.
+        device: As for `load_model_and_tokenizer`.
+        dtype: As for `load_model_and_tokenizer`, but "auto" is what it was saved in, on a device of the same kind.
+        model: The model, where it cannot be loaded by its base's name.
+
+    Returns:
+        Model, tokenizer, and the agent's state.
+
+    Raises:
+        CheckpointError: The folder is damaged, something else, or of a later version.
+    """
+    verify(folder, KIND)
+    state = read_state(folder, STATE)
+    names = {"model", "tokenizer", "device", "sft_warm_start"} & state["options"].keys()
+    if names:
+        raise CheckpointError(f"{str(folder / STATE)!r} has options that are never saved: {sorted(names)}.")
+    if model is not None:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return model, tokenizer, state
+    if dtype == "auto" and resolve_device(device).type == state.get("device"):
+        dtype = str(state["dtype"])
+    return *load_model_and_tokenizer(folder, device, dtype)[:2], state
 
 
 def _merged(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWithValueHead:

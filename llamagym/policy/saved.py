@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..conversation.records import ids_from
 from ..models.trained_weights import restore_trained_, trained_state
 from .calibration import Calibration
 from .policy import Policy
@@ -51,7 +52,7 @@ def restore_choices(policy: Policy, record: Mapping[str, Any], with_calibration:
         record: Of another policy.
         with_calibration: Whether what its choices are measured against is taken, too, or left as it is.
     """
-    policy.offered = dict.fromkeys(map(tuple, record["offered"]))
+    policy.offered = dict.fromkeys(map(ids_from, record["offered"]))
     # Where none is wanted, earlier versions recorded an empty one.
     if with_calibration and policy.calibrates:
         policy.calibration = Calibration.from_record(record) if "choice_prior" in record else None

@@ -10,7 +10,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..learners.base import Stats
-from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, require_text, user_path
+from ..models.atomic import require_own
+from ..models.paths import user_folder
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, require_text
+from ..policy.export import KIND
 from .callbacks import Callback
 from .environments import EnvSource
 from .evaluation import EvaluationResult, evaluate
@@ -54,7 +57,8 @@ class EvalCallback(Callback):
             episodes: How many an evaluation plays, the same ones each time.
             every: Updates from one evaluation to the next; None with `every_episodes`, else 10.
             every_episodes: Episodes instead.
-            best_dir: Where the best agent is kept, as `agent.save` writes it; None keeps none.
+            best_dir: Where the best agent is kept, as `agent.save` writes it: new, empty or an agent's; None keeps
+                none.
             seed: Of the episodes; see `evaluate`.
             num_envs: As for `evaluate`.
             greedy: As for `evaluate`.
@@ -62,6 +66,7 @@ class EvalCallback(Callback):
 
         Raises:
             ConfigError: An argument is of the wrong type or out of range, or both intervals are given.
+            CheckpointError: `best_dir` holds something else.
         """
         check_arguments(EvalCallback.__init__, locals())
         require_text(best_dir=best_dir)
@@ -69,8 +74,10 @@ class EvalCallback(Callback):
         if every is not None and every_episodes is not None:
             raise ConfigError(f"every={every} and every_episodes={every_episodes}. Pass one of them.")
         self._env, self._episodes, self._seed, self._num_envs = env, episodes, as_seed(seed), num_envs
-        self._best_dir = None if best_dir is None else user_path(best_dir, "best_dir")
         self._greedy, self._on_best = greedy, on_best
+        self._best_dir = None if best_dir is None else user_folder(best_dir, "best_dir")
+        if self._best_dir is not None:
+            require_own(self._best_dir, KIND)
         self._every = 10 if every is None else every
         self._every_episodes = every_episodes
         self.on_training_start(None)

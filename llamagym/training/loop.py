@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..learners import ranks
 from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
+from ..models.paths import user_folder
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, user_path
 from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
@@ -31,7 +32,7 @@ from .progress import Progress
 from .report import write_report
 from .run import Run
 from .saved_run import SavedRun, saved_on_error
-from .tracking import MultiTracker, Tracker, default_tracker
+from .tracking import MultiTracker, Tracker, default_tracker, require_run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +136,12 @@ def train(
         judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
             it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
             model is such a function.
-        run_dir: Folder of the run: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, `checkpoints/` and, at the end,
-            `report.html`. None writes none of these.
+        run_dir: Folder of the run, new, empty or that of the run to resume: `config.json`, `metrics.jsonl`,
+            `transcripts.jsonl`, `checkpoints/` and, at the end, `report.html`. None writes none of these.
         log_with: With `run_dir`: other trackers for the statistics, as for `default_tracker`.
         checkpoint_dir: Where checkpoints are written; None is `checkpoints` in `run_dir`, or nowhere without it.
-        checkpoint_every: Updates between two checkpoints; with callbacks, one is also written before the first step,
-            since a callback may have trained or scored the agent. Each drops all caches, so observations that recur
-            are processed again after it.
+        checkpoint_every: Updates between two checkpoints; one is also written before the first step. Each drops all
+            caches, so observations that recur are processed again after it.
         keep_checkpoints: How many are kept: the newest, and the best beside them.
         resume: Whether to continue from the newest intact checkpoint; without any, training begins. The same budget as
             that of a call that was interrupted continues where it stood; any other, and that of a call that had used
@@ -200,8 +200,8 @@ def train(
         )
     # An environment may change the working directory.
     runs = user_path("runs")
-    run_dir = _folder("run_dir", run_dir)
-    checkpoint_dir = _folder("checkpoint_dir", checkpoint_dir)
+    run_dir = None if run_dir is None else user_folder(run_dir, "run_dir")
+    checkpoint_dir = None if checkpoint_dir is None else user_folder(checkpoint_dir, "checkpoint_dir")
     if log_with and run_dir is None:
         raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
     if run_dir is not None and checkpoint_dir is None:
@@ -298,7 +298,9 @@ def train(
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
                 logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
-            if callbacks and saved_state is None:
+            if saved_state is None:
+                # A run that is killed before its next checkpoint is resumed from here: what trackers wrote since is
+                # dropped, and what callbacks prepared is not lost.
                 save()
                 all_callbacks.raise_error()
             while not is_over:
@@ -344,10 +346,10 @@ def _report(run_dir: Path) -> Path | None:
 
 
 def _require_no_metrics(run_dir: Path) -> None:
-    """Reject the folder of another run, whose metrics would be mixed with those of this one.
+    """Reject the folder of another run, whose metrics would be mixed with those of this one, or of something else.
 
     Raises:
-        ConfigError: The folder holds metrics.
+        ConfigError: The folder holds metrics, or files that are not of a run.
     """
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
@@ -355,21 +357,7 @@ def _require_no_metrics(run_dir: Path) -> None:
             f"run_dir={str(run_dir)!r} holds the metrics of a run, and no checkpoint to continue from. Pass another "
             "run_dir, or resume=True with the checkpoint_dir of that run."
         )
-
-
-def _folder(name: str, path: str | Path | None) -> Path | None:
-    """A folder that was passed as an argument, as an absolute path with `~` expanded.
-
-    Raises:
-        ConfigError: The path is empty, names something that is not a folder, or an unknown user's home.
-    """
-    if path is None:
-        return None
-    folder = user_path(path, name)
-    blocking = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
-    if not str(path) or (blocking.exists() and not blocking.is_dir()):
-        raise ConfigError(f"{name}={str(path)!r} is not a folder and cannot be created. Pass the path of a folder.")
-    return folder
+    require_run_folder(run_dir)
 
 
 def _tracker_of_run(run_dir: Path, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]) -> MultiTracker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ from ..agent import Agent
 from ..errors import CheckpointError
 from ..learners import ranks
 from ..learners.base import Stats
-from ..models.checkpoints import check_options, newest, path_of, prune
+from ..models.atomic import verify
+from ..models.checkpoints import KIND, check_options, newest, path_of, prune
+from ..models.state_files import check_alike, named_on_error
 from ..options import as_json
 from .copy_errors import failed_copy
 from .play import Play
@@ -50,6 +53,8 @@ class SavedRun:
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
         self._allow_changes = allow_changes
         self._latest = -1
+        # Tells the checkpoints of this run from those of others in the same folder.
+        self._run = secrets.token_hex(8)
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
         """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
@@ -61,19 +66,18 @@ class SavedRun:
             "turns": turns,
             "updates": len(updates),
             "train": self._options,
+            "run": self._run,
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
         path = path_of(self.root, turns)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
-        except OSError as error:
+        except CheckpointError as error:
             raise CheckpointError(
-                f"cannot write the checkpoint {str(path)!r}: {error}. Older checkpoints are as they were; make room, "
-                "or pass another checkpoint_dir."
+                f"{error} Older checkpoints are as they were; make room, or pass another checkpoint_dir."
             ) from error
-        self._latest = turns
         if ranks.is_main_process():
-            prune(self.root, self._keep, path)
+            prune(self.root, self._keep, path, self._run)
 
     def read(self) -> dict[str, Any] | None:
         """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
@@ -88,12 +92,31 @@ class SavedRun:
             return None
         changed = check_options(path, "train", self._options, fixed={"seed"}, allowed=self._allow_changes)
         starts_again = any(name.split(".")[0] in ("num_envs", "group_size", "environment") for name in changed)
+        # Those of older versions have no id: they are never deleted.
+        self._run = str(verify(path, KIND, checksums=False).get("run", self._run))
         loop = self._agent.load_checkpoint(
             path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
+        with named_on_error(path, "state.json"):
+            _check_loop(loop)
         self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
+
+
+def _check_loop(loop: Mapping[str, Any]) -> None:
+    """Reject a loop's state that lacks a part, or has one of another type.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    play: dict[str, Any] = {"entropy": None, "groups": [], "actions": [], "texts": []}
+    parts = {"returns": [], "updates": [], "turns": 0, "seconds": 0.0, "tracker": [], "play": play}
+    check_alike(loop, parts)
+    missing = [name for name in parts if loop.get(name) is None]
+    missing += [f"play/{name}" for name in play if name not in loop["play"]]
+    if missing:
+        raise CheckpointError(f"The state of the training loop lacks {', '.join(missing)}.")
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""Paths: those that users pass, and those inside folders that somebody else may have written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+
+from ..errors import CheckpointError, ConfigError
+from ..options import user_path
+
+
+def user_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
+    """The absolute path of a folder that a user passed: it exists, or could be created.
+
+    Nothing is created here. Every folder that the library writes into is looked up by this function.
+
+    Args:
+        path: The path; `~` is expanded, and a relative path starts at the current working directory.
+        name: Name of the argument, for errors.
+
+    Raises:
+        ConfigError: The path is not valid, cannot be read, or it or a folder above it is a file.
+    """
+    folder = user_path(path, name)
+    try:
+        blocking = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        # A link that points to nothing is in the way as well.
+        is_folder = blocking.is_dir()
+        # Fails where a folder on the way may not be read, or links point to each other.
+        folder.resolve()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{name}={str(path)!r} cannot be used: {error}. Pass the path of another folder.") from error
+    if not is_folder:
+        raise ConfigError(
+            f"{name}={str(path)!r} is not a folder and cannot be created: {str(blocking)!r} is in the way. Pass the "
+            "path of a folder."
+        )
+    return folder
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The path of a file that something inside a folder names; it lies in the folder, symbolic links resolved.
+
+    Args:
+        folder: A folder that may come from somebody else.
+        name: The file, relative to the folder, with slashes.
+
+    Raises:
+        CheckpointError: The name is absolute or leads out of the folder, itself or by a symbolic link.
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    is_plain = bool(parts) and not {"..", "/"} & set(parts) and not set("\0\\:") & set(name)
+    if is_plain:
+        real_folder = folder.resolve()
+        roots = [real_folder]
+        # In the model hub's cache a snapshot's files are links to the blobs beside it.
+        if real_folder.parent.name == "snapshots":
+            roots.append(real_folder.parent.parent / "blobs")
+        try:
+            real = (folder / name).resolve()
+        except (OSError, RuntimeError):  # links that point to each other
+            real = None
+        if real is not None and any(real.is_relative_to(root) for root in roots):
+            return folder / name
+    raise CheckpointError(
+        f"{str(folder)!r} refers to the file {str(name)[:200]!r}, which lies outside of that folder. Its content was "
+        "not read."
+    )

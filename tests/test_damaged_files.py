@@ -1,0 +1,491 @@
+"""Damaged or hostile saves: one CheckpointError that names the file, and the agent in memory is as it was.
+
+A fuzzer mutates every file of a saved agent and of a checkpoint, by itself or with a manifest that was made to fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from llamagym import Agent, CheckpointError, ConfigError, ModelLoadError, load_model_and_tokenizer, train, write_report
+from llamagym.errors import LlamaGymError
+from llamagym.models.atomic import MANIFEST
+from llamagym.models.lora import freeze_and_extend_, has_frozen_half
+from llamagym.training.tracking import default_tracker
+from tests.agents import ChoiceAgent, make_agent
+from tests.resumed_run import SIZES, DiceEnv
+from tests.tiny import tiny_base_model, tiny_tokenizer
+
+SEED = 20260
+LONGEST_MESSAGE = 2000
+
+
+def fresh(base: Path, seed: int = 1) -> Any:
+    model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
+    replay = {"episodes": 3, "batch_size": 4}
+    return ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=seed, replay_config_dict=replay)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A base, an agent that learned and has an episode under way, its save and its checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_base_model("llama").save_pretrained(folder / "base")
+    tiny_tokenizer("llama").save_pretrained(folder / "base")
+    agent = fresh(folder / "base")
+    train(agent, DiceEnv, 10, 2, seed=0)
+    agent.act(3)
+    agent.assign_reward(1.0)
+    agent.save(folder / "agent")
+    agent.save_checkpoint(folder / "checkpoint", loop={"turns": 3})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(saved) -> Any:
+    """Another agent in memory, which loads checkpoints."""
+    agent = fresh(saved / "base", seed=2)
+    train(agent, DiceEnv, 6, 2, seed=5)
+    agent.act(7)
+    return agent
+
+
+def snapshot(agent: Agent) -> str:
+    """All of an agent's state."""
+    digest = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                digest.update(repr(key).encode())
+                add(value)
+        elif isinstance(part, (list, tuple)):
+            digest.update(str(len(part)).encode())
+            for value in part:
+                add(value)
+        else:
+            digest.update(repr(part).encode())
+
+    add(agent.state_dict())
+    return digest.hexdigest()
+
+
+# Mutations: each changes a file, given random numbers.
+
+
+def delete(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def empty(path: Path, rng: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+
+
+def extend(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + rng.randbytes(rng.randrange(1, 200)))
+
+
+def flip_bytes(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.randrange(1, 20)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    path.write_bytes(data)
+
+
+def flip_early_bytes(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.randrange(1, 4)):
+        data[rng.randrange(min(len(data), 300))] = rng.randrange(256)
+    path.write_bytes(data)
+
+
+def random_bytes(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.randbytes(rng.randrange(1, 1000)))
+
+
+class Executed:
+    """Pickled, it leaves a trace wherever it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:  # noqa: D105
+        return (os.mkdir, (str(self.trace),))
+
+
+def pickled(path: Path, rng: random.Random) -> None:
+    path.write_bytes(pickle.dumps(Executed(path.parent.parent / "executed")))
+
+
+def other_json(path: Path, rng: random.Random) -> None:
+    values = [
+        "[]",
+        "{}",
+        "null",
+        "0",
+        '"x"',
+        "true",
+        "NaN",
+        "1e999",
+        "[" * 50_000,
+        '{"a":' * 50_000,
+        "9" * 5000,
+        "\ud800",
+    ]
+    path.write_bytes(rng.choice(values).encode("utf-8", "surrogatepass"))
+
+
+def symbolic_link(path: Path, rng: random.Random) -> None:
+    target = path.parent.parent / "outside"
+    shutil.copy(path, target)
+    path.unlink()
+    path.symlink_to(rng.choice([target, path, "nowhere", path.parent, "/dev/zero", "/proc/self/environ"]))
+
+
+def folder_instead(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe_instead(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "../x",
+    [],
+    {},
+    [[]],
+    {"x": 1},
+    "\ud800",
+    {"__tensor__": "x"},
+    {"__tensor__": []},
+    {"__number__": "x"},
+]
+
+
+def change_json(path: Path, rng: random.Random) -> None:
+    """Replace, delete or add a value somewhere in a JSON file."""
+    if path.suffix != ".json":
+        flip_bytes(path, rng)
+        return
+    content = json.loads(path.read_text())
+    places: list[tuple[Any, Any]] = []
+
+    def collect(part: Any) -> None:
+        for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
+            places.append((part, key))
+            if isinstance(value, (dict, list)) and value:
+                collect(value)
+
+    collect(content)
+    for _ in range(rng.choice([1, 1, 1, 3])):
+        part, key = rng.choice(places)
+        action = rng.randrange(4)
+        if action == 0 and (not isinstance(part, list) or key < len(part)) and (isinstance(part, list) or key in part):
+            del part[key]
+        elif action == 1 and isinstance(part, dict):
+            part["unknown"] = rng.choice(JUNK)
+        elif not isinstance(part, list) or key < len(part):
+            part[key] = rng.choice(JUNK)
+    path.write_text(json.dumps(content))
+
+
+def change_tensors(path: Path, rng: random.Random) -> None:
+    """Drop, add, reshape or convert a tensor."""
+    if path.suffix != ".safetensors":
+        change_json(path, rng)
+        return
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    name = rng.choice(sorted(tensors))
+    tensor = tensors[name]
+    changed: list[Callable[[], Any]] = [
+        lambda: tensors.pop(name),
+        lambda: tensors.update({"unknown": tensor.clone()}),
+        lambda: tensors.update({name: tensor.flatten().clone()}),
+        lambda: tensors.update({name: tensor[:1].clone() if tensor.ndim else tensor[None].clone()}),
+        lambda: tensors.update({name: torch.zeros(())}),
+        lambda: tensors.update({name: torch.zeros(0)}),
+        lambda: tensors.update({name: tensor.to(torch.float16 if tensor.is_floating_point() else torch.int16)}),
+        lambda: tensors.update({name: tensor.to(torch.bool)}),
+        lambda: tensors.update({name: torch.full_like(tensor, -1) if tensor.dtype != torch.uint8 else tensor + 1}),
+    ]
+    rng.choice(changed)()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def huge_header(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.choice([2**63, 2**40, 99_999_999]).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+MUTATIONS = [
+    delete, empty, truncate, extend, flip_bytes, flip_early_bytes, random_bytes, pickled, other_json, symbolic_link,
+    folder_instead, pipe_instead, huge_header, change_json, change_json, change_json, change_tensors, change_tensors,
+]  # fmt: skip
+
+
+if not hasattr(os, "mkfifo"):  # Windows
+    MUTATIONS.remove(pipe_instead)
+
+
+def reseal(folder: Path) -> None:
+    """Make the manifest fit, as somebody would who wrote the folder on purpose."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        for name in manifest["files"]:
+            data = (folder / name).read_bytes() if (folder / name).is_file() else b""
+            manifest["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+        path.write_text(json.dumps(manifest))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass  # it is the manifest that was mutated
+
+
+def is_readable(path: Path) -> bool:
+    return path.is_file() and not str(path.resolve()).startswith(("/dev", "/proc"))
+
+
+class Fuzzer:
+    """Mutates files of a folder and loads it."""
+
+    def __init__(
+        self,
+        original: Path,
+        work: Path,
+        load: Callable[[Path], Any],
+        allowed: type[LlamaGymError] = CheckpointError,
+    ) -> None:
+        self.original, self.work, self.load, self.allowed = original, work, load, allowed
+        self.files = sorted(path.relative_to(original).as_posix() for path in original.rglob("*") if path.is_file())
+        self.outcomes: dict[str, int] = {}
+
+    def mutate(self, number: int) -> tuple[str, Path]:
+        rng = random.Random(f"{SEED} {number}")
+        shutil.rmtree(self.work, ignore_errors=True)
+        folder = self.work / "save"
+        shutil.copytree(self.original, folder)
+        # Each file in turn, so that none is left out.
+        name, mutation = self.files[number % len(self.files)], rng.choice(MUTATIONS)
+        mutation(folder / name, rng)
+        resealed = rng.random() < 0.6
+        if resealed and (is_readable(folder / name) or not os.path.lexists(folder / name)):
+            reseal(folder)
+        return f"{number}: {mutation.__name__} of {name}{', resealed' if resealed else ''}", folder
+
+    def run(self, numbers: range, after: Callable[[str], None] = lambda _: None) -> None:
+        raw = []
+        for number in numbers:
+            what, folder = self.mutate(number)
+            outcome = "loaded"
+            try:
+                self.load(folder)
+            except self.allowed as error:
+                outcome = type(error).__name__
+                if str(folder) not in str(error) or len(str(error)) > LONGEST_MESSAGE:
+                    raw.append(f"{what}: message {str(error)[:300]!r}")
+            except ModelLoadError as error:
+                outcome = "ModelLoadError"
+                if "base of the adapter" not in str(error):
+                    raw.append(f"{what}: {error!r:.300}")
+            except BaseException as error:
+                raw.append(f"{what}: {error!r:.300}")
+            assert not (self.work / "executed").exists(), what
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+            after(what)
+        assert raw == [], f"{len(raw)} raw errors: " + "\n".join(raw[:30])
+
+
+def fuzz_agent(saved: Path, work: Path, numbers: range) -> dict[str, int]:
+    fuzzer = Fuzzer(saved / "agent", work, lambda folder: ChoiceAgent.load(folder, "cpu"))
+    fuzzer.run(numbers)
+    return fuzzer.outcomes
+
+
+def fuzz_checkpoint(saved: Path, other: Any, work: Path, numbers: range) -> dict[str, int]:
+    before = snapshot(other)
+    state = []
+
+    def load(folder: Path) -> None:
+        state[:] = ["failed"]
+        other.load_checkpoint(folder, keep_episodes=True)
+        state[:] = ["loaded"]
+
+    def unchanged(what: str) -> None:
+        nonlocal before
+        if state == ["failed"]:
+            assert snapshot(other) == before, what
+        else:
+            # What was loaded is fit to act and to be saved.
+            other.eval()
+            other.act_batch([1], ["new"])
+            other.discard_episodes(["new"])
+            other.train()
+            before = snapshot(other)
+
+    fuzzer = Fuzzer(saved / "checkpoint", work, load)
+    fuzzer.run(numbers, unchanged)
+    return fuzzer.outcomes
+
+
+def test_mutated_agents_raise_a_checkpoint_error_or_load(saved, tmp_path):
+    outcomes = fuzz_agent(saved, tmp_path, range(60))
+    assert outcomes["CheckpointError"] > 30
+
+
+def test_mutated_checkpoints_raise_a_checkpoint_error_and_leave_the_agent_unchanged(saved, other, tmp_path):
+    outcomes = fuzz_checkpoint(saved, other, tmp_path, range(60))
+    assert outcomes["CheckpointError"] > 30
+
+
+@pytest.mark.long
+def test_a_thousand_mutated_agents(saved, tmp_path):
+    outcomes = fuzz_agent(saved, tmp_path, range(60, 1060))
+    assert sum(outcomes.values()) == 1000
+    assert outcomes["CheckpointError"] > 500
+
+
+@pytest.mark.long
+def test_a_thousand_mutated_checkpoints(saved, other, tmp_path):
+    outcomes = fuzz_checkpoint(saved, other, tmp_path, range(60, 1060))
+    assert sum(outcomes.values()) == 1000
+    assert outcomes["CheckpointError"] > 500
+
+
+# A run's other files
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    """A run of a loop of one's own: settings, metrics, transcripts, a table."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
+    train(agent, DiceEnv, 8, 2, seed=0, run_dir=folder, log_with=["csv"])
+    (folder / "report.html").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    return folder
+
+
+def test_a_report_of_mutated_files_is_written_or_a_config_error(run_folder, tmp_path):
+    fuzzer = Fuzzer(run_folder, tmp_path, lambda folder: write_report([folder], tmp_path / "report.html"), ConfigError)
+    fuzzer.run(range(120))
+    assert fuzzer.outcomes["loaded"] > 30
+    assert set(fuzzer.outcomes) == {"loaded", "ConfigError"}
+
+
+def test_trackers_go_on_in_a_folder_of_mutated_files_or_raise_a_config_error(run_folder, tmp_path):
+    def go_on(folder: Path) -> None:
+        tracker = default_tracker(folder, {"seed": 0}, log_with=["csv"])
+        tracker.log({"entropy": 1.0, "new": 2.0}, 9)
+        tracker.close()
+
+    fuzzer = Fuzzer(run_folder, tmp_path, go_on, ConfigError)
+    fuzzer.run(range(120))
+    assert fuzzer.outcomes["loaded"] > 30
+    assert set(fuzzer.outcomes) == {"loaded", "ConfigError"}
+
+
+# Single cases
+
+
+def test_a_missing_base_is_not_reported_as_damage(saved, tmp_path):
+    folder = shutil.copytree(saved / "agent", tmp_path / "agent")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    reseal(folder)
+    with pytest.raises(ModelLoadError, match=r"the base of the adapter .*gone"):
+        ChoiceAgent.load(folder, "cpu")
+
+
+def test_wrong_options_are_not_reported_as_damage(saved):
+    with pytest.raises(ConfigError, match="context"):
+        ChoiceAgent.load(saved / "agent", "cpu", context="week")
+    with pytest.raises(ConfigError, match="float99"):
+        ChoiceAgent.load(saved / "agent", "cpu", "float99")
+    with pytest.raises(ConfigError, match="unknown device"):
+        ChoiceAgent.load(saved / "agent", "nowhere")
+
+
+def test_options_that_are_never_saved_are_rejected(saved, tmp_path):
+    folder = shutil.copytree(saved / "agent", tmp_path / "agent")
+    state = json.loads((folder / "agent.json").read_text())
+    state["options"]["sft_warm_start"] = True
+    (folder / "agent.json").write_text(json.dumps(state))
+    reseal(folder)
+    with pytest.raises(CheckpointError, match=r"options that are never saved: \['sft_warm_start'\]"):
+        ChoiceAgent.load(folder, "cpu")
+
+
+def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
+    """What demonstrations taught is frozen, and the adapter grows; loading such a checkpoint grows it, too."""
+    model, tokenizer, device = load_model_and_tokenizer(saved / "base", "cpu", "float32")
+    taught = ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=1)
+    freeze_and_extend_(taught.policy.model.pretrained_model)
+    taught.learner.reset_optimizer()
+    train(taught, DiceEnv, 6, 2, seed=0)
+    taught.save_checkpoint(tmp_path / "checkpoint")
+    model, tokenizer, device = load_model_and_tokenizer(saved / "base", "cpu", "float32")
+    agent = ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=1)
+    before = snapshot(agent)
+    path = tmp_path / "checkpoint" / "state.json"
+    state = json.loads(path.read_text())
+    # The last part that is read.
+    state["agent"]["buffer"] = [3]
+    damaged = shutil.copytree(tmp_path / "checkpoint", tmp_path / "damaged")
+    (damaged / "state.json").write_text(json.dumps(state))
+    reseal(damaged)
+    with pytest.raises(CheckpointError, match=r"damaged/state.json' cannot be read"):
+        agent.load_checkpoint(damaged)
+    assert not has_frozen_half(agent.policy.model.pretrained_model)
+    assert snapshot(agent) == before
+    # It learns as if nothing had happened, and the intact checkpoint still fits.
+    train(agent, DiceEnv, 6, 2, seed=0)
+    agent.load_checkpoint(tmp_path / "checkpoint")
+    assert has_frozen_half(agent.policy.model.pretrained_model)
+    assert snapshot(agent) == snapshot(taught)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("turns", "3"), ("returns", {}), ("seconds", None), ("updates", 3), ("tracker", {}), ("play", []), ("play", {})],
+)
+def test_a_damaged_loop_state_is_a_checkpoint_error(saved, tmp_path, key, value):
+    agent = fresh(saved / "base")
+    train(agent, DiceEnv, 4, 2, seed=0, checkpoint_dir=tmp_path)
+    for folder in tmp_path.glob("checkpoint-*"):
+        state = json.loads((folder / "state.json").read_text())
+        state["loop"][key] = value
+        (folder / "state.json").write_text(json.dumps(state))
+        reseal(folder)
+    with pytest.raises(CheckpointError, match=rf"checkpoint-\d+/state.json.*{key}"):
+        train(agent, DiceEnv, 8, 2, seed=0, checkpoint_dir=tmp_path, resume=True)

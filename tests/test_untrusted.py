@@ -1,0 +1,281 @@
+"""Files that somebody else wrote are data: none of them executes code, or makes the library read another file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+from llamagym import CheckpointError, ConfigError, ModelLoadError, load_model_and_tokenizer
+from llamagym.__main__ import main
+from llamagym.cli.prompts import agent_class, read_wording
+from llamagym.cli.runs import load_agent
+from tests.tiny import tiny_base_model, tiny_tokenizer
+
+LAKE = "FrozenLake-v1"
+# Leaves a trace wherever it is executed.
+EVIL = "from pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
+WALKER = """
+from llamagym.cli.generic import GenericAgent
+
+class Walker(GenericAgent):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A run of the command line, without its training."""
+    folder = tmp_path_factory.mktemp("original")
+    tiny_base_model("llama").save_pretrained(folder / "base")
+    tiny_tokenizer("llama").save_pretrained(folder / "base")
+    model, tokenizer, device = load_model_and_tokenizer(folder / "base", "cpu", "float32")
+    env = gym.make(LAKE)
+    agent_class(env, None)(model, tokenizer, device, context="turn", seed=0).save(folder / "run" / "agent")
+    (folder / "run" / "config.json").write_text(json.dumps({"env_id": LAKE, "prompt": None}))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(original, tmp_path, monkeypatch) -> Path:
+    """A copy of it that was downloaded; nothing that it executes stays."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return shutil.copytree(original, tmp_path / "downloaded")
+
+
+def settings(run: Path, **changes: Any) -> None:
+    (run / "config.json").write_text(json.dumps({"env_id": LAKE, "prompt": None} | changes))
+
+
+def executed(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*.executed")]
+
+
+def test_an_untouched_run_is_loaded(run):
+    agent, env_id = load_agent(run, None, None)
+    assert env_id == LAKE
+    assert type(agent).__name__ == "GenericAgent"
+
+
+@pytest.mark.parametrize(
+    "name", ["{root}/evil.py", "../evil.py", "agent/../../evil.py", "evil.py", "prompt.toml", 3, ["prompt.py"]]
+)
+def test_a_prompt_elsewhere_is_neither_read_nor_executed(run, tmp_path, name):
+    for folder in (tmp_path, run):
+        (folder / "evil.py").write_text(EVIL + WALKER)
+    settings(run, prompt=name.format(root=tmp_path) if isinstance(name, str) else name)
+    for trust in (False, True):
+        with pytest.raises(ConfigError, match=r"names the prompt .*; a run has one of"):
+            load_agent(run, None, None, trust)
+    assert executed(tmp_path) == []
+
+
+@pytest.mark.parametrize("suffix", [".py", ".yaml"])
+def test_a_prompt_that_is_a_link_to_a_file_elsewhere_is_not_read(run, tmp_path, suffix):
+    (tmp_path / "secret").write_text(EVIL)
+    (run / f"prompt{suffix}").symlink_to("../secret")
+    settings(run, prompt=f"prompt{suffix}")
+    with pytest.raises(CheckpointError, match="lies outside of that folder"):
+        load_agent(run, None, None, trust=True)
+    assert executed(tmp_path) == []
+
+
+def test_python_prompts_are_executed_only_with_trust_which_prints_them(run, capsys):
+    (run / "prompt.py").write_text(EVIL + WALKER)
+    settings(run, prompt="prompt.py")
+    with pytest.raises(ConfigError, match=r"prompt.py' is Python code by the run's author.*--trust"):
+        load_agent(run, None, None)
+    assert executed(run) == []
+    with pytest.raises(ConfigError, match="would be loaded as a Walker"):
+        load_agent(run, None, None, trust=True)
+    assert executed(run) == ["prompt.executed"]
+    assert f"--trust: executing {run / 'prompt.py'}" in capsys.readouterr().err
+
+
+def test_settings_next_to_an_agent_that_is_passed_alone_are_ignored(run):
+    (run / "prompt.py").write_text(EVIL + WALKER)
+    settings(run, prompt="prompt.py")
+    with pytest.raises(ConfigError, match="Nothing says which environment"):
+        load_agent(run / "agent", None, None, trust=True)
+    assert load_agent(run / "agent", LAKE, None)[1] == LAKE
+    assert executed(run) == []
+
+
+@pytest.mark.parametrize("module", ["evil_module", "evil_module.inner", "antigravity", "..evil_module"])
+def test_the_module_of_an_environment_is_executed_only_with_trust(run, monkeypatch, module):
+    (run / "evil_module.py").write_text(EVIL)
+    settings(run, env_id=f"{module}:Evil-v0")
+    monkeypatch.chdir(run)
+    monkeypatch.syspath_prepend("")
+    with pytest.raises(ConfigError, match=rf"Gymnasium would execute the module '{module}'.*--trust"):
+        load_agent(run, None, None)
+    assert executed(run) == []
+    assert "antigravity" not in sys.modules
+
+
+def test_trust_executes_the_module_and_prints_it(run, monkeypatch, capsys):
+    (run / "evil_module.py").write_text(EVIL)
+    settings(run, env_id="evil_module:Evil-v0")
+    monkeypatch.syspath_prepend(str(run))
+    with pytest.raises(ConfigError, match="cannot be made"):
+        load_agent(run, None, None, trust=True)
+    assert executed(run) == ["evil_module.executed"]
+    assert "--trust: executing the module evil_module" in capsys.readouterr().err
+
+
+def test_an_environment_of_an_installed_package_needs_no_trust(run):
+    settings(run, env_id=f"gymnasium:{LAKE}")
+    assert load_agent(run, None, None)[1] == f"gymnasium:{LAKE}"
+
+
+def test_modules_in_the_run_s_folder_are_not_imported_from_there(run, monkeypatch):
+    (run / "textarena.py").write_text(EVIL)
+    monkeypatch.chdir(run)
+    monkeypatch.syspath_prepend("")
+    load_agent(Path("."), None, None)
+    assert "" not in sys.path
+    assert str(run) not in sys.path
+
+
+@pytest.mark.parametrize("what", ["config.json", "agent"])
+def test_links_out_of_a_run_are_not_followed(run, tmp_path, what):
+    (run / what).rename(tmp_path / "elsewhere")
+    (run / what).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=rf"refers to the file '{what}', which lies outside"):
+        load_agent(run, None, None)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", "{", "[" * 100_000, "\xff", "null", '{"env_id": 3}', '{"env_id": null}', "{}", "1" * 5000]
+)
+def test_damaged_settings_are_named(run, content):
+    (run / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"config.json' cannot be read|Nothing says which environment") as error:
+        load_agent(run, None, None)
+    assert len(str(error.value)) < 1000
+
+
+def test_the_command_line_says_it_in_a_line(run, monkeypatch, capsys):
+    (run / "prompt.py").write_text(EVIL)
+    settings(run, prompt="prompt.py")
+    for command in ("eval", "play"):
+        monkeypatch.setattr(sys, "argv", ["llamagym", command, str(run)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        said = capsys.readouterr().err
+        assert "pass --trust" in said
+        assert len(said.splitlines()) == 1
+    assert executed(run) == []
+
+
+# Models and adapters
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"megatron_config": {"a": 1}, "megatron_core": "evil_module"},
+        {"prompt_tuning_init_state_dict_path": "../secret"},
+        {"auto_mapping": {"base_model_class": "x", "parent_library": "evil_module"}},
+    ],
+)
+def test_an_adapter_cannot_name_code_or_files(run, changes):
+    path = run / "agent" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelLoadError, match=rf"adapter_config.json.*{next(iter(changes))}"):
+        load_model_and_tokenizer(run / "agent", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        (
+            "config.json",
+            {"auto_map": {"AutoModelForCausalLM": "evil_module.Model", "AutoConfig": "evil_module.Config"}},
+        ),
+        ("config.json", {"model_type": "evil", "auto_map": {"AutoConfig": "evil_module.Config"}}),
+        ("config.json", {"attn_implementation": "somebody/kernel"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil_module.T", None]}, "tokenizer_class": "T"}),
+    ],
+)
+def test_a_model_s_own_code_is_never_executed(run, monkeypatch, file, changes):
+    base = shutil.copytree(run.parent / "downloaded", run.parent / "model") / "agent"
+    shutil.rmtree(base)
+    tiny_base_model("llama").save_pretrained(base)
+    tiny_tokenizer("llama").save_pretrained(base)
+    (base / "evil_module.py").write_text(EVIL + "Model = Config = T = dict\n")
+    (base / file).write_text(json.dumps(json.loads((base / file).read_text()) | changes))
+    monkeypatch.chdir(base)
+    try:
+        model, _, _ = load_model_and_tokenizer(base, "cpu")
+    except ModelLoadError:
+        pass
+    else:
+        assert model.config._attn_implementation in ("sdpa", "eager")
+    assert executed(run.parent) == []
+
+
+# Wordings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "system_prompt:\n- &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 7)),
+        "actions: " + "[" * 5000 + "]" * 5000,
+        "system_prompt: " + "x" * 2_000_000,
+        "observation_names: [[a]]",
+        "actions: [{a: b}]",
+        "actions: [[[a]]]",
+        "!!python/object/apply:os.system [echo]",
+        "? [a, b]\n: c",
+        "a: 1\n" * 100_000,
+    ],
+    ids=["aliases", "nested", "long", "names", "actions", "deep actions", "tag", "key", "keys"],
+)
+def test_a_hostile_wording_is_refused_in_a_short_line(tmp_path, text):
+    path = tmp_path / "prompt.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_wording(path)
+    assert len(str(error.value)) < 1000
+    assert "\n" not in str(error.value)
+
+
+def test_tags_in_a_wording_are_text(tmp_path):
+    (tmp_path / "prompt.yaml").write_text("system_prompt: !!python/name:os.system x")
+    assert read_wording(tmp_path / "prompt.yaml").system_prompt == "x"
+
+
+def test_a_wording_cannot_control_the_terminal(run, monkeypatch, capsys):
+    (run / "prompt.yaml").write_text('system_prompt: "\\e]0;owned\\a \\e[31mred \\u202e"\n')
+    settings(run, prompt="prompt.yaml")
+    monkeypatch.setattr(sys, "argv", ["llamagym", "play", str(run), "--seed", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07 \\x1b[31mred \\u202e" in printed.splitlines()[0]
+
+
+def test_every_row_of_the_threat_model_names_tests_that_exist():
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "security.md").read_text()
+    rows = re.search(r"## Threat model\n\n(?:.*\n){2}((?:\|.*\n)+)", page).group(1).splitlines()
+    assert len(rows) > 10
+    for row in rows:
+        *_, named = row.strip("|").split(" | ")
+        found = re.findall(r"`(test_\w+\.py)::(test_\w+)`", named)
+        # Code that the user passes has no limits.
+        assert found or "any code: they run as your program does" in row, row
+        for file, name in found:
+            assert f"def {name}(" in (tests / file).read_text(), f"{file}::{name}"

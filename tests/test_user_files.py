@@ -1,0 +1,482 @@
+"""Files of users are never deleted or overwritten, and a write that fails or is killed leaves what was there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamagym import CheckpointError, ConfigError, EvalCallback, train
+from llamagym.models import atomic
+from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
+from llamagym.models.checkpoints import newest, path_of
+from llamagym.models.paths import file_inside, user_folder
+from llamagym.training.tracking import CsvTracker, JsonlTracker, default_tracker
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.killed import killed_at
+from tests.resumed_run import SIZES, DiceEnv
+
+WRITERS = {
+    "save": lambda agent, folder: agent.save(folder),
+    "save_checkpoint": lambda agent, f: agent.save_checkpoint(f),
+}
+
+
+@pytest.fixture(scope="module")
+def agent() -> Any:
+    return make_agent(ChoiceAgent, ppo=SIZES, context="turn")
+
+
+@pytest.fixture(params=WRITERS)
+def save(request, agent) -> Any:
+    """Saves the agent, or a checkpoint of it, to a folder."""
+    return lambda folder: WRITERS[request.param](agent, folder)
+
+
+def learning(folder: Path | None, episodes: int = 12, **options: Any) -> Any:
+    return train(
+        make_agent(ChoiceAgent, ppo=SIZES, context="turn"),
+        DiceEnv,
+        episodes,
+        num_envs=2,
+        seed=0,
+        run_dir=folder,
+        **options,
+    )
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Everything below a folder, with contents."""
+    return {
+        path.relative_to(folder).as_posix(): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+# Saving
+
+
+def test_does_not_save_over_files_of_the_user(save, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    before = tree(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"thesis' holds files that llamagym did not write there \('chapter.tex'\)"
+    ):
+        save(tmp_path / "thesis")
+    assert tree(tmp_path) == before
+
+
+def test_does_not_save_over_a_run(save, tmp_path):
+    learning(tmp_path / "run")
+    before = tree(tmp_path)
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(CheckpointError, match="holds files that llamagym did not write there"):
+            save(folder)
+    assert tree(tmp_path) == before
+
+
+def test_does_not_save_over_a_file(save, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    for path in (tmp_path / "notes", tmp_path / "notes" / "below"):
+        with pytest.raises(ConfigError, match=r"folder='.*notes.* is not a folder and cannot be created"):
+            save(path)
+    assert tree(tmp_path) == {"notes": b"mine"}
+
+
+def test_does_not_replace_an_agent_by_a_checkpoint_or_the_other_way_round(agent, tmp_path):
+    agent.save(tmp_path / "agent")
+    agent.save_checkpoint(tmp_path / "checkpoint")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match="agent' holds: agent; saving there would replace it with: checkpoint"):
+        agent.save_checkpoint(tmp_path / "agent")
+    with pytest.raises(
+        CheckpointError, match="checkpoint' holds: checkpoint; saving there would replace it with: agent"
+    ):
+        agent.save(tmp_path / "checkpoint")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+def test_saving_again_keeps_files_that_the_user_added(save, tmp_path, monkeypatch, exchanges):
+    if not exchanges:
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    folder = tmp_path / "saved"
+    save(folder)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "data").write_text("precious")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "a.png").write_bytes(b"png")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / MANIFEST).with_name("dangling").symlink_to("nowhere")
+    for _ in range(2):
+        save(folder)
+        found = tree(folder)
+        assert found["notes.txt"] == b"mine"
+        assert found["plots/a.png"] == b"png"
+        assert found["link"] == str(tmp_path / "elsewhere")
+        assert found["dangling"] == "nowhere"
+    assert (tmp_path / "elsewhere" / "data").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "saved"]
+
+
+def test_saving_again_does_not_overwrite_an_added_file_of_the_same_name(tmp_path):
+    with written_whole(tmp_path / "now", "agent") as whole:
+        (whole / "a").write_text("1")
+    (tmp_path / "now" / "README.md").write_text("mine")
+    before = tree(tmp_path)
+    message = r"'README.md' is to be written, and a file of this name is yours"
+    with pytest.raises(CheckpointError, match=message), written_whole(tmp_path / "now", "agent") as whole:
+        (whole / "README.md").write_text("ours")
+    assert tree(tmp_path) == before
+
+
+def test_a_folder_for_the_best_agent_is_checked_before_the_training(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds files that llamagym did not write"):
+        EvalCallback(DiceEnv, best_dir=tmp_path)
+    with pytest.raises(ConfigError, match="best_dir="):
+        EvalCallback(DiceEnv, best_dir=tmp_path / "notes")
+
+
+def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk", target_is_directory=True)
+    save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / MANIFEST).is_file()
+
+
+def test_folders_that_only_look_like_temporary_ones_are_not_deleted(save, tmp_path):
+    for name in (".writing-a-novel", ".replaced-saved"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "page").write_text("1")
+        os.utime(tmp_path / name, (0, 0))
+    before = tree(tmp_path)
+    save(tmp_path / "saved")
+    save(tmp_path / "saved")
+    assert before.items() <= tree(tmp_path).items()
+
+
+# Pruning
+
+
+def test_pruning_deletes_only_checkpoints_of_this_run(agent, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "data").write_text("mine")
+    root = tmp_path / "checkpoints"
+    # Of another program; of the user, by hand; and of another run, behind a link.
+    (root / "checkpoint-500").mkdir(parents=True)
+    (root / "checkpoint-500" / "optimizer.pt").write_bytes(b"1")
+    learning(None, episodes=4, checkpoint_dir=tmp_path / "other")
+    other = newest(tmp_path / "other")
+    before = tree(tmp_path)
+    learning(None, episodes=4, checkpoint_dir=root, checkpoint_every=1, keep_checkpoints=1)
+    agent.save_checkpoint(path_of(root, 1))
+    (root / path_of(root, 2).name).symlink_to(other, target_is_directory=True)
+    (root / path_of(root, 3).name).symlink_to(precious, target_is_directory=True)
+    learning(None, episodes=12, checkpoint_dir=root, checkpoint_every=1, keep_checkpoints=1, resume=True)
+    assert before.items() <= tree(tmp_path).items()
+    assert (path_of(root, 1) / MANIFEST).is_file()
+    assert path_of(root, 2).is_symlink()
+    assert path_of(root, 3).is_symlink()
+    ours = [
+        path
+        for path in root.iterdir()
+        if not path.is_symlink() and path.name not in ("checkpoint-500", path_of(root, 1).name)
+    ]
+    assert 1 <= len(ours) <= 2
+
+
+def test_pruning_keeps_what_the_user_added_to_a_checkpoint(tmp_path):
+    learning(None, episodes=4, checkpoint_dir=tmp_path, checkpoint_every=1, keep_checkpoints=1)
+    kept = newest(tmp_path)
+    assert kept is not None
+    (kept / "notes.txt").write_text("mine")
+    (kept / "link").symlink_to(tmp_path)
+    learning(None, episodes=12, checkpoint_dir=tmp_path, checkpoint_every=1, keep_checkpoints=1, resume=True)
+    assert newest(tmp_path) != kept
+    assert (kept / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["../precious", "/{root}/precious", "inner/../../precious", "link/precious"])
+def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, name):
+    (tmp_path / "precious").write_text("mine")
+    with written_whole(tmp_path / "own", "checkpoint") as whole:
+        (whole / "a").write_text("1")
+    (tmp_path / "own" / "link").symlink_to(tmp_path)
+    manifest = json.loads((tmp_path / "own" / MANIFEST).read_text())
+    manifest["files"][name.format(root=str(tmp_path).lstrip("/"))] = [4, "0"]
+    (tmp_path / "own" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="lies outside of that folder"):
+        verify(tmp_path / "own", "checkpoint")
+    atomic.remove_own(tmp_path / "own")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "own" / "a").exists()
+
+
+# A run's folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "notes.txt", "report.html"])
+def test_a_run_does_not_write_to_a_folder_with_other_files(tmp_path, name):
+    (tmp_path / name).write_text('{"my": "settings"}')
+    for start in (learning, lambda folder: default_tracker(folder, {})):
+        with pytest.raises(ConfigError, match=rf"run_dir='.*' holds files that are not of a run \('{name}'\)"):
+            start(tmp_path)
+    assert tree(tmp_path) == {name: b'{"my": "settings"}'}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "transcripts.jsonl", "config.json"])
+def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
+    learning(tmp_path / "run", log_with=["csv"])
+    (tmp_path / "precious").write_text("mine\n" * 1000)
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).symlink_to("../precious")
+    with pytest.raises(ConfigError, match=rf"{name}' is a link, or not a file"):
+        learning(tmp_path / "run", episodes=20, log_with=["csv"], resume=True)
+    assert (tmp_path / "precious").read_text() == "mine\n" * 1000
+
+
+def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    result = learning(
+        tmp_path / "run", on_update=lambda _: (tmp_path / "run" / "report.html").write_text("mine") and None
+    )
+    assert result.report is None
+    assert "The report cannot be written" in caplog.text
+    assert (tmp_path / "run" / "report.html").read_text() == "mine"
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".", "sub/..", "..", "/", "a\0b", "~nobody_of_this_name/x", b"bytes", 3, None, "\ud800"]
+)
+def test_rejects_paths_that_cannot_be_saved_to(save, tmp_path, monkeypatch, path):
+    (tmp_path / "here" / "sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="folder"):
+        save(path)
+    assert tree(tmp_path) == {}
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "sub"]
+
+
+def test_the_home_folder_is_written_out(save, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    save("~/saved")
+    assert (tmp_path / "home" / "saved" / MANIFEST).is_file()
+    assert user_folder("a/../b") == tmp_path / "b"
+    tracker = JsonlTracker("~/logs/metrics.jsonl")
+    tracker.close()
+    CsvTracker("~/logs/metrics.csv").log({"a": 1.0}, 1)
+    default_tracker("~/run", {}).close()
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"saved", "logs", "run"}
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can act as somebody else")
+def test_a_folder_that_may_not_be_written_is_named(save, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the .*closed/saved'.*Permission"):
+            save(tmp_path / "closed" / "saved")
+    finally:
+        os.seteuid(0)
+    assert tree(tmp_path) == {}
+
+
+class SmallDisk:
+    """Takes a number of writes, then it is full."""
+
+    def __init__(self, write: Any) -> None:
+        self._write, self.size, self._left = write, 0, 0
+
+    def write(self, descriptor: int, data: Any) -> int:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._write(descriptor, data)
+
+    def enlarge(self) -> None:
+        self.size += 1
+        self._left = self.size
+
+
+def raised_by(do: Any) -> Exception | None:
+    try:
+        do()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("existed", [True, False], ids=["second save", "first save"])
+def test_a_full_disk_at_any_write_leaves_the_previous_save(save, tmp_path, monkeypatch, existed):
+    folder = tmp_path / "parent" / "saved"
+    if existed:
+        save(folder)
+    before = tree(tmp_path)
+    monkeypatch.setattr(atomic, "_PIECE", 4096)
+    disk = SmallDisk(os.write)
+    monkeypatch.setattr(os, "write", disk.write)
+    while (error := raised_by(lambda: save(folder))) is not None:
+        assert isinstance(error, CheckpointError)
+        assert re.search(rf"cannot write the .*{folder}'.*No space left.*unchanged", str(error))
+        assert tree(tmp_path) == before
+        assert existed or list(tmp_path.iterdir()) == []
+        disk.enlarge()
+    assert disk.size >= 2
+    verify(folder, json.loads((folder / MANIFEST).read_text())["kind"])
+
+
+def test_libraries_that_cannot_write_are_reported_with_path_and_reason(agent, tmp_path, monkeypatch):
+    agent.save(tmp_path / "saved")
+    before = tree(tmp_path)
+    for error in (OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")):
+
+        def full(*_: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(type(agent.tokenizer), "save_pretrained", full)
+        with pytest.raises(CheckpointError, match=r"cannot write the agent '.*saved': .*No space left.*unchanged"):
+            agent.save(tmp_path / "saved")
+        assert tree(tmp_path) == before
+
+
+def _save_often(folder: Path, text: str, exchanges: bool) -> None:
+    if not exchanges:
+        atomic._exchange = lambda *_: False  # type: ignore[assignment]
+    for number in range(40):
+        with written_whole(folder, "checkpoint") as whole:
+            (whole / f"{text}.txt").write_text(text * number)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+def test_two_processes_save_to_one_folder(tmp_path, exchanges):
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=_save_often, args=(tmp_path / "now", text, exchanges)) for text in ("a", "b")]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert len(verify(tmp_path / "now", "checkpoint")["files"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+# Files of a run, killed while they are written
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    replace_file(tmp_path / "a", "old")
+    (tmp_path / "link").symlink_to("a")
+    monkeypatch.setattr(os, "fsync", lambda _: exec("raise OSError('full')"))
+    with pytest.raises(OSError, match="full"):
+        replace_file(tmp_path / "a", "new")
+    monkeypatch.undo()
+    assert tree(tmp_path) == {"a": b"old", "link": "a"}
+    # What a link points to may belong to somebody else.
+    replace_file(tmp_path / "link", "new")
+    assert tree(tmp_path) == {"a": b"old", "link": b"new"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_table_is_never_lost_when_its_process_is_killed(tmp_path):
+    path = tmp_path / "metrics.csv"
+    tracker = CsvTracker(path)
+    for step in range(3):
+        tracker.log({"a": float(step)}, step)
+    old, point = path.read_text(), 0
+
+    def rewrite() -> None:
+        CsvTracker(path).log({"a": 9.0, "b": 1.0}, 9)
+
+    while not killed_at(point, rewrite):
+        assert path.read_text() in (old, "step,a,b\n0,0.0,\n1,1.0,\n2,2.0,\n9,9.0,1.0\n")
+        if path.read_text() != old:
+            path.write_text(old)
+        point += 1
+    assert point > 4
+
+
+def test_an_incomplete_last_line_does_not_spoil_the_next_one(tmp_path):
+    metrics, table = tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"
+    metrics.write_text('{"step": 1}\n{"step": 2, "ent')
+    table.write_text("step,a\n1,1.0\n2,2.")
+    tracker = JsonlTracker(metrics)
+    tracker.log({"a": 3.0}, 3)
+    tracker.close()
+    CsvTracker(table).log({"a": 3.0}, 3)
+    assert metrics.read_text() == '{"step": 1}\n{"step": 2, "ent\n{"step": 3, "a": 3.0}\n'
+    assert table.read_text() == "step,a\n1,1.0\n2,2.\n3,3.0\n"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"step,a\n1,2,3,4\n", b"\0\n", b'"unclosed'])
+def test_a_damaged_table_is_named_or_continued(tmp_path, content):
+    (tmp_path / "metrics.csv").write_bytes(content)
+    error = raised_by(lambda: CsvTracker(tmp_path / "metrics.csv").log({"b": 1.0}, 1))
+    if error is not None:
+        assert isinstance(error, ConfigError)
+        assert "metrics.csv' cannot be read as a table" in str(error)
+        assert (tmp_path / "metrics.csv").read_bytes() == content
+
+
+class KilledError(BaseException):
+    """Stands for kill -9: no checkpoint is written."""
+
+
+def test_a_run_killed_before_its_first_update_s_checkpoint_restarts_without_duplicates(tmp_path):
+    def killed(stats: Any) -> None:
+        if stats["updates"] == 2:
+            raise KilledError
+
+    whole = learning(tmp_path / "whole", log_with=["csv"])
+    with pytest.raises(KilledError):
+        learning(tmp_path / "run", on_update=killed, log_with=["csv"], resume=True)
+    # A part of a line.
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')
+    resumed = learning(tmp_path / "run", log_with=["csv"], resume=True)
+    assert resumed.returns == whole.returns
+    for name in ("metrics.jsonl", "metrics.csv"):
+        lines = [(tmp_path / folder / name).read_text().splitlines() for folder in ("whole", "run")]
+        assert len(lines[0]) == len(lines[1])
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
+def test_file_inside_allows_the_hub_s_cache(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "1").write_text("data")
+    (snapshot / "a").symlink_to("../../blobs/1")
+    assert file_inside(snapshot, "a").read_text() == "data"
+    (tmp_path / "secret").write_text("mine")
+    (snapshot / "b").symlink_to("../../secret")
+    with pytest.raises(CheckpointError, match="outside"):
+        file_inside(snapshot, "b")
+
+
+def test_an_agent_saved_again_is_the_new_one(tmp_path):
+    """Evidence that carrying files over does not keep old weights."""
+    agent = make_agent(WordAgent)
+    agent.save(tmp_path / "agent")
+    first = verify(tmp_path / "agent", "agent")["files"]
+    agent.policy.seed(5)
+    agent.save(tmp_path / "agent")
+    assert verify(tmp_path / "agent", "agent")["files"] != first
