@@ -253,7 +253,8 @@ class Conversation:
 
     def _continued(self, text: str, opening: list[int]) -> list[int]:
         last = self.turns[-1].reply
-        return [*self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None), *opening]
+        sampled_end = last.ids[-1] if last.finish_reason == "eos" else None
+        return [*self.template.next_prompt(self.system_prompt, text, sampled_end), *opening]
 
     def _reopened(self, shown: int, text: str, opening: list[int]) -> list[int]:
         """A new context's ids: the last `shown` turns, then the new observation."""
