@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,9 +26,10 @@ from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
+from ..errors import ConfigError
 from ..models.generation import GenerationConfig
 from ..models.lock import alone, lock_of
-from ..models.lora import aim_, fresh_rows
+from ..models.lora import aim_, fresh_rows, mask_frozen_gradients_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .calibration import Calibration
 from .choice_cache import ChoiceCache, ScoredChoices
@@ -43,6 +44,13 @@ from .trees import Trees
 _INIT_CONTEXTS = 512
 # Keys and values of replies that are decoded together, each with room for its longest.
 _DECODE_BYTES = 2**30
+# Attributes that belong to one model, and are made for each.
+_DERIVED = ("_backbone", "_frozen", "_choice_cache", "_state", "trees")
+NOT_PICKLED = (
+    "An agent is neither pickled nor copied by copy.copy(): its model, caches and compiled layers belong together. "
+    "Use copy.deepcopy(agent) for another agent in this process, and agent.save(folder) with load(folder), or "
+    "save_checkpoint, for another process."
+)
 
 
 class Policy:
@@ -95,6 +103,28 @@ class Policy:
         self._choice_cache, self._state, self.trees = ChoiceCache(), WeightsState(model), Trees()
         self.rng = torch.Generator()
         self.seed(seed)
+
+    @alone
+    def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
+        """A policy with a model of its own, which says what this one says."""
+        # What has changed must not count as seen there without having been.
+        self._notice_changes()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in vars(self).items():
+            if name not in _DERIVED:
+                setattr(copied, name, deepcopy(value, memo))
+        mask_frozen_gradients_(copied.model.pretrained_model)
+        copied._backbone = Backbone(copied.model)
+        copied._backbone.tokens_forwarded = self._backbone.tokens_forwarded
+        copied._frozen = None if copied.reference is None else Backbone(copied.reference)
+        copied._choice_cache, copied._state, copied.trees = ChoiceCache(), WeightsState(copied.model), Trees()
+        copied._state.number = self._state.number
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        """Reject what copies piece by piece: caches and compiled layers belong to one model in one process."""
+        raise ConfigError(NOT_PICKLED)
 
     @property
     def lock(self) -> threading.RLock:
