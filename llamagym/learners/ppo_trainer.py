@@ -32,7 +32,7 @@ from ..models.lora import mask_frozen_gradients_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..policy.choices import entropy_from_logits
 from . import ranks
-from .checks import check_precision, check_samples, check_trainer
+from .checks import check_precision, check_samples, check_trainable, check_trainer
 from .controllers import AdaptiveKLController
 from .guard import FiniteGuard
 from .losses import (
@@ -111,6 +111,7 @@ class PPOTrainer:
                 argument is of another type, or weights that learn have fewer than 32 bits.
         """
         check_trainer(config, PPOConfig, model, ref_model)
+        check_trainable(model)
         if kl_penalty not in _ESTIMATORS:
             raise ConfigError(f"kl_penalty={kl_penalty!r}. {did_you_mean(str(kl_penalty), get_args(KLPenalty))}")
         if config.kl_placement != "reward":

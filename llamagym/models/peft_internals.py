@@ -95,8 +95,9 @@ def acting_on_every_token(model: nn.Module) -> Iterator[None]:
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "lora_variant", None)]
     variants = [layer.lora_variant for layer in layers]
-    for layer in layers:
-        layer.lora_variant = {}
+    for layer, of_layer in zip(layers, variants, strict=True):
+        # Other variants, such as DoRA, act on every token as they are.
+        layer.lora_variant = {name: variant for name, variant in of_layer.items() if not _may_be_activated(variant)}
     try:
         yield
     finally:
@@ -187,6 +188,11 @@ def _low_rank_of(layer: Any) -> LowRank | None:
     down: Any = layer.lora_A[name]
     up: Any = layer.lora_B[name]
     return ((down.weight, up.weight, layer.scaling[name]),)
+
+
+def _may_be_activated(variant: Any) -> bool:
+    """Whether a variant is an activated LoRA; where the installed PEFT has no such class, any may be one."""
+    return not ACTIVATED_VARIANT.works or _is_activated(variant)
 
 
 def _is_activated(variant: Any) -> bool:

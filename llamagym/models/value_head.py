@@ -140,8 +140,13 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
     """
 
     def __init__(self, pretrained_model: PreTrainedModel | PeftModel) -> None:
-        """Put a fresh value head on `pretrained_model`."""
+        """Put a fresh value head on `pretrained_model`.
+
+        Raises:
+            ModelLoadError: It has no language-modeling head.
+        """
         super().__init__()
+        check_head(pretrained_model)
         self.pretrained_model = pretrained_model
         self.lora_depth_is_open = False
         self.v_head = ValueHead(pretrained_model.config.get_text_config().hidden_size).to(pretrained_model.device)
@@ -287,6 +292,20 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return upload(Path(folder), repo_id, commit_message, private, token)
+
+
+def check_head(model: Any) -> None:
+    """Reject a model that predicts no tokens.
+
+    Raises:
+        ModelLoadError: It has no language-modeling head; the message names its class.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.get_output_embeddings() is None:
+        raise ModelLoadError(
+            f"{type(base).__name__} has no language-modeling head, so it writes no replies. Load the model with "
+            "AutoModelForCausalLM."
+        )
 
 
 @contextmanager
