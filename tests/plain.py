@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llamagym import Agent
 from llamagym.conversation.episode import Segment, Turn
+from llamagym.policy.evaluation import Evaluation
 
 CHOICES = ("go left", "go right", "stay")
 
@@ -37,14 +38,13 @@ class Difference:
         return float(torch.tensor([self.acting, self.choosing, self.learning, self.gradient]).max())
 
 
-def plain_logits(agent: Agent, ids: Sequence[int], opening: int) -> Tensor:
-    """Logits (T, V) of a sequence whose reply opens at a token, from the model's own forward pass."""
-    model: Any = agent.policy.model
+def plain_logits(model: Any, ids: Sequence[int], opening: int) -> Tensor:
+    """Logits (T, V) of a sequence whose reply opens at a token, from a model's own forward pass."""
     # An activated LoRA is told where the reply begins.
-    config = model.pretrained_model.active_peft_config if model.is_peft_model else None
+    config = getattr(model, "active_peft_config", None)
     activated = getattr(config, "alora_invocation_tokens", None) is not None
     told = {"alora_offsets": [len(ids) - opening]} if activated else {}
-    logits: Tensor = model.pretrained_model(input_ids=torch.tensor([list(ids)]), **told).logits[0]
+    logits: Tensor = model(input_ids=torch.tensor([list(ids)]), **told).logits[0]
     return logits.float()
 
 
@@ -61,15 +61,15 @@ def play(agent: Any, steps: int, envs: int) -> list[Any]:
     return [agent.conversation(env) for env in range(envs)]
 
 
-def plain_turns(agent: Agent, segment: Segment) -> list[tuple[Turn, Tensor]]:
-    """Each turn with the log-probabilities (L,) of its reply's tokens."""
+def plain_turns(model: Any, segment: Segment) -> list[tuple[Turn, Tensor]]:
+    """Each turn with the log-probabilities (L,) of its reply's tokens, from a model's own forward pass."""
     ids: list[int] = []
     found = []
     for turn in segment.turns:
         ids += turn.prompt.ids
         opening, start = len(ids) - turn.prompt.opening_length, len(ids)
         ids += turn.reply.ids
-        logprobs = plain_logits(agent, ids, opening)[start - 1 : -1].log_softmax(-1)
+        logprobs = plain_logits(model, ids, opening)[start - 1 : -1].log_softmax(-1)
         found.append((turn, logprobs.gather(1, torch.tensor(turn.reply.ids)[:, None])[:, 0]))
     return found
 
@@ -84,18 +84,32 @@ def compare(agent: Any, steps: int = 3, envs: int = 3) -> Difference:
     """
     conversations = play(agent, steps, envs)
     segments = [segment for talk in conversations for segment in talk.finished(False, 0.0, None).segments()]
-    turns = [turn for segment in segments for turn in plain_turns(agent, segment)]
+    model = agent.policy.model.pretrained_model
+    turns = [turn for segment in segments for turn in plain_turns(model, segment)]
     acting = max(far_apart(torch.tensor(turn.reply.logprobs), expected) for turn, expected in turns)
     # What was kept while acting must not stand in for what is computed.
     agent.policy._backbone.forget_all()
     weights = trained_weights(agent)
     received = agent.policy.evaluate(segments)
-    rows = [row[mask] for row, mask in zip(received.logprobs, received.mask, strict=True)]
-    learning = max(far_apart(row, expected) for row, (_, expected) in zip(rows, turns, strict=True))
+    learning = largest_error(received, turns)
     own = gradients(received.logprobs.sum(), weights)
     plain = gradients(torch.cat([expected for _, expected in turns]).sum(), weights)
     gradient = float((own - plain).norm() / plain.norm())
     return Difference(acting, choosing_error(agent, conversations), learning, gradient)
+
+
+def reference_error(agent: Any, base: Any) -> float:
+    """Largest difference of log-probabilities of the reference policy, without the adapter, and of the base alone."""
+    segments = agent.conversation(0).finished(False, 0.0, None).segments()
+    turns = [turn for segment in segments for turn in plain_turns(base, segment)]
+    with torch.no_grad():
+        return largest_error(agent.policy.evaluate(segments, reference=True), turns)
+
+
+def largest_error(received: Evaluation, turns: Sequence[tuple[Turn, Tensor]]) -> float:
+    """Largest difference of evaluated log-probabilities and those of turns."""
+    rows = [row[mask] for row, mask in zip(received.logprobs, received.mask, strict=True)]
+    return max(far_apart(row, expected) for row, (_, expected) in zip(rows, turns, strict=True))
 
 
 def far_apart(received: Tensor, expected: Tensor) -> float:
@@ -116,12 +130,13 @@ def choosing_error(agent: Any, conversations: Sequence[Any]) -> float:
     errors = []
     trees = agent.policy.trees.of(contexts)
     backbone = agent.policy._backbone
-    own = backbone.logits(backbone.hidden_states(trees)).float()
+    own = backbone.logits(backbone.hidden_states(trees)).float().log_softmax(-1)
+    model = agent.policy.model.pretrained_model
     first = 0
     for tree in trees:
         before = [*tree.prefix, *tree.history]
         for node, path in enumerate(tree.paths()):
-            expected = plain_logits(agent, [*before, *path], len(before))[-1]
-            errors.append((own[first + node].log_softmax(-1) - expected.log_softmax(-1)).abs().max())
+            expected = plain_logits(model, [*before, *path], len(before))[-1].log_softmax(-1)
+            errors.append(far_apart(own[first + node], expected))
         first += tree.node_count
-    return float(torch.stack(errors).max())
+    return max(errors)
