@@ -96,8 +96,29 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 8,
     "query_pre_attn_scalar": 8,
     "is_decoder": True,
+    "rotary_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
     "initializer_range": 0.2,
     "init_std": 0.2,
+}
+LEFT_OUT: tuple[tuple[str, ...], ...] = (
+    (),
+    ("head_dim",),
+    ("num_key_value_heads",),
+    ("head_dim", "num_key_value_heads"),
+    ("num_heads", "head_dim"),
+    ("num_experts", "num_local_experts", "num_experts_per_tok"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("num_hidden_layers", "head_dim", "num_key_value_heads"),
+)
+# Sizes of single architectures.
+MORE_SIZES: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"] * 2},
 }
 
 
@@ -107,22 +128,36 @@ def architectures() -> list[str]:
 
 
 def tiny_model(model_type: str) -> Any:
-    """A tiny random model of a type, in float32.
+    """A tiny random model of a type, in float32, whose own forward pass runs.
 
-    Sizes that a config refuses are left at its defaults one after the other, as long as the model stays small.
+    Sizes that do not go together in an architecture are left at its defaults, in the order of `LEFT_OUT`.
     """
+    errors = []
+    for left_out in LEFT_OUT:
+        sizes = {name: value for name, value in SIZES.items() if name not in left_out}
+        try:
+            model = built(model_type, {**sizes, **MORE_SIZES.get(model_type, {})})
+            with torch.no_grad():
+                model(input_ids=torch.arange(5, 25)[None])
+            return model
+        except Exception as error:  # of any architecture's own code
+            errors.append(error)
+    raise errors[0]
+
+
+def built(model_type: str, sizes: dict[str, Any]) -> Any:
+    """A random model of a type and of these sizes, as far as its config has them."""
     tokenizer = tiny_tokenizer("llama")
-    kind = CONFIG_MAPPING[model_type]
-    known = {*vars(kind()), *getattr(kind, "attribute_map", {})}
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id}
     tokens |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = kind(**{name: value for name, value in {**SIZES, **tokens}.items() if name in known})
-    text = config.get_text_config()
-    if text is not config:
-        # A composite model: its language model alone is tiny and read.
-        for name, value in {**SIZES, **tokens}.items():
-            if hasattr(text, name):
-                setattr(text, name, value)
+    kind = CONFIG_MAPPING[model_type]
+    usual = kind()
+    text = usual.get_text_config()
+    config = sized(type(text), {**sizes, **tokens})
+    if text is not usual:
+        # A composite model, of which the language model alone is used.
+        of_text = next(name for name, part in vars(usual).items() if part is text)
+        config = kind(**{of_text: config})
     with torch.device("meta"):
         weights = sum(w.numel() for w in transformers.AutoModelForCausalLM.from_config(config).parameters())
     if weights > MOST_WEIGHTS:
@@ -133,21 +168,25 @@ def tiny_model(model_type: str) -> Any:
     return model.eval()
 
 
+def sized(kind: Any, sizes: dict[str, Any]) -> Any:
+    """A config of a class with those of the sizes that it knows."""
+    known = {*vars(kind()), *getattr(kind, "attribute_map", {})}
+    return kind(**{name: value for name, value in sizes.items() if name in known})
+
+
 def check(model_type: str) -> dict[str, Any]:
     """The result for one model type."""
     try:
         model = tiny_model(model_type)
-        with torch.no_grad():
-            model(input_ids=torch.arange(5, 25)[None])
     except Exception as error:  # of any architecture's own code
         return {"result": "not built", "reason": first_line(error)}
     found: dict[str, Any] = {"class": type(model).__name__}
     for name, activated in (("plain", False), ("activated", True)):
         found[name] = compared(copy.deepcopy(model), activated)
-        if found[name]["result"] == "rejected":
-            return {**found, **found.pop(name)}
-    results = [found[name]["result"] for name in ("plain", "activated")]
-    worst = next(result for result in ("error", "differs", "equal") if result in results)
+        if found["plain"]["result"] != "equal":
+            break
+    results = [part["result"] for part in found.values() if isinstance(part, dict)]
+    worst = next(result for result in ("error", "differs", "rejected", "equal") if result in results)
     return {**found, "result": worst}
 
 
@@ -158,6 +197,9 @@ def compared(model: Any, activated: bool) -> dict[str, Any]:
     head = model.get_output_embeddings()
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
     layers = [name for name in linear if not re.search(r"router|\bgate\b", name)]
+    if activated:
+        # PEFT's activated LoRA is one of plain linear layers, not of experts that share a tensor.
+        layers = [name for name in layers if re.search(r"attn|attention", name)] or layers
     if "mamba" in model.config.model_type:
         # PEFT does not adapt what these layers compute themselves.
         layers = [name for name in layers if not name.endswith("out_proj")]

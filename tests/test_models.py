@@ -127,6 +127,12 @@ def test_scaled_logits_are_those_of_the_model(name: str):
     assert compare(agent).largest < TOLERANCE
 
 
+def test_layers_without_gradients_in_the_middle_of_a_pass_that_has_them():
+    # Its layers run several times, and only the last times are trained.
+    agent = agent_on(tiny("HrmTextConfig"))
+    assert compare(agent).largest < TOLERANCE
+
+
 def test_rejects_a_window_that_layers_apply_by_the_columns_of_their_cache():
     """Such a layer takes padding and branches for other distances."""
     model = tiny("GPTNeoConfig", attention_types=[[["local"], 4]], num_layers=4, num_heads=4, window_size=160)
