@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llamagym import AutoModelForCausalLMWithValueHead, LlamaGymError
 from llamagym.conversation.chat_template import invocation_tokens
 from tests.agents import WordAgent
-from tests.plain import compare, plain_logits, reference_error
+from tests.plain import compare, plain_logits, reference_error, trained_weights
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,6 +173,7 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, Any]:
     except LlamaGymError as error:
         return {"result": "rejected", "reason": first_line(error)}
     difference = compare(agent, steps=2, envs=2)
+    learn(peft.get_peft_model(load_base(folder), make()))
     reference = reference_error(agent, load_base(folder).eval())
     saved = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
     loading = loading_error(agent, saved, folder)
@@ -180,6 +181,20 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, Any]:
     # NaN is smaller than nothing.
     is_equal = all(number < TOLERANCE for number in numbers.values())
     return {"result": "equal" if is_equal else "differs", **{key: float(f"{n:.2g}") for key, n in numbers.items()}}
+
+
+def learn(wrapped: Any) -> None:
+    """Let a fresh adapter learn from one batch, and check that its weights have changed."""
+    options = {"batch_size": 4, "mini_batch_size": 4, "ppo_epochs": 1, "learning_rate": 0.01, "warmup_steps": 1}
+    model = AutoModelForCausalLMWithValueHead(wrapped)
+    agent = WordAgent(model, tiny_tokenizer("llama"), None, {"max_new_tokens": 3}, options, context="turn", seed=0)
+    before = [weight.detach().clone() for weight in trained_weights(agent)]
+    for turn in range(4):
+        agent.act("x" * turn)
+        agent.assign_reward(float(turn % 2))
+        agent.terminate_episode()
+    if agent.policy.num_updates != 1 or all(map(torch.equal, before, trained_weights(agent))):
+        raise AssertionError("the adapter has not learned")
 
 
 def context_of(name: str) -> str:

@@ -251,11 +251,12 @@ class Transformer:
             # far as an error would.
             part = first_layers(self._body, max(2, kinds_of_layers(self._body.config)))
             alone, hidden = self._read_alone(part)
+            with self.ready(is_accelerated=False):
+                if not self._branches_as(part, alone, hidden, is_shared=False, is_learning=False):
+                    raise self._rejected("tokens that follow cached ones, or branch off them, are computed otherwise")
             is_fused = self._sees_as(part, alone, hidden, is_shared=False)
             if not is_fused:
                 self._acceleration.unfuse(f"layers of {type(self._lm).__name__} compute something else")
-                if not self._branches_as(part, alone, hidden, is_shared=False, is_learning=False):
-                    raise self._rejected("tokens that follow cached ones, or branch off them, are computed otherwise")
             is_sdpa = attention_of(self._body.config) == "sdpa"
             # On a processor, where it was measured; in learning and acting.
             can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(part, alone, hidden, is_shared=True)

@@ -50,6 +50,14 @@ def keep_layers_(model: nn.Module, kept: set[int]) -> None:
     tuner.targeted_module_names = [name for name in tuner.targeted_module_names if not goes(name)]
 
 
+def has_variants(model: nn.Module) -> bool:
+    """Whether a LoRA has weights or computations of its own beside its matrices, as DoRA and LoRA of experts do."""
+    if any(type(layer).__name__ == "ParamWrapper" for layer in lora_layers(model)):
+        return True
+    variants = [variant for layer in lora_layers(model) for variant in getattr(layer, "lora_variant", {}).values()]
+    return not all(map(_may_be_activated, variants))
+
+
 def projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     """A and B of each active LoRA on a linear layer."""
     return [

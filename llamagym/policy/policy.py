@@ -284,8 +284,8 @@ class Policy:
         with self._backbone.temporary_copies():
             features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
         self._notice_changes()
-        for layer, rows in fresh.items():
-            aim_(layer, rows, inputs[layer], groups)
+        for layer, received in inputs.items():
+            aim_(layer, fresh[layer], received, groups)
         if critic:
             self.model.v_head.standardize_(features)
         self._state.keep()
