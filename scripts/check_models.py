@@ -45,7 +45,7 @@ TOLERANCE = 5e-4
 TIMEOUT_S = 180
 MEMORY_BYTES = 6 * 2**30
 # Larger ones take too long to compare.
-MOST_WEIGHTS = 5_000_000
+MOST_WEIGHTS = 100_000_000
 
 # What configs call the sizes of a model; those that one does not have are left out.
 SIZES: dict[str, Any] = {
@@ -116,9 +116,24 @@ LEFT_OUT: tuple[tuple[str, ...], ...] = (
     ("num_hidden_layers", "head_dim", "num_key_value_heads"),
 )
 # Sizes of single architectures.
+_SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 8,
+}
 MORE_SIZES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": _SHARED,
+    "gemma4_text": _SHARED,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
-    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "phi3": {"original_max_position_embeddings": 512},
+    "phi4_multimodal": {"original_max_position_embeddings": 512},
 }
 
 

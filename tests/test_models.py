@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from peft import LoraConfig
 
 from llamagym import AutoModelForCausalLMWithValueHead, ModelLoadError
 from llamagym.conversation.chat_template import invocation_tokens
+from scripts import check_models
 from tests.agents import WordAgent
 from tests.plain import compare
 from tests.tiny import tiny_tokenizer
@@ -200,3 +202,17 @@ def test_errors_inside_a_model_name_its_class(monkeypatch):
     monkeypatch.setattr(type(model.model), "forward", fails)
     with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM.*KeyError.*chunked_attention"):
         agent_on(model)
+
+
+def test_the_comparison_of_architectures_tells_what_is_equal_from_what_is_rejected():
+    assert check_models.check("mistral")["result"] == "equal"
+    found = check_models.check("bert")
+    assert found["result"] == "rejected"
+    assert "BertLMHeadModel" in found["plain"]["reason"]
+
+
+def test_published_architectures_are_equal_or_rejected():
+    found = json.loads((check_models.ROOT / "scripts" / "results" / "models.json").read_text(encoding="utf-8"))
+    results = {name: part["result"] for name, part in found["architectures"].items()}
+    assert set(results.values()) <= {"equal", "rejected", "not built"}
+    assert len(results) > 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,10 @@ def test_a_variant_of_lora_acts_while_an_activated_one_is_switched():
             if "magnitude" in name:
                 weight.mul_(2.0)
     assert compare(agent, steps=2, envs=2).largest < TOLERANCE
+
+
+def test_published_adapters_are_equal_or_rejected():
+    found = json.loads((check_adapters.ROOT / "scripts" / "results" / "adapters.json").read_text(encoding="utf-8"))
+    results = {name: part["result"] for name, part in found["cases"].items()}
+    assert set(results.values()) <= {"equal", "rejected", "not run by PEFT alone"}
+    assert {name for name, result in results.items() if result == "equal" and ":" not in name} == SUPPORTED

@@ -389,10 +389,11 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) ->
             "peft_config was given for a model that already has an adapter. Drop peft_config to go on training that "
             "adapter, or load its base to begin a new one."
         )
+    # Before an adapter that fails has changed some of them.
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:
         wrapped = get_peft_model(_prepare(model), peft_config)
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise ModelLoadError(
             f"cannot attach the adapter to {type(model).__name__}: {error} Its linear modules are {sorted(linear)}; "
             "name some of them as peft_config.target_modules."
