@@ -42,7 +42,7 @@ from tests.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 5e-4
-TIMEOUT_S = 180
+TIMEOUT_S = 60
 MEMORY_BYTES = 6 * 2**30
 # Larger ones take too long to compare.
 MOST_WEIGHTS = 100_000_000
