@@ -31,6 +31,8 @@ def architectures() -> str:
         plain = found.get("plain", found)
         activated = found.get("activated", plain)
         groups[_outcome(plain, activated)].append(f"`{name}`")
+    if missing := [f"`{name}`" for name in whole["all"] if name not in whole["architectures"]]:
+        groups["not compared yet"] = missing
     return "\n".join([_versions(whole["versions"]), "", *_table("architectures", groups)])
 
 
