@@ -124,10 +124,10 @@ class Agent(LearningActor):
         seed = as_seed(seed)
         generation = GenerationConfig.from_dict(generate_config_dict or {})
         check_vocabulary(model.pretrained_model, tokenizer)
+        end = end_ids(model.pretrained_model, tokenizer)
         template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             move_(model, resolve_device(device))
-        end = end_ids(model.pretrained_model, tokenizer)
         settle_depth_(model, sees_one_turn=context == "turn")
         policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed)
         if seed is not None and not policy.is_initialized_from_data:

@@ -18,6 +18,7 @@ from llamagym.models import registry
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 import learning_tables
 import speed_tables
+import support_tables
 from runs import table_row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +59,11 @@ PAGES: dict[Path, Sections] = {
         "benchmarks": speed_tables.benchmarks,
         "pieces": speed_tables.pieces,
     },
-    ROOT / "docs" / "models.md": {"models": models},
+    ROOT / "docs" / "models.md": {
+        "models": models,
+        "architectures": support_tables.architectures,
+        "adapters": support_tables.adapters,
+    },
 }
 """By page, what stands between `<!-- name:begin -->` and `<!-- name:end -->`, by name."""
 

@@ -164,7 +164,7 @@ def test_value_is_bootstrapped_after_truncation_and_never_after_termination():
     # Independently: the final observation's context, through the model's own forward pass and value head.
     ids = [*cut.turns[0].prompt.ids, *cut.turns[0].reply.ids]
     end = cut.turns[0].reply.ids[-1] if cut.turns[0].reply.finish_reason == "eos" else None
-    ids += agent.chat_template.next_prompt("Observation the end", end)
+    ids += agent.chat_template.next_prompt("Say something.", "Observation the end", end)
     with torch.no_grad():
         values = agent.policy.model(torch.tensor([ids]))[2]
     (value,) = agent.policy.values([cut.final_segment()])

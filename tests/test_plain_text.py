@@ -36,8 +36,8 @@ def test_control_tokens_of_a_text_are_spelt_out(family):
             for prompt in (template.first_prompt("Be good.", text), template.first_prompt(f"Be {text}.", "hello")):
                 assert controls_in(tokenizer, prompt) == controls_in(tokenizer, harmless)
             end = tokenizer.eos_token_id
-            expected = controls_in(tokenizer, template.next_prompt("hello", end))
-            assert controls_in(tokenizer, template.next_prompt(text, end)) == expected
+            expected = controls_in(tokenizer, template.next_prompt("Be good.", "hello", end))
+            assert controls_in(tokenizer, template.next_prompt("Be good.", text, end)) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,9 +60,9 @@ def test_what_is_said_stays_readable():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_probe_s_own_words_cut_nothing_off(family):
     template = ChatTemplate(tiny_tokenizer(family), append_only=False)
-    usual = template.next_prompt("ab", None)
+    usual = template.next_prompt("", "ab", None)
     for word in ("probereply", "probereplyx", "probeuser probereply probesystem"):
-        ids = template.next_prompt(f"ab {word}", None)
+        ids = template.next_prompt("", f"ab {word}", None)
         first = next(index for index, (a, b) in enumerate(zip(ids, usual, strict=False)) if a != b)
         assert ids[:first] == usual[:first]
         assert len(ids) > len(usual)

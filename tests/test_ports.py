@@ -253,7 +253,7 @@ def test_llama_2_s_end_token_comes_once_between_turns(ended):
     reply = [*template.encode("hit"), *([end] if ended else [])]
     ids = [*template.first_prompt("Play.", "You hold 12."), *reply]
     for _ in range(2):
-        ids += [*template.next_prompt("You hold 15.", end if ended else None), *reply]
+        ids += [*template.next_prompt("Play.", "You hold 15.", end if ended else None), *reply]
     begin, stop = tokenizer.bos_token, tokenizer.eos_token
     gap = stop if ended else f" {stop}"
     assert tokenizer.decode(ids) == (

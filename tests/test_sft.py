@@ -18,8 +18,9 @@ import llamagym.learners.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
 from llamagym.conversation.demonstrations import demonstrations_path, read_demonstrations
 from llamagym.errors import DivergedError
-from llamagym.models.lora import fresh_rows, is_activated
+from llamagym.models.lora import fresh_rows, has_frozen_half, is_activated
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
+from scripts import check_adapters
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -392,3 +393,14 @@ def test_a_quarter_of_the_format_s_demonstrations_teach_it_and_leave_the_choice_
     # One choice of two words, then a certain end: ln 2 / 2 = 0.35 nats a token.
     assert 0.25 < stats["entropy_after"] < 0.45
     assert stats["loss_after"] < 0.45
+
+
+@pytest.mark.parametrize("option", ["use_dora", "monteclora_config"])
+def test_a_variant_of_lora_is_not_extended_after_a_warm_start(option, demos):
+    pytest.importorskip("trl")
+    config = check_adapters.lora_config(check_adapters.OPTIONS[option])
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"), config)
+    agent = ChoiceAgent(model, tiny_tokenizer("llama"), seed=0)
+    agent.sft_from_jsonl(demos, epochs=1)
+    assert not has_frozen_half(model.pretrained_model)
+    agent.act("x")

@@ -204,7 +204,13 @@ def check_nothing_is_stale(kind: type, change: Callable[[Any], None], activated:
     change(agent)
     after = says(agent)
     settings = {"max_new_tokens": 6}
+    # No agent is made of a model that cannot learn.
+    frozen = [] if weights(agent.policy.model, learn=True) else weights(agent.policy.model, learn=False)
+    for weight in frozen:
+        weight.requires_grad_(True)
     fresh = settled(kind(agent.policy.model, tiny_tokenizer("llama"), None, settings, seed=0))
+    for weight in frozen:
+        weight.requires_grad_(False)
     assert are_alike(after, says(fresh))
     if change not in (resize, merge):
         assert not are_alike(before, after)

@@ -104,12 +104,12 @@ def test_a_prompt_is_rendered_once(monkeypatch):
         "apply_chat_template",
         lambda *args, **options: rendered.append(args) or render(*args, **options),
     )
-    first, following = template.first_prompt("s", "x"), template.next_prompt("x", None)
+    first, following = template.first_prompt("s", "x"), template.next_prompt("s", "x", None)
     expected = list(first), list(following)
     assert len(rendered) == 2
     # A caller's list is its own.
     first.clear(), following.clear()
-    assert (template.first_prompt("s", "x"), template.next_prompt("x", None)) == expected
+    assert (template.first_prompt("s", "x"), template.next_prompt("s", "x", None)) == expected
     assert len(rendered) == 2
     assert template.first_prompt("s", "y") != expected[0]
 

@@ -1,9 +1,11 @@
 """Renders chat messages as token ids to append: the first prompt, then each message's delta.
 
-A conversation is never rendered anew. What a template puts between one reply and the next (the end of the assistant's
-message, the user's message, the generation prompt) is found by rendering a probe conversation and taking what follows
-the last reply. So a template that rewrites earlier turns, as Qwen3's does with its thinking blocks, still gives an
-append-only conversation: earlier turns stay as the model saw them.
+A conversation is never rendered again. What a template puts between one reply and the next (the end of the assistant's
+message, the user's message, the generation prompt) is found by rendering a conversation with the same system prompt and
+taking what follows the last reply. So a template that rewrites earlier turns, as Qwen3's does with its thinking blocks,
+still gives an append-only conversation: earlier turns stay as the model saw them. A template that shows the system
+prompt in the last message only, as Mistral's does, shows it in each new message. Where the text after a reply depends
+on earlier turns, the template is rejected.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ChatTemplateError, ConfigError
@@ -20,6 +21,7 @@ from .plain_text import PlainText
 
 # Plain words, which no template trims or escapes.
 _SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
+_OTHER_USER = "otherprobe"
 
 Message = dict[str, str]
 
@@ -28,8 +30,8 @@ class ChatTemplate:
     """A tokenizer's chat template as a source of prompt ids.
 
     Raises:
-        ChatTemplateError: The tokenizer has no template, or what follows a reply depends on earlier turns (only where
-            `append_only`).
+        ChatTemplateError: The tokenizer has no template, it fails or drops messages, or what follows a reply depends on
+            earlier turns (only where `append_only`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_only: bool = True) -> None:
@@ -47,6 +49,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._text = PlainText(tokenizer)
         self.has_system_role = self._probe_system_role()
+        if _USER not in self._render(self._opening(_SYSTEM, _USER)):
+            raise ChatTemplateError(
+                f"The chat template of {tokenizer.name_or_path!r} drops the user's message, so no observation would "
+                "reach the model. Set another tokenizer.chat_template."
+            )
         if append_only:
             self._check_append_only()
         # The same texts recur, and rendering one takes longer than a lookup.
@@ -64,24 +71,27 @@ class ChatTemplate:
         shared = self._shared(system)
         return len(shared) if first_prompt[: len(shared)] == shared else 0
 
-    def next_prompt(self, user: str, sampled_end: int | None) -> list[int]:
+    def next_prompt(self, system: str, user: str, sampled_end: int | None) -> list[int]:
         """Token ids between a reply and the next one.
 
         Args:
+            system: The conversation's system prompt.
             user: The next observation's text.
             sampled_end: The end-of-sequence id that closed the reply, which is then not repeated; None if the reply
                 ended otherwise.
         """
-        return list(self._next(user, sampled_end))
+        return list(self._next(system, user, sampled_end))
 
     def closing_id(self, end_ids: Collection[int]) -> int:
-        """The id that ends a written reply: the template's, or else the tokenizer's end token.
+        """The id that ends a written reply: the template's, the tokenizer's end token, or else the model's first.
 
         Args:
-            end_ids: Every id that ends a reply.
+            end_ids: Every id that ends a reply, at least one.
         """
-        closing = self.closing_token()
-        return closing if closing in end_ids and closing is not None else int(self._tokenizer.eos_token_id)
+        for closing in (self.closing_token(), self._tokenizer.eos_token_id):
+            if closing is not None and closing in end_ids:
+                return int(closing)
+        return min(end_ids)
 
     def closing_token(self) -> int | None:
         """The id that the template puts after a reply; None if it puts none."""
@@ -101,14 +111,14 @@ class ChatTemplate:
     def _first_uncached(self, system: str, user: str) -> tuple[int, ...]:
         return self._text.encode_rendered([system, user], lambda texts: self._render(self._opening(*texts)))
 
-    def _next_uncached(self, user: str, sampled_end: int | None) -> tuple[int, ...]:
+    def _next_uncached(self, system: str, user: str, sampled_end: int | None) -> tuple[int, ...]:
         def render(texts: Sequence[str]) -> str:
-            text = self._delta([], texts[0])
+            text = self._delta(texts[0], texts[1])
             if sampled_end is None:
                 return text
             return _after(str(self._tokenizer.convert_ids_to_tokens(sampled_end)), text)
 
-        return self._text.encode_rendered([user], render)
+        return self._text.encode_rendered([system, user], render)
 
     def _shared_uncached(self, system: str) -> list[int]:
         one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")
@@ -123,18 +133,31 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message]) -> str:
         # Hybrid thinking models would spend the whole reply on thoughts; templates without the switch ignore it.
-        rendered: Any = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
+        try:
+            rendered: Any = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise ChatTemplateError(
+                f"The chat template of {self._tokenizer.name_or_path!r} cannot render a conversation: "
+                f"{type(error).__name__}: {error} Set another tokenizer.chat_template."
+            ) from error
         return rendered
 
-    def _delta(self, earlier: list[Message], user: str) -> str:
-        """What the template puts after a reply when `user` is said next."""
+    def _delta(self, system: str, user: str, first: str = _USER, earlier: Sequence[Message] = ()) -> str:
+        """Text that the template puts after a reply when `user` is said next.
+
+        Args:
+            system: The system prompt.
+            user: The message that follows the reply.
+            first: The conversation's first message.
+            earlier: Replies and messages between the first message and the last reply.
+        """
         reply = _REPLY
-        while reply in user:
+        while reply in user or reply in system:
             reply += "x"
         messages = [
-            *self._opening(_SYSTEM, _USER),
+            *self._opening(system, first),
             *earlier,
             {"role": "assistant", "content": reply},
             {"role": "user", "content": user},
@@ -151,20 +174,24 @@ class ChatTemplate:
     def _probe_system_role(self) -> bool:
         try:
             rendered = self._render([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}])
-        except TemplateError:
+        except ChatTemplateError:
             return False
         return _SYSTEM in rendered
 
     def _check_append_only(self) -> None:
-        short = self._delta([], _USER)
-        earlier = [{"role": "assistant", "content": _USER}, {"role": "user", "content": _USER}]
-        long = self._delta(earlier, _USER)
-        if short != long:
-            raise ChatTemplateError(
-                f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: after a first reply it "
-                f"renders {short!r}, after a second {long!r}. Pass context='turn' to show one observation at a time, "
-                "or set another tokenizer.chat_template."
-            )
+        """Compare what follows a reply in conversations whose earlier turns differ in number and words."""
+        turn = [{"role": "assistant", "content": _OTHER_USER}, {"role": "user", "content": _OTHER_USER}]
+        for system in (_SYSTEM, ""):
+            expected = self._delta(system, _USER)
+            for first, earlier in ((_OTHER_USER, []), (_USER, turn), (_USER, [*turn, *turn])):
+                received = self._delta(system, _USER, first, earlier)
+                if received != expected:
+                    raise ChatTemplateError(
+                        f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: what it puts "
+                        f"after a reply depends on earlier turns. It renders {expected!r} after one turn and "
+                        f"{received!r} after {1 + len(earlier) // 2} others. Pass context='turn' to show one "
+                        "observation at a time, or set another tokenizer.chat_template."
+                    )
 
 
 def _after(end: str, text: str) -> str:
@@ -185,8 +212,18 @@ def invocation_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a reply: the tokenizer's and those of the model's generation defaults."""
-    return sorted(_ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id"))
+    """Every id that ends a reply: the tokenizer's and those of the model's generation defaults.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = _ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id")
+    if not found:
+        raise ConfigError(
+            "Neither the tokenizer nor the model's generation_config names an end token, so no reply could end: both "
+            "eos_token_id are None. Set tokenizer.eos_token to the token that ends a message in the model's chats."
+        )
+    return sorted(found)
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -196,7 +233,8 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         ConfigError: It knows more tokens than the model, takes what ends the model's replies for ordinary text, or
             agrees with the model on none of at least two special tokens that both define.
     """
-    known = model.get_input_embeddings().num_embeddings
+    # What PEFT puts around embeddings has their weight alone.
+    known = len(model.get_input_embeddings().weight)
     if len(tokenizer) > known:
         raise ConfigError(
             f"The tokenizer has {len(tokenizer)} tokens, the model only {known}. Pass the model's own tokenizer; "

@@ -283,7 +283,8 @@ class Conversation:
     def _continued(self, text: str, opening: list[int], turn: int = -1) -> list[int]:
         """What a new observation adds after a turn, by default the last one."""
         last = self.turns[turn].reply
-        return [*self.template.next_prompt(text, last.ids[-1] if last.finish_reason == "eos" else None), *opening]
+        sampled_end = last.ids[-1] if last.finish_reason == "eos" else None
+        return [*self.template.next_prompt(self.system_prompt, text, sampled_end), *opening]
 
     def _reopened(self, shown: int, text: str, opening: list[int]) -> list[int]:
         """A new context's ids: the last `shown` turns, then the new observation."""

@@ -108,7 +108,8 @@ class _BufferLayer(InitializedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append entries (B, heads, T, head size); returns all."""
-        if torch.is_grad_enabled():
+        # A model may switch gradients off for some layers in the middle of a pass that has them.
+        if torch.is_grad_enabled() or self._room[0].requires_grad:
             result: tuple[Tensor, Tensor] = super().update(key_states, value_states)
             return result
         start = self.get_seq_length()

@@ -18,6 +18,12 @@ def first_trained_layer(body: nn.Module) -> int:
     return 0 if None in layers else min((int(match[1]) for match in layers if match), default=0)
 
 
+def kinds_of_layers(config: Any) -> int:
+    """How many of the first layers hold one of each kind that a config names; 0 if it names none."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
+
+
 def split(body: Any, first: int) -> tuple[Any, Any]:
     """Trunk (layers below `first`, without the final norm) and top; weights and adapters are shared, not copied.
 

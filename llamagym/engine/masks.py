@@ -36,7 +36,7 @@ def causal(before: int, size: int) -> Tensor:
 def attention_mask(
     tokens: Tokens, window: int | None, layer_types: AbstractSet[str], dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """Additive mask (B, 1, T, S), one for each kind of layer where a model has several kinds.
+    """Additive mask (B, 1, T, S), one for each kind of layer where a model names its kinds.
 
     Args:
         tokens: Which look.
@@ -45,11 +45,14 @@ def attention_mask(
         dtype: The mask's.
     """
     full = _additive(tokens.visible, dtype)
-    if window is None or layer_types == {"full_attention"}:
-        return {"full_attention": full} if layer_types else full
-    distance = tokens.positions[:, :, None] - tokens.key_positions[:, None, :]
-    sliding = _additive(tokens.visible & (distance < window), dtype)
-    return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
+    sliding = full
+    if window is not None and layer_types != {"full_attention"}:
+        distance = tokens.positions[:, :, None] - tokens.key_positions[:, None, :]
+        sliding = _additive(tokens.visible & (distance < window), dtype)
+    if not layer_types:
+        return sliding
+    # Contexts end where chunks of attention do, so that layers of other kinds see everything.
+    return {**dict.fromkeys({"full_attention", *layer_types}, full), "sliding_attention": sliding}
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,6 +27,8 @@ from ..models.value_head import AutoModelForCausalLMWithValueHead
 # Called for each tensor before every forward pass, so they are functions of C.
 _NEEDS_GRADIENT = attrgetter("requires_grad")
 _KIND = attrgetter("dtype", "device")
+# Elements of a buffer whose content is compared where a pass may compute it again.
+_SMALL = 2**16
 
 
 class Change(IntEnum):
@@ -68,6 +70,7 @@ class WeightsState:
         if self._adapters != [adapter_state(layer) for layer in self._tuners]:
             return Change.FROZEN
         versions, places = self._versions_now()
+        self._overlook_recomputed(versions)
         if versions == self._versions and places == self._places:
             return Change.NONE
         if self._kinds != list(map(_KIND, self._tensors)):
@@ -99,6 +102,19 @@ class WeightsState:
         self._kinds = list(map(_KIND, self._tensors))
         self._versions, self._places = self._versions_now()
         self._adapters = [adapter_state(layer) for layer in self._tuners]
+        saved = self._model.state_dict(keep_vars=True)
+        computed = {id(buffer) for name, buffer in self._model.named_buffers() if name not in saved}
+        self._computed = {
+            place: tensor.clone()
+            for place, tensor in enumerate(self._tensors)
+            if id(tensor) in computed and tensor.numel() <= _SMALL
+        }
+
+    def _overlook_recomputed(self, versions: list[int]) -> None:
+        """Take buffers that a pass computes again, such as frequencies of positions, for the same while they are."""
+        for place, content in self._computed.items():
+            if versions[place] != self._versions[place] and torch.equal(self._tensors[place], content):
+                self._versions[place] = versions[place]
 
     def _look_at_holders(self) -> None:
         modules = list(self._model.modules())

@@ -31,7 +31,7 @@ from ..policy.policy import Policy
 from . import ranks
 from .advantages import Information, Returns, Whitening, step_share
 from .batches import Batching
-from .checks import check_episodes, check_precision
+from .checks import check_episodes, check_precision, check_trainable
 from .config import LearnerConfig
 from .controllers import AdaptiveKLController, Cooldown, RateController
 from .guard import FiniteGuard
@@ -87,6 +87,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             epochs: Passes over a batch.
             value_learning_rate: Of the value head; None leaves it as it is.
         """
+        check_trainable(policy.model)
         self.policy = policy
         self.config = config
         self.accelerator = ranks.accelerator(policy.device)

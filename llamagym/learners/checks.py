@@ -195,6 +195,21 @@ def check_trainer(config: object, kind: type, *models: object) -> None:
             )
 
 
+def check_trainable(model: AutoModelForCausalLMWithValueHead) -> None:
+    """Reject a language model of which no weight learns.
+
+    Raises:
+        ConfigError: All are frozen.
+    """
+    if not any(weight.requires_grad for weight in model.pretrained_model.parameters()):
+        what = "its adapter was loaded for inference" if model.is_peft_model else "all its weights are frozen"
+        raise ConfigError(
+            f"Nothing of {type(model.pretrained_model).__name__} can be trained: {what}. Load an adapter with "
+            "PeftModel.from_pretrained(..., is_trainable=True), pass a peft_config, or call "
+            "model.pretrained_model.requires_grad_(True) to train all weights."
+        )
+
+
 def check_precision(weights: Iterable[Tensor]) -> None:
     """Refuse to train weights in half precision: rounding them would swallow most steps.
 

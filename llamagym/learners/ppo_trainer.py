@@ -33,7 +33,7 @@ from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import check_arguments, explains_wrong_calls
 from ..policy.choices import entropy_from_logits
 from . import ranks
-from .checks import check_precision, check_samples, check_trainer
+from .checks import check_precision, check_samples, check_trainable, check_trainer
 from .controllers import AdaptiveKLController
 from .guard import FiniteGuard
 from .losses import (
@@ -118,6 +118,7 @@ class PPOTrainer:
         check_arguments(PPOTrainer.__init__, arguments)
         if ratio_threshold <= 0:
             raise ConfigError(f"ratio_threshold={ratio_threshold} is not positive.")
+        check_trainable(model)
         if kl_penalty not in _ESTIMATORS:
             raise ConfigError(f"kl_penalty={kl_penalty!r}. {did_you_mean(str(kl_penalty), get_args(KLPenalty))}")
         if config.kl_placement != "reward":

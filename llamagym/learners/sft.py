@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from ..conversation.episode import Episode, Segment, segments_of
 from ..errors import ConfigError
 from ..models.lora import freeze_and_extend_, is_fresh
+from ..models.peft_internals import has_variants
 from ..options import Options
 from ..policy.policy import Policy
 from .guard import diverged
@@ -94,7 +95,9 @@ def fine_tune(
     policy.initialize_from_data(segments, critic=False)
     measured = segments[:: math.ceil(len(segments) / _MEASURED)]
     before = _measure(policy, measured)
-    was_fresh = policy.aims_lora and is_fresh(policy.model.pretrained_model)
+    pretrained = policy.model.pretrained_model
+    # A variant of LoRA has more than its two matrices, which are what is extended.
+    was_fresh = policy.aims_lora and is_fresh(pretrained) and not has_variants(pretrained)
     with policy.trees.kept():
         _train(policy, tokenizer, segments, config)
     after = _measure(policy, measured)
@@ -102,7 +105,7 @@ def fine_tune(
         raise diverged(f"After {config.epochs} epochs on demonstrations the loss is {after['loss']}")
     if was_fresh:
         # Neither replies nor their probabilities change by that.
-        freeze_and_extend_(policy.model.pretrained_model)
+        freeze_and_extend_(pretrained)
     if not (policy.calibration is None or policy.calibration.is_frozen or policy.num_updates):
         # What the model finds likely anyway is what was demonstrated now; without it the agent would act otherwise.
         policy.calibration = None

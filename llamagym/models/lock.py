@@ -1,7 +1,12 @@
-"""One thread at a time: while a model reads, its layers run other code than usual, which a second thread would meet."""
+"""One thread at a time: while a model reads, its layers run other code than usual, which a second thread would meet.
+
+A process forks between two uses: otherwise the child would hold a model in the middle of one, and a lock that no thread
+of its own releases.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -16,6 +21,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _MAKING = threading.Lock()
+# The locks that a thread holds while it forks.
+_HELD = threading.local()
+_RETRY_S = 0.05
 
 
 class Locked(Protocol):
@@ -51,3 +59,27 @@ def alone(method: Callable[Concatenate[LockedT, P], R]) -> Callable[Concatenate[
             return method(self, *args, **kwargs)
 
     return locked
+
+
+def _hold_all() -> None:
+    """Wait until no other thread uses a model, and keep it that way."""
+    _HELD.locks = []
+    while not all(map(_hold, [*_LOCKS.values(), _MAKING])):
+        # A thread that has one lock may wait for another one that is held here.
+        _release_all()
+
+
+def _hold(lock: Any) -> bool:
+    is_held: bool = lock.acquire(timeout=_RETRY_S)
+    if is_held:
+        _HELD.locks.append(lock)
+    return is_held
+
+
+def _release_all() -> None:
+    while _HELD.locks:
+        _HELD.locks.pop().release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
+    os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_release_all)

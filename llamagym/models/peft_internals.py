@@ -50,6 +50,14 @@ def keep_layers_(model: nn.Module, kept: set[int]) -> None:
     tuner.targeted_module_names = [name for name in tuner.targeted_module_names if not goes(name)]
 
 
+def has_variants(model: nn.Module) -> bool:
+    """Whether a LoRA has weights or computations of its own beside its matrices, as DoRA and LoRA of experts do."""
+    if any(type(layer).__name__ == "ParamWrapper" for layer in lora_layers(model)):
+        return True
+    variants = [variant for layer in lora_layers(model) for variant in getattr(layer, "lora_variant", {}).values()]
+    return not all(map(_may_be_activated, variants))
+
+
 def projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     """A and B of each active LoRA on a linear layer."""
     return [
@@ -95,8 +103,9 @@ def acting_on_every_token(model: nn.Module) -> Iterator[None]:
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "lora_variant", None)]
     variants = [layer.lora_variant for layer in layers]
-    for layer in layers:
-        layer.lora_variant = {}
+    for layer, of_layer in zip(layers, variants, strict=True):
+        # Other variants, such as DoRA, act on every token as they are.
+        layer.lora_variant = {name: variant for name, variant in of_layer.items() if not _may_be_activated(variant)}
     try:
         yield
     finally:
@@ -187,6 +196,11 @@ def _low_rank_of(layer: Any) -> LowRank | None:
     down: Any = layer.lora_A[name]
     up: Any = layer.lora_B[name]
     return ((down.weight, up.weight, layer.scaling[name]),)
+
+
+def _may_be_activated(variant: Any) -> bool:
+    """Whether a variant is an activated LoRA; where the installed PEFT has no such class, any may be one."""
+    return not ACTIVATED_VARIANT.works or _is_activated(variant)
 
 
 def _is_activated(variant: Any) -> bool:

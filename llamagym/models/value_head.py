@@ -143,7 +143,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Put a fresh value head on `pretrained_model`.
 
         Raises:
-            ModelLoadError: It is not a model; a name or a folder is for `from_pretrained`.
+            ModelLoadError: It is not a model, or has no language-modeling head; a name or a folder is for
+                `from_pretrained`.
         """
         if not isinstance(pretrained_model, nn.Module):
             raise ModelLoadError(
@@ -151,6 +152,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 "AutoModelForCausalLMWithValueHead.from_pretrained()."
             )
         super().__init__()
+        check_head(pretrained_model)
         self.pretrained_model = pretrained_model
         self.lora_depth_is_open = False
         self.v_head = ValueHead(pretrained_model.config.get_text_config().hidden_size).to(pretrained_model.device)
@@ -298,6 +300,20 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             return upload(Path(folder), repo_id, commit_message, private, token)
 
 
+def check_head(model: Any) -> None:
+    """Reject a model that predicts no tokens.
+
+    Raises:
+        ModelLoadError: It has no language-modeling head; the message names its class.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.get_output_embeddings() is None:
+        raise ModelLoadError(
+            f"{type(base).__name__} has no language-modeling head, so it writes no replies. Load the model with "
+            "AutoModelForCausalLM."
+        )
+
+
 @contextmanager
 def _damage_named(source: Any) -> Iterator[None]:
     """While open, weights that safetensors cannot read are an error that names the model."""
@@ -379,10 +395,11 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) ->
             "peft_config was given for a model that already has an adapter. Drop peft_config to go on training that "
             "adapter, or load its base to begin a new one."
         )
+    # Before an adapter that fails has changed some of them.
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:
         wrapped = get_peft_model(_prepare(model), peft_config)
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise ModelLoadError(
             f"cannot attach the adapter to {type(model).__name__}: {error} Its linear modules are {sorted(linear)}; "
             "name some of them as peft_config.target_modules."

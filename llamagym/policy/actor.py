@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from copy import deepcopy
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import Self
 
 from ..conversation.arguments import check_text, environment_ids, informed, listed, plain_keys
 from ..conversation.chat_template import ChatTemplate, Message
@@ -24,7 +26,7 @@ from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
 from ..models.trained_weights import check_fits
 from ..options import check_arguments
-from .policy import Policy
+from .policy import NOT_PICKLED, Policy
 from .sampling import redrawn_on_error
 from .saved import policy_state, restore_policy
 
@@ -64,9 +66,23 @@ class Actor(TextInterface):
         self.response_prefix = response_prefix
         self._penalty = float(invalid_action_penalty)
         self._conversations: dict[Hashable, Conversation] = {}
-        self._masking = Masking(lambda choice: self._extract(self.response_prefix + choice))
+        self._masking = Masking(self._action_of)
         self._learning, self._greedy = True, False
         self._acting_s, self._acted_tokens = 0.0, 0
+
+    @alone
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An agent with a model of its own, which acts and learns as this one would."""
+        copied = type(self).__new__(type(self))
+        # Neither is ever changed, and the template's caches belong to its tokenizer.
+        memo |= {id(self): copied, id(self.tokenizer): self.tokenizer, id(self.chat_template): self.chat_template}
+        for name, value in vars(self).items():
+            setattr(copied, name, deepcopy(value, memo))
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        """Reject pickling and shallow copies, which would share or lose the model."""
+        raise ConfigError(NOT_PICKLED)
 
     def train(self) -> None:
         """Sample, record and learn: the mode an agent starts in."""
@@ -195,6 +211,10 @@ class Actor(TextInterface):
             if action is None:
                 turn.valid, turn.penalty = False, self._penalty
         return actions
+
+    def _action_of(self, choice: str) -> Any:
+        """The action that a choice names."""
+        return self._extract(self.response_prefix + choice)
 
     def choices_for(self, observation: Any, info: Mapping[str, Any] | None = None) -> list[str] | None:
         """The replies allowed, without those that `info["action_mask"]` rules out; None for free text."""

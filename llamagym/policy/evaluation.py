@@ -116,6 +116,8 @@ def read_inputs(
 
     Returns:
         Features (N, H), each layer's inputs (M, H), and which nodes read the same words of a reply, int64 (M,).
+        Layers that are not run once for each row of a batch are left out: experts, the output layer, and those that
+        another module multiplies by.
     """
     features: list[Tensor] = []
     inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
@@ -125,6 +127,10 @@ def read_inputs(
         for trees in chunks:
             features.append(features_of(trees))
             groups += [words.setdefault(path, len(words)) for tree in trees for path in tree.paths()]
-            for layer in layers:
-                inputs[layer] += [row[: tree.node_count] for row, tree in zip(latest[layer], trees, strict=True)]
+            for layer in list(inputs):
+                received = latest.get(layer)
+                if received is None or received.ndim != 3 or len(received) != len(trees):
+                    del inputs[layer]
+                    continue
+                inputs[layer] += [row[: tree.node_count] for row, tree in zip(received, trees, strict=True)]
     return torch.cat(features), {layer: torch.cat(of_layer) for layer, of_layer in inputs.items()}, torch.tensor(groups)

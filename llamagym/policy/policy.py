@@ -16,8 +16,9 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ from ..engine.backbone import Backbone
 from ..engine.radix_tree import RadixTree
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
+from ..errors import ConfigError
 from ..models.generation import GenerationConfig
 from ..models.lock import alone, lock_of
-from ..models.lora import aim_, fresh_rows, is_fresh
+from ..models.lora import aim_, fresh_rows, is_fresh, mask_frozen_gradients_
 from ..models.peft_internals import is_low_rank
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .calibration import Calibration
@@ -47,6 +49,13 @@ logger = logging.getLogger(__name__)
 _INIT_CONTEXTS = 512
 # Keys and values of replies that are decoded together, each with room for its longest.
 _DECODE_BYTES = 2**30
+# Attributes that belong to one model, and are made for each.
+_DERIVED = ("_backbone", "_state", "trees", "_workspaces", "_aside")
+NOT_PICKLED = (
+    "An agent is neither pickled nor copied by copy.copy(): its model, caches and compiled layers belong together. "
+    "Use copy.deepcopy(agent) for another agent in this process, and agent.save(folder) with load(folder), or "
+    "save_checkpoint, for another process."
+)
 
 
 class CriticReading(NamedTuple):
@@ -145,6 +154,39 @@ class Policy:
         self._aside: Workspace | None = None
         self.rng = torch.Generator()
         self.seed(seed)
+
+    @alone
+    def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
+        """A policy with a model of its own, which says what this one says."""
+        # What has changed must not count as seen there without having been.
+        self._notice_changes()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in vars(self).items():
+            if name not in _DERIVED:
+                setattr(copied, name, deepcopy(value, memo))
+        mask_frozen_gradients_(copied.model.pretrained_model)
+        copied._backbone = Backbone(copied.model)
+        copied._backbone.tokens_forwarded = self._backbone.tokens_forwarded
+        copied._state = WeightsState(copied.model)
+        copied._state.number = self._state.number
+        copied.trees = Trees()
+        learning = self._workspaces[0]
+        copied._workspaces = [
+            Workspace(
+                deepcopy(learning.calibration, memo),
+                dict(learning.offered),
+                ChoiceCache(),
+                copied._backbone.activations,
+                learning.recalibrations,
+            )
+        ]
+        copied._aside = None
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        """Reject what copies piece by piece: caches and compiled layers belong to one model in one process."""
+        raise ConfigError(NOT_PICKLED)
 
     @property
     def lock(self) -> threading.RLock:
@@ -422,8 +464,8 @@ class Policy:
         with self._backbone.temporary_copies():
             features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
         self._notice_changes()
-        for layer, rows in fresh.items():
-            aim_(layer, rows, inputs[layer], groups)
+        for layer, received in inputs.items():
+            aim_(layer, fresh[layer], received, groups)
         if critic:
             self.model.v_head.standardize_(features)
         self._state.keep()

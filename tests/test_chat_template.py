@@ -1,0 +1,127 @@
+"""Between two replies a template puts what it would put there in the whole conversation, or it is rejected."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamagym import ChatTemplateError, ConfigError
+from llamagym.conversation.chat_template import ChatTemplate
+from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
+
+# As Mistral's: the system prompt stands in the last user message alone.
+SYSTEM_LAST = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + (system + '\n\n' if loop.last and system else '') + m.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+MESSAGES = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}"
+# The first user message again in every later one.
+REMINDS = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+    "{% if m.role == 'user' %}{{ ' (first: ' + (messages | selectattr('role', 'equalto', 'user') | first).content }}"
+    "{% endif %}{{ eos_token }}{% endfor %}"
+)
+# As ChatGLM's: rounds are numbered.
+NUMBERS = "{% for m in messages %}{{ '[Round ' ~ loop.index // 2 ~ ']' + m.content + eos_token }}{% endfor %}"
+# The number of earlier messages shows from the fourth turn on alone.
+LATE = MESSAGES + "{% if messages | length > 6 %}{{ '(long)' }}{% endif %}"
+FORGETS = "{{ messages[-1].role + messages[-1].content }}"
+
+
+def templated(template: str, family: str = "qwen2"):
+    tokenizer = tiny_tokenizer(family)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def said(agent: WordAgent) -> list[int]:
+    """All token ids of the conversation of environment 0, up to the last prompt."""
+    ids = []
+    for turn in agent.conversation(0).turns:
+        ids += [*turn.prompt.ids, *turn.reply.ids]
+    return ids
+
+
+def agent_with(template: str, kind: type = ChoiceAgent, **options):
+    agent = make_agent(kind, "qwen2", **options)
+    return kind(agent.policy.model, templated(template), **options)
+
+
+@pytest.mark.parametrize("system", ["Be good.", "", "probesystem and probereply"])
+@pytest.mark.parametrize("template", [SYSTEM_LAST, MESSAGES, *(tiny_tokenizer(f).chat_template for f in FAMILIES)])
+def test_later_prompts_are_what_the_template_puts_after_the_last_reply(template: str, system: str):
+    tokenizer = templated(template, "llama")
+    chat = ChatTemplate(tokenizer)
+    messages = chat._opening(system, "one")
+    for number in range(4):
+        ids = chat.next_prompt(system, f"observation {number}", None)
+        messages += [{"role": "assistant", "content": "REPLY"}, {"role": "user", "content": f"observation {number}"}]
+        whole = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        expected = whole.rpartition("REPLY")[2]
+        assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_no_prompt_contains_words_of_the_probe():
+    agent = agent_with(SYSTEM_LAST)
+    agent.get_system_prompt = lambda: "Be good."
+    for observation in ("a", "b", "c"):
+        agent.act(observation)
+        agent.assign_reward(0.0)
+    text = agent.tokenizer.decode(said(agent))
+    assert "probe" not in text
+    assert text.count("Be good.") == 3
+
+
+@pytest.mark.parametrize("template", [REMINDS, NUMBERS, LATE])
+def test_rejects_a_template_whose_later_prompts_depend_on_earlier_turns(template: str):
+    tokenizer = templated(template)
+    with pytest.raises(ChatTemplateError, match=r"not append-only.*depends on earlier turns"):
+        ChatTemplate(tokenizer)
+    # A single turn is rendered as it is.
+    ChatTemplate(tokenizer, append_only=False)
+
+
+def test_rejects_a_template_that_drops_messages():
+    with pytest.raises(ChatTemplateError, match="drops earlier replies"):
+        ChatTemplate(templated(FORGETS))
+    with pytest.raises(ChatTemplateError, match="drops the user's message"):
+        ChatTemplate(templated("{{ eos_token }}"), append_only=False)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{% if %}"])
+def test_an_error_inside_a_template_names_the_template(template: str):
+    with pytest.raises(ChatTemplateError, match="cannot render a conversation"):
+        ChatTemplate(templated(template))
+
+
+def without_end(tokenizer, model):
+    tokenizer.eos_token = None
+    for config in (model.pretrained_model.config, model.pretrained_model.generation_config):
+        config.eos_token_id = None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("context", ["episode", "turn"])
+def test_rejects_a_tokenizer_and_model_without_an_end_token(family: str, context: str):
+    tokenizer, model = tiny_tokenizer(family), tiny_model(family)
+    without_end(tokenizer, model)
+    with pytest.raises(ConfigError, match="end token"):
+        WordAgent(model, tokenizer, context=context)
+
+
+def test_an_end_token_of_the_model_alone_is_enough():
+    tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
+    end = tokenizer.eos_token_id
+    without_end(tokenizer, model)
+    model.pretrained_model.generation_config.eos_token_id = [end]
+    agent = WordAgent(model, tokenizer, generate_config_dict={"max_new_tokens": 2})
+    assert agent.chat_template.closing_id([end]) == end
+    agent.act("x")
+    # A template that puts no token of its own after a reply leaves the choice to the model.
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
+    assert ChatTemplate(tokenizer).closing_id([end]) == end
+    assert tiny_base_model("qwen2").generation_config.eos_token_id != [end]
