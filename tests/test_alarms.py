@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llamagym import train
-from llamagym.learners.alarms import Alarms
+from llamagym.learners.alarms import Alarms, Settings
 from tests.agents import ChoiceAgent, make_agent
 
 RESULTS = Path(__file__).parents[1] / "scripts/benchmarks/learning/results"
@@ -36,7 +36,7 @@ WELL = {
 
 def rung(history, **options):
     """All alarms of a history, with the update at which each rang."""
-    alarms = Alarms(**options)
+    alarms = Alarms(Settings(**options))
     return [(update, text) for update, stats in enumerate(history) for text in alarms.check(stats)]
 
 
@@ -153,3 +153,23 @@ def test_the_agent_says_it_aloud_once(caplog):
     said = [record.getMessage() for record in caplog.records if record.name == "llamagym.learners.learning_actor"]
     assert len(said) == 1
     assert said[0].startswith("all 32 episodes returned the same")
+
+
+def test_alarms_suggest_only_what_is_not_set_and_the_likeliest_first():
+    collapsed = repeated(commonest_reply=1.0, step_share=0.2)
+    (_, text), *_ = rung(collapsed, target_kl=0.03)
+    assert text.endswith("Start again with a larger batch_size, or a higher entropy_coef.")
+    (_, text), *_ = rung(repeated(commonest_reply=1.0), calibrates_choices=False)
+    assert text.endswith("Start again with calibrate_choices=True, target_kl=0.03, or a higher entropy_coef.")
+    (_, text), *_ = rung(repeated(approx_kl=0.3), target_kl=0.03)
+    assert text.endswith("Lower learning_rate or ppo_epochs.")
+    (_, text), *_ = rung(repeated(invalid_rate=0.3), has_prefix=True)
+    assert "response_prefix" not in text
+    (_, text), *_ = rung(repeated(skipped_steps=1.0), dtype=torch.bfloat16)
+    assert text.endswith("or load the model with dtype='float32'.")
+
+
+def test_an_agent_s_alarms_know_its_settings():
+    agent = make_agent(ChoiceAgent, response_prefix="I ", ppo={"target_kl": 0.05, "value_learning_rate": 0.1})
+    settings = agent._alarms._settings
+    assert (settings.target_kl, settings.has_prefix, settings.sets_critic) == (0.05, True, True)

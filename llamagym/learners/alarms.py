@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,32 @@ _CRITIC_UPDATES, _EXPLAINS_NOTHING = 10, 0.01
 _RATIO_ERROR, _RATIO_ERROR_HALF = 1e-3, 0.5
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings of an agent: alarms suggest only what is not set yet.
+
+    Attributes:
+        dtype: Of the model's weights: how far rounding alone makes ratios differ from 1.
+        target_kl: KL by which an update may move the policy.
+        calibrates_choices: Whether choices are measured against what the model says anyway.
+        has_prefix: Whether replies are opened with a `response_prefix`.
+        has_reference: Whether the KL to a reference is penalized.
+        sets_critic: Whether the critic's learning rate or range was passed.
+    """
+
+    dtype: torch.dtype = torch.float32
+    target_kl: float | None = None
+    calibrates_choices: bool = True
+    has_prefix: bool = False
+    has_reference: bool = False
+    sets_critic: bool = False
+
+    @property
+    def reduced_precision_advice(self) -> list[str]:
+        """What to do where the precision of the weights may be at fault."""
+        return [] if self.dtype == torch.float32 else ["load the model with dtype='float32'"]
+
+
 class Alarms:
     """Watches the statistics of successive updates.
 
@@ -55,16 +82,16 @@ class Alarms:
     1
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, settings: Settings | None = None) -> None:
         """Start without a history.
 
         Args:
-            dtype: Of the model's weights: how far rounding alone makes ratios differ from 1.
+            settings: The agent's; None: those of `Settings`.
         """
-        tolerance = ratio_tolerance(dtype)
+        self._settings = settings or Settings()
         self._history: deque[Stats] = deque(maxlen=_UPDATES)
         self._ringing: set[str] = set()
-        self._rules: dict[str, Callable[[History], str | None]] = {
+        self._rules: dict[str, Callable[[History, Settings], str | None]] = {
             "skipped": _skipped,
             "same_reply": _same_reply,
             "certain": _certain,
@@ -74,7 +101,7 @@ class Alarms:
             "kl_jump": _kl_jump,
             "undone": _undone,
             "useless_critic": _useless_critic,
-            "ratio_error": lambda history: _ratio_error(history, tolerance),
+            "ratio_error": _ratio_error,
         }
 
     def check(self, stats: Stats) -> list[str]:
@@ -88,7 +115,8 @@ class Alarms:
             may start again.
         """
         self._history.append(dict(stats))
-        found = {name: text for name, rule in self._rules.items() if (text := rule(list(self._history)))}
+        history = list(self._history)
+        found = {name: text for name, rule in self._rules.items() if (text := rule(history, self._settings))}
         new = [text for name, text in found.items() if name not in self._ringing]
         self._ringing = set(found)
         return new
@@ -108,27 +136,44 @@ def ratio_tolerance(dtype: torch.dtype) -> float:
     return _RATIO_ERROR if dtype == torch.float32 else _RATIO_ERROR_HALF
 
 
-def _same_reply(history: History) -> str | None:
+def _either(suggestions: Sequence[str]) -> str:
+    """Suggestions as a sentence, the most likely one first.
+
+    >>> _either(["lower a", "raise b", "set c"])
+    'Lower a, raise b, or set c.'
+    """
+    *others, last = suggestions
+    text = f"{', '.join(others)}, or {last}" if others else last
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _same_reply(history: History, settings: Settings) -> str | None:
     share = _last(history, "commonest_reply")
     if share is None or share < _SAME_REPLY or not _enough(history, "deciding_turns", _MIN_TURNS):
         return None
+    is_small = (_last(history, "step_share") or 1.0) < 1.0
+    suggestions = [
+        *["a larger batch_size"] * is_small,
+        *["calibrate_choices=True"] * (not settings.calibrates_choices),
+        *["target_kl=0.03"] * (settings.target_kl is None),
+        "a higher entropy_coef",
+    ]
     return (
         f"{share:.1%} of all replies are one and the same: unless it is right everywhere, the policy has collapsed and "
-        "cannot find anything better. Start again with calibrate_choices=True, a higher entropy_coef, or a target_kl."
+        f"cannot find anything better. {_either(['start again with ' + suggestions[0], *suggestions[1:]])}"
     )
 
 
-def _skipped(history: History) -> str | None:
+def _skipped(history: History, settings: Settings) -> str | None:
     skipped = sum(_last(history, name) or 0.0 for name in ("skipped_steps", "replay_skipped_steps"))
     if not skipped:
         return None
-    return (
-        f"{skipped:.0f} optimiser steps were skipped, since their losses or gradients were not finite. Look at rewards "
-        "for extreme values, lower learning_rate, or load the model with dtype='float32'."
+    return f"{skipped:.0f} optimiser steps were skipped, since their losses or gradients were not finite. " + _either(
+        ["look at rewards for extreme values", "lower learning_rate", *settings.reduced_precision_advice]
     )
 
 
-def _certain(history: History) -> str | None:
+def _certain(history: History, settings: Settings) -> str | None:
     entropy = _last(history, "entropy")
     returns = _values(history, "return_mean")
     if entropy is None or entropy > _CERTAIN or len(returns) < 2 * _WINDOW or _trend(returns) > 0:
@@ -139,7 +184,7 @@ def _certain(history: History) -> str | None:
     )
 
 
-def _equal_returns(history: History) -> str | None:
+def _equal_returns(history: History, settings: Settings) -> str | None:
     spread = _last(history, "return_std")
     if spread is None or spread > _EQUAL or not _enough(history, "episodes", _MIN_EPISODES):
         return None
@@ -150,59 +195,70 @@ def _equal_returns(history: History) -> str | None:
     )
 
 
-def _invalid_high(history: History) -> str | None:
+def _invalid_high(history: History, settings: Settings) -> str | None:
     rates = _values(history, "invalid_rate")
     if not rates or rates[-1] < _INVALID_HIGH or _trend(rates) < 0 or not _enough(history, "turns", _MIN_TURNS):
         return None
-    return (
-        f"{rates[-1]:.0%} of the replies name no action: the format is learnt instead of the game. Offer "
-        "get_action_choices(), open the reply with response_prefix, or accept more wordings in extract_action()."
+    return f"{rates[-1]:.0%} of the replies name no action: the format is learned instead of the game. " + _either(
+        [
+            "offer get_action_choices()",
+            *["open the reply with response_prefix"] * (not settings.has_prefix),
+            "accept more wordings in extract_action()",
+        ]
     )
 
 
-def _invalid_climbs(history: History) -> str | None:
+def _invalid_climbs(history: History, settings: Settings) -> str | None:
     rates = _values(history, "invalid_rate")
     if _trend(rates) <= 0 or _mean(rates[-_WINDOW:]) < _INVALID_NOTICED:
         return None
-    return (
-        f"invalid_rate climbed to {_mean(rates[-_WINDOW:]):.1%}: the policy is losing the format. Lower learning_rate "
-        "or entropy_coef, hold it with init_kl_coef, or make invalid_action_penalty larger."
+    return f"invalid_rate climbed to {_mean(rates[-_WINDOW:]):.1%}: the policy is losing the format. " + _either(
+        [
+            "lower learning_rate or entropy_coef",
+            *["hold it with init_kl_coef"] * (not settings.has_reference),
+            "make invalid_action_penalty larger",
+        ]
     )
 
 
-def _kl_jump(history: History) -> str | None:
+def _kl_jump(history: History, settings: Settings) -> str | None:
     kl = _last(history, "approx_kl")
     if kl is None or kl <= _KL_JUMP:
         return None
-    return (
-        f"approx_kl jumped to {kl:.3f}: the update moved the policy further than its samples can tell. Lower "
-        "learning_rate or ppo_epochs, or set target_kl (0.03, say)."
+    return f"approx_kl jumped to {kl:.3f}: the update moved the policy further than its samples can tell. " + _either(
+        ["lower learning_rate or ppo_epochs", *["set target_kl=0.03"] * (settings.target_kl is None)]
     )
 
 
-def _undone(history: History) -> str | None:
+def _undone(history: History, settings: Settings) -> str | None:
     undone = sum(stats.get("stopped_early", 0.0) for stats in history)
     if undone < _UNDONE:
         return None
     return (
         f"in {undone:.0f} of the last {len(history)} updates a step led beyond target_kl and was undone, although the "
-        "learning rate has fallen to its minimum: next to nothing is learned. Raise target_kl or batch_size; if "
-        "target_kl is not small, load the model with dtype='float32'."
+        "learning rate has fallen to its minimum: next to nothing is learned. "
+        + _either(["raise target_kl or batch_size", *settings.reduced_precision_advice])
     )
 
 
-def _useless_critic(history: History) -> str | None:
+def _useless_critic(history: History, settings: Settings) -> str | None:
     explained = _values(history, "explained_variance")[-_CRITIC_UPDATES:]
     if len(explained) < _CRITIC_UPDATES or max(explained) >= _EXPLAINS_NOTHING:
         return None
     return (
         f"explained_variance has not passed {max(explained):.2f} in {_CRITIC_UPDATES} updates: the value head predicts "
-        "nothing, and advantages are as noisy as returns. Show in the observation what the return depends on; leave "
-        "value_learning_rate and cliprange_value out if they are set."
+        "nothing, and advantages are as noisy as returns. "
+        + _either(
+            [
+                *["leave value_learning_rate and cliprange_value out"] * settings.sets_critic,
+                "show in the observation what the return depends on",
+            ]
+        )
     )
 
 
-def _ratio_error(history: History, tolerance: float) -> str | None:
+def _ratio_error(history: History, settings: Settings) -> str | None:
+    tolerance = ratio_tolerance(settings.dtype)
     error = _last(history, "ratio_error")
     if error is None or error <= tolerance:
         return None

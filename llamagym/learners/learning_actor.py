@@ -26,7 +26,7 @@ from ..options import as_json, as_number, user_path
 from ..policy.actor import Actor
 from ..policy.policy import Policy
 from . import ranks
-from .alarms import Alarms
+from .alarms import Alarms, Settings
 from .base import Learner, Stats
 from .checks import check_end, check_reward, warn_if_shared
 from .exchange import of_all_ranks
@@ -68,7 +68,16 @@ class LearningActor(Actor):
         ranks.diverge_(policy.rng)
         self.learner = learner
         self._replay = None if replay is None else Replay(policy, replay)
-        self._alarms = Alarms(computing_dtype(policy.model.pretrained_model))
+        config = learner.config
+        settings = Settings(
+            dtype=computing_dtype(policy.model.pretrained_model),
+            target_kl=config.target_kl,
+            calibrates_choices=policy.calibrates,
+            has_prefix=bool(response_prefix),
+            has_reference=config.init_kl_coef > 0,
+            sets_critic=bool({"value_learning_rate", "cliprange_value"} & set(config.given())),
+        )
+        self._alarms = Alarms(settings)
         self._buffer: list[Episode] = []
         self.transcripts: list[Transcript] = []
         self._sample = EpisodeSample(policy.num_updates)

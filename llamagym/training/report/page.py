@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, ConfigError, excerpt
-from ...learners.alarms import Alarms
+from ...learners.alarms import Alarms, Settings
 from ...models.atomic import replace_file
 from ...models.paths import file_inside
 from ...options import as_number, check_arguments, json_safe, require_text, user_path
@@ -180,7 +180,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _alarms(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     """Alarms by the number of the update, from the same rules over the same statistics as in the log."""
-    alarms = Alarms(torch.float32 if dtype in ("", "float32") else torch.bfloat16)
+    alarms = Alarms(Settings(dtype=torch.float32 if dtype in ("", "float32") else torch.bfloat16))
     found = [{"update": index, "text": text} for index, row in enumerate(rows) for text in alarms.check(row)]
     return found[:_ALARMS]
 
