@@ -87,6 +87,12 @@ def settled(agent: Agent) -> Any:
     return agent
 
 
+def experienced(agent: Agent) -> Any:
+    """The agent as if it had met returns that differ: it also learns from a batch of one episode."""
+    agent.learner._information._has_differed = True  # type: ignore[attr-defined]
+    return agent
+
+
 def touch_weights(agent: Agent) -> None:
     """Change all weights that learn, by nothing: what was computed with them counts as outdated."""
     with torch.no_grad():

@@ -24,7 +24,7 @@ from llamagym import (
 )
 from llamagym.learners import learning_actor
 from llamagym.learners.algorithms import make_learner
-from tests.agents import PLAIN, ChoiceAgent, WordAgent, make_agent
+from tests.agents import PLAIN, ChoiceAgent, WordAgent, experienced, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 
@@ -38,7 +38,7 @@ def play_episode(agent, turns, reward=1.0):
 @pytest.mark.equivalence
 @pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], family=FAMILIES)
 def test_act_and_update_run_for_every_family(family, kind):
-    agent = make_agent(kind, family, ppo={"batch_size": 3})
+    agent = experienced(make_agent(kind, family, ppo={"batch_size": 3}))
     weights = {name: w.detach().clone() for name, w in agent.policy.model.named_parameters()}
     stats = play_episode(agent, 3)
     assert stats["ratio_error"] < 1e-3
@@ -319,7 +319,7 @@ def test_episode_that_is_terminated_and_truncated_at_once_is_terminated():
         agent.assign_reward(1.0)
         agent.terminate_episode(final_observation="b", **flags)
         episode = agent._buffer[-1]
-        return episode.terminated, episode.truncated, episode.final_value != 0.0
+        return episode.terminated, episode.truncated, episode.final_prompt is not None
 
     for true in (True, np.True_, torch.tensor(True)):
         assert end(terminated=true, truncated=true) == end(terminated=true) == (True, False, False)
@@ -336,7 +336,7 @@ def test_termination_takes_precedence_in_a_batch():
     ends = np.array([True, False, True])
     agent.terminate_episodes([0, 1, 2], [True, True, False], ["x", "y", "z"], terminated=ends)
     assert [episode.truncated for episode in agent._buffer] == [False, True, False]
-    assert [episode.final_value != 0.0 for episode in agent._buffer] == [False, True, False]
+    assert [episode.final_prompt is not None for episode in agent._buffer] == [False, True, False]
 
 
 @pytest.mark.parametrize("flags", [{"terminated": "no"}, {"terminated": [True]}, {"terminated": 2}])
@@ -396,7 +396,7 @@ def test_a_batch_without_a_size_is_full_with_turns_that_differ_or_many(context: 
     while not stats:
         for _ in range(2):
             agent.act_batch(["x"] * 256, range(256))
-            agent.assign_rewards([0.0] * 256, range(256))
+            agent.assign_rewards([float(env_id % 2) for env_id in range(256)], range(256))
             played += 256
         stats = agent.terminate_episodes(range(256))
     # Three choices of one text are three turns; of a conversation only the first turn is one of three.

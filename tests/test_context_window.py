@@ -59,7 +59,7 @@ def test_reserves_the_longest_choice_and_not_all_of_them(template):
         assert turns_shown(context) == list(range(number + 1))
     # The last token that fits, and one more.
     used = conversation.current_segment().token_count
-    prompt = len(template.next_prompt("", None))
+    prompt = len(template.next_prompt("", "", None))
     exact = new_conversation(template, max_length=used + prompt + 40)
     for conversation, fits in ((exact, True), (new_conversation(template, max_length=used + prompt + 39), False)):
         for number in range(8):
@@ -123,7 +123,7 @@ def test_a_long_observation_drops_as_many_more_turns_as_need_be(template):
     assert 1 < len(shown) < 8
     assert len(context.pending.ids) + REPLY <= WINDOW
     # One more turn would not have fitted.
-    one_more = len(template.next_prompt(observation(0), None)) + 5
+    one_more = len(template.next_prompt("", observation(0), None)) + 5
     assert len(context.pending.ids) + one_more + REPLY > WINDOW
     # Where even the observation alone is too long, nothing is kept.
     alone = take_turn(conversation, observation(10, 2 * WINDOW))

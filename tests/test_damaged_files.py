@@ -46,7 +46,7 @@ def saved(tmp_path_factory) -> Path:
     tiny_base_model("llama").save_pretrained(folder / "base")
     tiny_tokenizer("llama").save_pretrained(folder / "base")
     agent = fresh(folder / "base")
-    train(agent, DiceEnv, 10, 2, seed=0)
+    train(agent, DiceEnv, episodes=10, num_envs=2, seed=0)
     agent.act(3)
     agent.assign_reward(1.0)
     agent.save(folder / "agent")
@@ -58,7 +58,7 @@ def saved(tmp_path_factory) -> Path:
 def other(saved) -> Any:
     """Another agent in memory, which loads checkpoints."""
     agent = fresh(saved / "base", seed=2)
-    train(agent, DiceEnv, 6, 2, seed=5)
+    train(agent, DiceEnv, episodes=6, num_envs=2, seed=5)
     agent.act(7)
     return agent
 
@@ -390,7 +390,7 @@ def run_folder(tmp_path_factory) -> Path:
     """A run of a loop of one's own: settings, metrics, transcripts, a table."""
     folder = tmp_path_factory.mktemp("run") / "run"
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
-    train(agent, DiceEnv, 8, 2, seed=0, run_dir=folder, log_with=["csv"])
+    train(agent, DiceEnv, episodes=8, num_envs=2, seed=0, run_dir=folder, log_with=["csv"])
     (folder / "report.html").unlink()
     shutil.rmtree(folder / "checkpoints")
     return folder
@@ -452,7 +452,7 @@ def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
     taught = ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=1)
     freeze_and_extend_(taught.policy.model.pretrained_model)
     taught.learner.reset_optimizer()
-    train(taught, DiceEnv, 6, 2, seed=0)
+    train(taught, DiceEnv, episodes=6, num_envs=2, seed=0)
     taught.save_checkpoint(tmp_path / "checkpoint")
     model, tokenizer, device = load_model_and_tokenizer(saved / "base", "cpu", "float32")
     agent = ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=1)
@@ -469,7 +469,7 @@ def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
     assert not has_frozen_half(agent.policy.model.pretrained_model)
     assert snapshot(agent) == before
     # It learns as if nothing had happened, and the intact checkpoint still fits.
-    train(agent, DiceEnv, 6, 2, seed=0)
+    train(agent, DiceEnv, episodes=6, num_envs=2, seed=0)
     agent.load_checkpoint(tmp_path / "checkpoint")
     assert has_frozen_half(agent.policy.model.pretrained_model)
     assert snapshot(agent) == snapshot(taught)
@@ -481,11 +481,11 @@ def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
 )
 def test_a_damaged_loop_state_is_a_checkpoint_error(saved, tmp_path, key, value):
     agent = fresh(saved / "base")
-    train(agent, DiceEnv, 4, 2, seed=0, checkpoint_dir=tmp_path)
+    train(agent, DiceEnv, episodes=4, num_envs=2, seed=0, checkpoint_dir=tmp_path)
     for folder in tmp_path.glob("checkpoint-*"):
         state = json.loads((folder / "state.json").read_text())
         state["loop"][key] = value
         (folder / "state.json").write_text(json.dumps(state))
         reseal(folder)
     with pytest.raises(CheckpointError, match=rf"checkpoint-\d+/state.json.*{key}"):
-        train(agent, DiceEnv, 8, 2, seed=0, checkpoint_dir=tmp_path, resume=True)
+        train(agent, DiceEnv, episodes=8, num_envs=2, seed=0, checkpoint_dir=tmp_path, resume=True)

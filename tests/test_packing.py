@@ -211,7 +211,7 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind, mon
             nn.init.zeros_(weight)
     for observation in ("a", "bb", "ccc", "dddd", "e"):
         agent.act(observation)
-        agent.assign_reward(1.0)
+        agent.assign_reward(float(len(observation)))
         agent.terminate_episode()
     agent.policy.drop_caches()
     agent.act("x")

@@ -32,6 +32,8 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
     """Take the state of a policy with this model and these options."""
     restore_trained_(policy.model, state["model"])
     policy.reference = _reference_from(policy, state)
+    # An adapter that grew with its weights is noticed here, which drops what choices were measured against.
+    policy.drop_caches()
     restore_choices(policy, state)
     policy.drop_caches(state["weights_version"])
     policy.num_updates = state["num_updates"]
