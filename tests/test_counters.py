@@ -92,6 +92,7 @@ def test_a_resumed_call_has_a_budget_of_its_own(tmp_path, budget):
     assert len(play(tmp_path, episodes=4).returns) == 36
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [{"episodes": 24}, {"turns": 72}])
 def test_the_same_call_again_continues_a_budget_that_is_not_used_up(tmp_path, budget):
     whole = play(tmp_path / "whole", **budget)
@@ -145,6 +146,7 @@ def test_a_resumed_call_logs_what_it_continues(tmp_path, capsys):
     assert "resumed after 8 episodes, 24 turns" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_dice_computes_what_it_would_have_computed(tmp_path):
     """Of episodes that end at different times, the last step may end more than the budget counts."""
 

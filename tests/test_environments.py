@@ -218,6 +218,7 @@ class Hangs(CountdownEnv):
             self.wait()
 
 
+@pytest.mark.long
 def test_an_environment_that_hangs_in_close_is_named_and_killed(caplog):
     started = time.monotonic()
     result = train(make_agent(ChoiceAgent), Hangs, episodes=4, num_envs=2, seed=0, env_timeout=1.5)
@@ -230,6 +231,7 @@ def test_an_environment_that_hangs_in_close_is_named_and_killed(caplog):
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.long
 def test_an_environment_that_ignores_sigterm_is_killed():
     with pytest.raises(EnvironmentTimeoutError, match=r"did not answer within 1\.5 seconds"):
         train(

@@ -17,6 +17,9 @@ from tests.agents import WordAgent
 from tests.plain import compare
 from tests.tiny import tiny_tokenizer
 
+# Each case is a run or a model of its own.
+pytestmark = pytest.mark.long
+
 # Log-probabilities of tiny models in float32, as in test_invariants.py.
 TOLERANCE = 2e-4
 

@@ -20,6 +20,9 @@ from tests.everything import changed, everything
 from tests.processes import together
 from tests.resumed_run import DiceEnv, Talker, learn
 
+# Each case is a run or a model of its own.
+pytestmark = pytest.mark.long
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -16,6 +16,9 @@ from llamagym.policy.saved import policy_state, restore_policy
 from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
+# Each case is a run or a model of its own.
+pytestmark = pytest.mark.long
+
 PPO = {"batch_size": 8, "mini_batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 1, "target_kl": None}
 KINDS = ["activated", "plain", "all weights", "a layer beside LoRA"]
 

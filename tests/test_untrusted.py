@@ -226,6 +226,7 @@ def test_a_model_s_own_code_is_never_executed(run, monkeypatch, file, changes):
 # Wordings
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [
