@@ -332,6 +332,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         stats, ratio_error = self._backward(segments, sampled, targets, first=True)
         return stats | {
             "approx_kl": 0.0,
+            "grad_norm": 0.0,
             "entropy_coef": 0.0,
             "ratio_error": ratio_error,
             "step_share": 0.0,

@@ -148,11 +148,14 @@ def collect(
     bootstrapped = torch.tensor([final is not None for final in finals])
     final_values = torch.zeros(len(episodes))
     final_features = torch.zeros(len(episodes), features.shape[1])
-    if bootstrapped.any():
-        of_finals = policy.read_critic([final for final in finals if final is not None])
-        final_values[bootstrapped] = of_finals.values
+    # Each process reads its share: read by all, they would be rounded differently in each.
+    own = [row for row, final in enumerate(finals) if final is not None and row % ranks.count() == ranks.rank()]
+    if own:
+        of_finals = policy.read_critic([final for final in (finals[row] for row in own) if final is not None])
+        final_values[own] = of_finals.values
         if with_features:
-            final_features[bootstrapped] = of_finals.features
+            final_features[own] = of_finals.features
+    ranks.sum_([final_values, final_features])
     weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
     reference, kl = old, torch.zeros(len(turns))
     if with_reference:
