@@ -12,6 +12,7 @@ from typing import Any
 import llamagym as lg
 
 HELD_OUT_SEED = 1_000_000  # of evaluation episodes; training episodes derive their seeds from --seed
+RUN = ("episodes", "minutes", "num_envs", "seed", "run_dir", "resume", "log_with")
 LEARNER = {"batch_size": int, "mini_batch_size": int, "learning_rate": float, "target_kl": float, "entropy_coef": float}
 
 
@@ -62,9 +63,7 @@ def load(args: argparse.Namespace, kind: type[lg.Agent], context: Any = "turn", 
 def learn(args: Any, agent: Any, env: Any, score: Any, baselines: Any, first: Any = (), show: Any = None) -> None:
     """Train with the callbacks `first`, score the agent before and after by `score(agent, greedy)`, and report."""
     scores = lg.ScoreCallback(lambda agent: score(agent, False), every=args.eval_every)
-    budget = {"episodes": args.episodes, "minutes": args.minutes, "num_envs": args.num_envs, "seed": args.seed}
-    files = {"run_dir": args.run_dir, "resume": args.resume, "log_with": args.log_with}
-    result = lg.train(agent, env, **budget, **files, callbacks=[*first, scores])
+    result = lg.train(agent, env, **{name: vars(args)[name] for name in RUN}, callbacks=[*first, scores])
     if lg.is_main_process():
         print(show(agent) if show else "")
         summarize(args, agent, result, scores, score(agent, True), baselines)
@@ -87,9 +86,8 @@ def summarize(args: Any, agent: Any, result: Any, scores: Any, greedy: Any, base
 
 def evaluation(env: Any, args: argparse.Namespace) -> Any:
     """A score for `learn`: held-out episodes that the agent plays, `--eval-episodes` of them."""
-    return lambda agent, greedy: lg.evaluate(
-        agent, env, episodes=args.eval_episodes, seed=HELD_OUT_SEED, num_envs=args.num_envs, greedy=greedy
-    )
+    held_out = {"episodes": args.eval_episodes, "seed": HELD_OUT_SEED, "num_envs": args.num_envs}
+    return lambda agent, greedy: lg.evaluate(agent, env, greedy=greedy, **held_out)
 
 
 def run(main: Any) -> None:

@@ -9,14 +9,14 @@ Shapes: E episodes, T turns of the longest episode.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..conversation.episode import Episode, Turn
+from ..conversation.episode import Episode, Segment
 from .losses import discounted_returns, masked_mean, masked_var
 from .state import Stateful
 
@@ -78,7 +78,7 @@ class Returns:
     """What a batch's episodes earned, compared turn by turn.
 
     Attributes:
-        by_turn: Per turn index, the discounted returns from it on of the finished episodes.
+        by_turn: Per turn index, the discounted returns from it on of finished episodes that decided something there.
         spread: Root mean square of their differences from the mean at the same index, at turns that leave something to
             decide; 0 without any.
         size: Root mean square of all these returns.
@@ -87,6 +87,7 @@ class Returns:
     def __init__(self, episodes: Sequence[Episode], gamma: float) -> None:
         """Compute the returns of the finished ones among some episodes; penalties count as rewards."""
         self._rewards = [[turn.reward + turn.penalty for turn in episode.all_turns] for episode in episodes]
+        self._are_finished = all(episode.is_over for episode in episodes)
         self.by_turn: list[list[float]] = []
         self.spread = self.size = 0.0
         finished = [episode.all_turns for episode in episodes if episode.is_over]
@@ -97,14 +98,16 @@ class Returns:
         rewards = _padded([[turn.reward + turn.penalty for turn in turns] for turns in finished]).double()
         returns = discounted_returns(rewards, gamma)
         mean = (returns * mask).sum(0) / mask.sum(0)
-        self.by_turn = [column[is_real].tolist() for column, is_real in zip(returns.T, mask.T, strict=True)]
+        self.by_turn = [column[decided].tolist() for column, decided in zip(returns.T, decides.T, strict=True)]
         if decides.any():
             self.spread = (returns - mean)[decides].square().mean().sqrt().item()
         self.size = returns[mask].square().mean().sqrt().item()
 
     @property
     def rewards_by_turn(self) -> list[list[float]]:
-        """Per turn index, the rewards of all episodes that reach it, unfinished ones among them."""
+        """Per turn index, the rewards of all episodes that reach it; empty if all have finished, and have returns."""
+        if self._are_finished:
+            return []
         longest = max(map(len, self._rewards))
         return [[rewards[turn] for rewards in self._rewards if turn < len(rewards)] for turn in range(longest)]
 
@@ -112,9 +115,9 @@ class Returns:
 class Information(Stateful):
     """Tells batches whose outcomes differ from those in which every episode earned the same.
 
-    Outcomes are the reward at each turn, and the discounted return from it on of finished episodes. Where they are
-    equal at every turn index, nothing tells a good action from a bad one, whatever the critic estimates. A batch of one
-    episode is compared with the batches before it.
+    Outcomes are the discounted returns from the turns on at which finished episodes decided something, and where
+    episodes are unfinished the reward at each turn. Where they are equal at every turn index, nothing tells a good
+    action from a bad one, whatever the critic estimates. A batch of one episode is compared with the batches before it.
     """
 
     saved = ("_has_differed", "_latest")
@@ -134,7 +137,7 @@ class Information(Stateful):
         """
         rewards = returns.rewards_by_turn
         differs = _any_differs(rewards) or _any_differs(returns.by_turn)
-        first = [[column[0] for column in columns] for columns in (rewards, returns.by_turn)]
+        first = [[column[0] for column in columns if column] for columns in (rewards, returns.by_turn)]
         pairs = zip(first, self._latest, strict=True)
         has_changed = any(_any_differs(zip(now, before, strict=False)) for now, before in pairs)
         self._latest = first
@@ -152,7 +155,7 @@ def _any_differs(columns: Iterable[Sequence[float]]) -> bool:
     return any(not math.isclose(value, column[0], rel_tol=_FLOAT32_EPS) for column in columns for value in column)
 
 
-def step_share(advantages: Tensor, turns: Sequence[Turn]) -> float:
+def step_share(advantages: Tensor, segments: Sequence[Segment]) -> float:
     """The share of a full step's KL that a batch supports, above 0 and at most 1.
 
     With batches of n turns there are 1 / n as many updates, each with more noise. Adam's steps in proportion to sqrt(n)
@@ -162,20 +165,24 @@ def step_share(advantages: Tensor, turns: Sequence[Turn]) -> float:
 
     Args:
         advantages: Float (N,).
-        turns: The turns that they belong to. Those that leave nothing to decide do not count.
+        segments: With the turns that they belong to, in order. Turns that leave nothing to decide do not count.
     """
-    deciding = [row for row, turn in enumerate(turns) if turn.decision_count]
-    turns = [turns[row] for row in deciding]
-    advantages = advantages[deciding]
-    count = len(turns)
+    # The rows of each reply to each context. A context with its reply is known by a number.
+    rows: dict[int, list[int]] = {}
+    numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    row = 0
+    for segment in segments:
+        before = -1
+        for turn in segment.turns:
+            before = numbers.setdefault((before, turn.prompt.ids, turn.reply.ids), len(numbers))
+            if turn.decision_count:
+                rows.setdefault(before, []).append(row)
+            row += 1
+    deciding = [row for group in rows.values() for row in group]
+    count = len(deciding)
     if not count or count >= _FULL_BATCH:
         return 1.0
-    rows: dict[Hashable, list[int]] = {}
-    for row, turn in enumerate(turns):
-        # Contexts with earlier turns hardly ever recur.
-        key = (turn.prompt.ids, turn.reply.ids) if turn.prompt.starts_context else row
-        rows.setdefault(key, []).append(row)
-    total = advantages.var(correction=0).item() * count
+    total = advantages[deciding].var(correction=0).item() * count
     within = sum(advantages[group].var(correction=0).item() * len(group) for group in rows.values())
     repetitions = count - len(rows)
     if not repetitions or not total:
