@@ -258,10 +258,11 @@ def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
 def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tmp_path, dtype, most, other_texts):
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", dtype)
     options = {"generate_config_dict": {"max_new_tokens": 3}, "context": "turn", "seed": 0}
-    learning = {**SIZES, "learning_rate": 1e-3, "ppo_epochs": 2, "entropy_coef": 0.01, "gamma": 1.0}
+    # A batch of few turns takes a share of the rate.
+    learning = {**SIZES, "learning_rate": 1e-2, "target_kl": None, "ppo_epochs": 2, "entropy_coef": 0.01, "gamma": 1.0}
     chooser = ChoiceAgent(model, tokenizer, device, ppo_config_dict=learning, **options)
     untrained = chooser.action_probabilities([0])[0]
-    train(chooser, DiceEnv, episodes=4, num_envs=4, seed=0)
+    train(chooser, DiceEnv, episodes=24, num_envs=4, seed=0)
     assert chooser.action_probabilities([0])[0] != pytest.approx(untrained, abs=2 * most)
     chooser.save_pretrained(tmp_path / "choices")
     observations = range(0, 100, 20)
