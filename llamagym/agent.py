@@ -256,7 +256,8 @@ class Agent(LearningActor):
             CheckpointError: The folder is damaged, something else, or of a later version.
             ModelLoadError: The adapter's base is missing, or the device is.
         """
-        folder, device = user_path(folder, "folder"), resolve_device(device)
+        folder = user_path(folder, "folder")
+        device = resolve_device(device)
         # What the caller passes may be invalid, too.
         passes = (MissingBaseError, *((ConfigError,) if options or dtype != "auto" else ()))
         with named_on_error(folder, passes=passes):

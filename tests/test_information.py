@@ -111,6 +111,14 @@ def test_episodes_that_earned_the_same_at_each_turn_hold_no_information():
     assert not information.is_in(returns_of(*equal), equal)
 
 
+def test_rounding_of_rewards_is_not_information():
+    same = [episode(0.1), episode(1e6 + 0.1 - 1e6), episode(0.1 * 3 / 3)]
+    assert len({one.total_reward for one in same}) > 1
+    assert not Information().is_in(returns_of(*same), same)
+    different = [*same, episode(0.1 + 1e-6)]
+    assert Information().is_in(returns_of(*different), different)
+
+
 def test_a_single_episode_is_compared_with_earlier_batches():
     information = Information()
     for total, holds in ((1.0, False), (1.0, False), (0.0, True), (0.0, True)):

@@ -94,7 +94,7 @@ def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: boo
 
     Raises:
         CheckpointError: The agent is damaged.
-        ConfigError: There is none, it is for an unknown environment, of a class that nothing defines, or needs `trust`.
+        ConfigError: The agent is missing, for an unknown environment, of an undefined class, or needs `trust`.
     """
     is_run = (folder / AGENT).is_dir()
     saved = file_inside(folder, AGENT) if is_run else folder

@@ -145,7 +145,7 @@ class ChatTemplate:
         return rendered
 
     def _delta(self, system: str, user: str, first: str = _USER, earlier: Sequence[Message] = ()) -> str:
-        """Text that the template puts after a reply when `user` is said next.
+        """Text that the template puts after a reply when the message `user` follows.
 
         Args:
             system: The system prompt.

@@ -294,7 +294,8 @@ class Conversation:
         observations = [message["content"] for message in self.messages if message["role"] == "user"]
         ids: list[int] = []
         for index in range(start, len(self.turns)):
-            prompt, reply = self.turns[index].prompt, self.turns[index].reply
+            prompt = self.turns[index].prompt
+            reply = self.turns[index].reply
             its_opening = list(prompt.ids[len(prompt.ids) - prompt.opening_length + 1 :])
             if index == start:
                 ids += self._opened(observations[index], its_opening)
@@ -361,7 +362,9 @@ class Conversation:
 
         A closure, not a context manager: entering one per conversation took 6 % of a step of 64 environments.
         """
-        turns, messages, first_shown = len(self.turns), len(self.messages), self.first_shown
+        turns = len(self.turns)
+        messages = len(self.messages)
+        first_shown = self.first_shown
         flags = self.pending, self.learns, self.awaits_reward
 
         def roll_back() -> None:

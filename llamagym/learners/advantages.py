@@ -29,8 +29,8 @@ _MEMORY = 20
 _LEAST_SHARE, _LEAST_SHARE_OF_SPREAD = 0.25, 0.05
 # Nor as less than this share of the size of returns: in float32, values and their differences carry rounding errors.
 _ROUNDING = 1e-5
+# Keeps a division from being one by 0.
 _EPSILON = 1e-8
-_FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 class Whitening(Stateful):
@@ -82,20 +82,24 @@ class Returns:
         spread: Root mean square of their differences from the mean at the same index, at turns that leave something to
             decide; 0 without any.
         size: Root mean square of all these returns.
+        resolution: Differences up to this are rounding: rewards are sums of float32 numbers at best.
     """
 
     def __init__(self, episodes: Sequence[Episode], gamma: float) -> None:
         """Compute the returns of the finished ones among some episodes; penalties count as rewards."""
         self._rewards = [[turn.reward + turn.penalty for turn in episode.all_turns] for episode in episodes]
         self._are_finished = all(episode.is_over for episode in episodes)
+        largest = max(abs(reward) for rewards in self._rewards for reward in rewards)
+        self.resolution = torch.finfo(torch.float32).eps * largest
         self.by_turn: list[list[float]] = []
-        self.spread = self.size = 0.0
+        self.spread = 0.0
+        self.size = 0.0
         finished = [episode.all_turns for episode in episodes if episode.is_over]
         if not finished:
             return
         mask = _padded([[True] * len(turns) for turns in finished])
         decides = _padded([[turn.decision_count > 0 for turn in turns] for turns in finished])
-        rewards = _padded([[turn.reward + turn.penalty for turn in turns] for turns in finished]).double()
+        rewards = _padded([[turn.reward + turn.penalty for turn in turns] for turns in finished], torch.float64)
         returns = discounted_returns(rewards, gamma)
         mean = (returns * mask).sum(0) / mask.sum(0)
         self.by_turn = [column[decided].tolist() for column, decided in zip(returns.T, decides.T, strict=True)]
@@ -136,23 +140,24 @@ class Information(Stateful):
             episodes: Its episodes.
         """
         rewards = returns.rewards_by_turn
-        differs = _any_differs(rewards) or _any_differs(returns.by_turn)
+        resolution = returns.resolution
+        differs = _any_differs(rewards, resolution) or _any_differs(returns.by_turn, resolution)
         first = [[column[0] for column in columns if column] for columns in (rewards, returns.by_turn)]
         pairs = zip(first, self._latest, strict=True)
-        has_changed = any(_any_differs(zip(now, before, strict=False)) for now, before in pairs)
+        has_changed = any(_any_differs(zip(now, before, strict=False), resolution) for now, before in pairs)
         self._latest = first
         self._has_differed = self._has_differed or differs or has_changed
         return differs or (len(episodes) == 1 and self._has_differed)
 
 
-def _padded(rows: Sequence[Sequence[float]]) -> Tensor:
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.bool) -> Tensor:
     """Rows of different lengths as a rectangle, with zeros at their ends."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
 
 
-def _any_differs(columns: Iterable[Sequence[float]]) -> bool:
-    """Whether any column holds different numbers; sums of float32 rewards differ by rounding, which does not count."""
-    return any(not math.isclose(value, column[0], rel_tol=_FLOAT32_EPS) for column in columns for value in column)
+def _any_differs(columns: Iterable[Sequence[float]], resolution: float) -> bool:
+    """Whether any column holds numbers that differ by more than rounding."""
+    return any(abs(value - column[0]) > resolution for column in columns for value in column)
 
 
 def step_share(advantages: Tensor, segments: Sequence[Segment]) -> float:

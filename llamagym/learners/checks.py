@@ -89,7 +89,7 @@ def check_reward(reward: float, place: int, conversation: Conversation, env_id: 
     total = conversation.turns[int(place)].reward + as_number(reward)
     if not abs(total) < _LARGEST_REWARD:
         raise EpisodeError(
-            f"Reward {excerpt(reward)} for environment {env_id!r} is no number, not finite, or brings the sum of its "
+            f"Reward {excerpt(reward)} for environment {env_id!r} is not a finite number, or brings the sum of its "
             f"action's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the environment, or scale "
             "its rewards."
         )

@@ -164,7 +164,7 @@ def evaluate(
     greedy: bool = True,
     judge: Judge | None = None,
 ) -> EvaluationResult:
-    """Measure an agent or another policy; nothing is learnt, and a training goes on as if this had not been called.
+    """Measure an agent or another policy; nothing is learned, and training continues as if this had not been called.
 
     Every copy plays the same number of episodes, give or take one, then rests: taking the first to end would prefer
     short ones.
