@@ -245,7 +245,7 @@ def test_calls_out_of_order_are_refused():
     with pytest.raises(EpisodeError, match="no episode to end"):
         agent.terminate_episode()
     agent.act("x")
-    with pytest.raises(EpisodeError, match="not finite"):
+    with pytest.raises(EpisodeError, match="not a finite number"):
         agent.assign_reward(float("nan"))
     with pytest.raises(EpisodeError, match="distinct environments"):
         agent.act_batch(["a", "b"], [1, 1])

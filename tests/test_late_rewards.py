@@ -45,8 +45,16 @@ def test_turns_that_there_are_not(turn):
     with pytest.raises(EpisodeError, match=r"3 turns\. Pass a whole number from -3 to 2"):
         agent.assign_reward(1.0, turn)
     assert agent.current_episode_rewards == [0.0] * 3
-    with pytest.raises(EpisodeError, match="no number"):
+    with pytest.raises(EpisodeError, match="not a finite number"):
         agent.assign_reward(math.inf, turn=0)
+
+
+def test_rewards_whose_sum_float32_cannot_learn_from_are_refused():
+    agent = played(1)
+    agent.assign_reward(6e11)
+    with pytest.raises(EpisodeError, match=r"to 1\.2e\+12.*Scale the rewards"):
+        agent.assign_reward(6e11)
+    assert agent.current_episode_rewards == [6e11]
 
 
 def test_a_judge_sees_the_episode_and_its_rewards_are_learnt_from():

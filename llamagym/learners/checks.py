@@ -86,12 +86,16 @@ def check_reward(reward: float, place: int, conversation: Conversation, env_id: 
             f"{conversation.learnt_turns} turns have been learnt from. Pass a judge to train(), which then "
             "learns from whole episodes."
         )
-    total = conversation.turns[int(place)].reward + as_number(reward)
+    number = as_number(reward)
+    if not math.isfinite(number):
+        raise EpisodeError(
+            f"Reward {excerpt(reward)} for environment {env_id!r} is not a finite number. Check the environment."
+        )
+    total = conversation.turns[int(place)].reward + number
     if not abs(total) < _LARGEST_REWARD:
         raise EpisodeError(
-            f"Reward {excerpt(reward)} for environment {env_id!r} is not a finite number, or brings the sum of its "
-            f"action's to {_LARGEST_REWARD:.0e}, too much for float32 to learn from. Check the environment, or scale "
-            "its rewards."
+            f"Reward {excerpt(reward)} for environment {env_id!r} brings the sum of its action's rewards to "
+            f"{total:.3g}, and float32 cannot learn from {_LARGEST_REWARD:.0e} or more. Scale the rewards."
         )
 
 
