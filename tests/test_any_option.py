@@ -61,7 +61,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_options_of_configurations(name: str, data: st.DataObject):
     kind, others = CONFIGS[name]

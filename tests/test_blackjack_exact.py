@@ -108,6 +108,7 @@ def test_optimum_equals_the_best_play_that_sees_every_card() -> None:
     assert optimum == pytest.approx(-0.0468, abs=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "seed"), [(ALWAYS_STICK, 0), (RANDOM, 1), (mixed_policy(), 2)], ids=["stick", "random", "mixed"]
 )

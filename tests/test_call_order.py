@@ -253,7 +253,10 @@ LOOPS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+# One kind of loop in the short run, the others in the long one.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ppo_choices_replay" else pytest.mark.long) for name in LOOPS]
+)
 def test_any_order_of_calls(name: str):
     kind, options = LOOPS[name]
     machine = type("LoopOf_" + name, (Loop,), {"kind": kind, "options": options}).TestCase

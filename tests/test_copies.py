@@ -25,6 +25,7 @@ class CountedAgent(ChoiceAgent):
         return super().act_batch(observations, *args)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("length", "expected"), [(1, 64), (3, 32), (30, 16)])
 def test_as_many_copies_act_as_a_batch_holds_episodes(length, expected):
     agent = make_agent(CountedAgent, context="turn", ppo={"batch_size": 96, "mini_batch_size": 96})

@@ -28,16 +28,9 @@ def test_float16_holds_the_weights(loaded):
     assert all(torch.equal(weight, weight.half().float()) for weight in weights)
 
 
-@pytest.mark.parametrize(
-    ("kind", "context"),
-    [
-        (ChoiceAgent, "episode"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [(WordAgent, "episode"), (WordAgent, "turn"), (ChoiceAgent, "turn")]
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("context", ["episode", "turn"])
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
 def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
     model, tokenizer, device = loaded
     agent = kind(

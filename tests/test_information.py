@@ -81,9 +81,7 @@ def test_equal_returns_leave_the_policy_as_it_is(name, kind, reward):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
-@pytest.mark.parametrize("name", LEARNERS)
-@pytest.mark.parametrize("constant", [0.0, 1.0])
+@pytest.mark.pairwise(name=list(LEARNERS), kind=[ChoiceAgent, WordAgent], constant=[0.0, 1.0])
 def test_fifty_batches_of_equal_returns_leave_the_policy_as_it_is(name, kind, constant):
     agent = learner_agent(kind, name)
     list(play(agent, 1, lambda _, turn: constant))

@@ -312,7 +312,11 @@ def test_the_share_of_the_layers_that_lora_adapts(share: float | None, layers: s
 
 @pytest.mark.parametrize(
     ("context", "share", "layers"),
-    [("turn", None, {3}), ("turn", 0.5, {2, 3}), ("turn", 1.0, {0, 1, 2, 3}), ("episode", None, {2, 3})],
+    [
+        ("turn", None, {3}),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [("turn", 0.5, {2, 3}), ("turn", 1.0, {0, 1, 2, 3})]),
+        ("episode", None, {2, 3}),
+    ],
 )
 def test_an_agent_that_sees_one_turn_keeps_half_of_the_depth_that_nobody_chose(
     context: Any, share: float | None, layers: set[int], tmp_path: Path

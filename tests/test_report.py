@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from llamagym import ConfigError, train
+from llamagym.__main__ import main
 from llamagym.training.report import write_report
 from llamagym.training.tracking import default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
@@ -50,6 +51,7 @@ def dom(page: Path, *options: str, width: int = 390) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_shows_curves_alarms_and_episodes_without_an_error(runs, tmp_path):
     shown, said = dom(write_report(runs, tmp_path / "report.html"))
@@ -88,19 +90,20 @@ def test_what_cannot_be_reported_is_said(tmp_path):
     assert write_report([tmp_path], tmp_path / "report.html").exists()
 
 
-def test_the_command_writes_the_page_and_says_what_is_wrong(runs, tmp_path):
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "llamagym", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_command_writes_the_page_and_says_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["llamagym", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
 
-    result = call("report", str(runs[0]))
-    assert (result.returncode, result.stdout.strip()) == (0, str(runs[0] / "report.html"))
+    assert call("report", str(runs[0])) == (0, f"{runs[0] / 'report.html'}\n", "")
     assert (runs[0] / "report.html").exists()
-    result = call("report", str(tmp_path))
-    assert result.returncode == 1
-    assert len(result.stderr.splitlines()) == 1
-    assert call("reprot").returncode == 2
-    assert "smollm2-135m" in call("models").stdout
+    code, _, complaint = call("report", str(tmp_path))
+    assert code == 1
+    assert len(complaint.splitlines()) == 1
+    assert call("reprot")[0] == 2
+    assert "smollm2-135m" in call("models")[1]
 
 
 # Damaged and hostile files
@@ -202,6 +205,7 @@ def test_a_report_replaces_only_reports(runs, tmp_path):
     assert page.read_text() == "<html>mine</html>"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_shows_a_report_of_damaged_metrics(tmp_path):
     folders = [damaged_run(tmp_path / name) for name in ("__DATA__", "<img src=x onerror=alert(1)>")]

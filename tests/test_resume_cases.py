@@ -79,7 +79,12 @@ def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["ppo", "gradient critic", "grpo", "replay", "choices in whole conversations", "free text"]
+    "name",
+    [
+        "choices in whole conversations",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo", "gradient critic", "grpo", "replay")),
+        "free text",
+    ],
 )
 def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, name):
     stopped = in_a_batch(made(name), lambda: os.kill(os.getpid(), signal.SIGINT))

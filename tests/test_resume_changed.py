@@ -41,7 +41,9 @@ def before_the_end(folder: Any, **options: Any) -> None:
     going_on(folder, on_update=lambda stats: False, **options)
 
 
-@pytest.mark.parametrize("is_vector", [False, True], ids=["played again", "vector environment"])
+@pytest.mark.parametrize(
+    "is_vector", [False, pytest.param(True, marks=pytest.mark.long)], ids=["played again", "vector environment"]
+)
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

@@ -72,12 +72,14 @@ def test_a_combination_computes_as_it_says_and_counts_what_failed(tmp_path):
     assert "test_kernels" in output
 
 
+@pytest.mark.long
 def test_a_combination_whose_tests_do_not_start_has_failed(tmp_path):
     combination = processors.Combination("default", 1, kernels=True)
     processors.run(combination, [str(tmp_path / "missing.py")])
     assert combination.failed == 1
 
 
+@pytest.mark.long
 def test_an_interrupted_run_of_all_combinations_continues_with_those_that_are_missing(tmp_path):
     path = tmp_path / "result.json"
     result = processors.Result("short", path)

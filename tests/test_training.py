@@ -244,7 +244,7 @@ def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
-@pytest.mark.parametrize("budget", [{"episodes": 40}, {"turns": 120}])
+@pytest.mark.parametrize("budget", [pytest.param({"episodes": 40}, marks=pytest.mark.long), {"turns": 120}])
 @pytest.mark.parametrize(
     ("algorithm", "cooldown", "falls"), [("ppo", 0.5, True), ("grpo", 0.5, True), ("ppo", 0, False)]
 )
