@@ -5,8 +5,10 @@ oneDNN which instructions to use. Each combination of instruction set, number of
 run of pytest, two at a time. One line per combination reports its result; the exit code is 1 if any test failed.
 
 `--tests` selects the tests: `numerical` ones, which compare numbers computed in different ways (a few minutes), those
-of the `short` or the `long` run, or `all` (hours). A result file is written after each combination. If it exists and is
-of the same commit, combinations in which no test failed are not run again, so an interrupted run can be continued.
+of the `short` or the `long` run, or `all` (hours). A result file is written after each combination, which names its
+commit. What an existing file holds of the same processor and packages is not run again where no test failed: a run that
+takes hours can be continued, also after a change that the finished combinations need not see. Delete the file to begin
+anew.
 
     python scripts/test_processors.py --tests numerical --out result.json
 """
@@ -48,6 +50,7 @@ class Combination:
     instructions: str
     threads: int
     kernels: bool
+    commit: str = ""
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -137,13 +140,15 @@ class Result:
     """
 
     def __init__(self, tests: str, path: Path | None) -> None:
-        """Take over what a file of the same commit and tests holds of combinations that passed."""
+        """Take over what a file of the same tests, processor and packages holds of combinations that passed."""
         names = list(INSTRUCTIONS)
         offered = names[: names.index(best_instructions()) + 1]
         self.skipped_instructions = names[len(offered) :]
         self.combinations = [Combination(*of) for of in itertools.product(offered, THREADS, (True, False))]
         self._path = path
-        self._about = {"command": f"python scripts/test_processors.py --tests {tests}", **setting()}
+        here = setting()
+        self._commit = here.pop("commit") + (" and uncommitted changes" if here.pop("uncommitted_changes") else "")
+        self._about = {"command": f"python scripts/test_processors.py --tests {tests}", **here}
         self._lock = threading.Lock()
         earlier = json.loads(path.read_text("utf-8")) if path is not None and path.exists() else {}
         if all(earlier.get(key) == value for key, value in self._about.items()):
@@ -151,8 +156,9 @@ class Result:
             self.combinations = [passed.get(str(each), each) for each in self.combinations]
         self.pending = [each for each in self.combinations if each.failed or not each.passed]
 
-    def save(self) -> None:
-        """Write the combinations that have run."""
+    def take(self, combination: Combination) -> None:
+        """Write the combinations that have run, of which this one is the latest."""
+        combination.commit = self._commit
         if self._path is None:
             return
         done = [asdict(each) for each in self.combinations if each.failed or each.passed]
@@ -180,7 +186,7 @@ def main() -> int:
 
     def run_and_save(combination: Combination) -> str:
         output = _run_and_report(combination, selection)
-        result.save()
+        result.take(combination)
         return output
 
     with ThreadPoolExecutor(AT_ONCE) as pool:

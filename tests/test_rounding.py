@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from scripts import test_processors as processors
+from scripts.benchmarks.common import git
 from tests.rounding import assert_within_rounding, gamma, in_float64, rounding_noise
 from tests.tiny import FAMILIES, tiny_base_model
 
@@ -86,9 +87,11 @@ def test_an_interrupted_run_of_all_combinations_continues_with_those_that_are_mi
     assert result.pending == result.combinations
     first, second, *others = result.combinations
     first.passed, second.failed = 3, 1
-    result.save()
+    result.take(second)
+    result.take(first)
     continued = processors.Result("short", path)
     assert list(map(str, continued.pending)) == list(map(str, (second, *others)))
     assert continued.combinations[0].passed == 3
+    assert continued.combinations[0].commit.startswith(git("rev-parse", "HEAD"))
     # Other tests are another run.
     assert len(processors.Result("long", path).pending) == len(result.combinations)
