@@ -12,8 +12,8 @@ import torch
 from llamagym.conversation.chat_template import end_ids
 from llamagym.engine.choice_trie import END, ChoiceTrie, turnings
 from llamagym.engine.token_tree import Decision, TokenTree
-from llamagym.policy.calibration import Calibration
-from tests.agents import WordAgent, make_agent
+from llamagym.policy.calibration import Calibration, Row, effect_of_repetition
+from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES
 
@@ -183,10 +183,10 @@ def mean_entropy(of_contexts):
     return float(np.mean([-(logprobs.exp() * logprobs).sum().item() for logprobs in of_contexts]))
 
 
-def test_calibration_is_measured_again_whenever_contexts_have_doubled():
+def test_calibration_is_measured_again_whenever_there_are_a_quarter_more_contexts():
     agent = sure_of_itself()
     policy, known = agent.policy, []
-    for added, again in ((1, True), (1, True), (1, False), (0, False), (3, True), (5, False)):
+    for added, again in ((1, True), (1, True), (6, True), (1, False), (0, False), (2, True)):
         before, version = policy.calibration.prior.copy(), policy.weights_version
         now = WORDS[len(known) : len(known) + added]
         # Contexts that were measured are not measured again.
@@ -233,7 +233,7 @@ def test_a_sample_of_contexts_is_enough_and_none_is_likelier_in_it_than_another(
         found = calibration.unmeasured(trees, learns=False)
         assert found == trees or number >= 256
         measured += len(found)
-        calibration.add({tree: [[((1,), number / 4000), ((2,), 0.0)]] for tree in found})
+        calibration.add({tree: [[((1,), number / 4000, 0), ((2,), 0.0, 0)]] for tree in found})
         # What was measured, or not, is not measured again.
         assert calibration.unmeasured(trees, learns=False) == []
     # 512 and, of all later ones, the share that the sample had of those before: 512 (1 + ln(8000 / 512)).
@@ -251,7 +251,10 @@ def test_choices_first_offered_after_the_sample_is_full_get_a_prior():
         tree = TokenTree((number,), (), (decision,))
         before = calibration.prior
         changed = calibration.add(
-            {tree: [[(choices[0], -1.0), (choices[1], 1.0)]] for tree in calibration.unmeasured([tree], learns=False)}
+            {
+                tree: [[(choices[0], -1.0, 0), (choices[1], 1.0, 0)]]
+                for tree in calibration.unmeasured([tree], learns=False)
+            }
         )
         assert calibration.prior[choices[1]] == 1.0
         # A choice that is new says nothing of those that were measured.
@@ -272,13 +275,15 @@ def test_processes_agree_on_choices_first_offered_after_the_sample_is_full():
         choices = ((1,), (2,)) if number < 1500 else ((1,), (3 + number % 7,))
         decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=ChoiceTrie.of(choices).branches)
         fresh = process.unmeasured([TokenTree((number,), (), (decision,))], learns=False)
-        process.add({tree: [[(choices[0], number / 3000), (choices[1], -number / 3000)]] for tree in fresh})
+        row = [(choices[0], number / 3000, number % 3), (choices[1], -number / 3000, 0)]
+        process.add({tree: [row] for tree in fresh})
         if number % 100 == 99:
             measured = [dict(each.measured) for each in calibrations]
             for each in calibrations:
                 each.agree(measured, learns=False)
             one, other = (each.record(learns=False) for each in calibrations)
-            assert (one["choice_prior"], one["choice_deviation"]) == (other["choice_prior"], other["choice_deviation"])
+            assert all(one[name] == other[name] for name in one if name != "choice_contexts")
+            assert one["choice_repetition"][0] != 0.0
     assert calibrations[0].prior.keys() == {(number,) for number in range(1, 10)}
 
 
@@ -358,3 +363,62 @@ def test_every_choice_is_reached_and_nothing_else():
         assert len(branch.targets) > 1
     # What no branch needs is not read.
     assert sorted(paths.values()) == [(), (1,), (1, 2), (1, 4), (1, 4, 5)]
+
+
+def repeating(contexts: int, once: float, doubled: float, noise: float) -> list[Row]:
+    """Places of a model that finds what a conversation holds likelier, beside a preference of its own."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(contexts):
+        counts = [number % 4, (number // 4) % 2]
+        logits = np.array([1.0, -2.0]) + [once + doubled * np.log2(count) if count else 0.0 for count in counts]
+        likelier = logits + noise * rng.standard_normal(2)
+        likelier += np.log(2) - np.logaddexp(*likelier)
+        rows.append(
+            [((token,), float(value), count) for token, value, count in zip((1, 2), likelier, counts, strict=True)]
+        )
+    return rows
+
+
+def test_the_effect_of_repetition_is_found_beside_what_is_likely_anyway():
+    once, doubled = effect_of_repetition(repeating(200, once=4.0, doubled=3.0, noise=0.4))
+    assert (once, doubled) == (pytest.approx(4.0, abs=0.2), pytest.approx(3.0, abs=0.2))
+    # The control: a model that does not repeat.
+    once, doubled = effect_of_repetition(repeating(200, once=0.0, doubled=0.0, noise=0.4))
+    assert (once, doubled) == (pytest.approx(0.0, abs=0.2), pytest.approx(0.0, abs=0.2))
+
+
+def test_what_a_conversation_holds_is_no_likelier_than_what_it_does_not():
+    calibration, choices = Calibration(), ((1,), (2,))
+    branch = ChoiceTrie.of(choices).branches[0]
+    for number, row in enumerate(repeating(200, once=4.0, doubled=3.0, noise=0.4)):
+        decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=(branch,))
+        calibration.add({TokenTree((number,), (), (decision,)): [row]})
+    assert calibration.deviation == 1.0
+    for counts in ((0, 0), (1, 0), (2, 1), (3, 0)):
+        rows = [row for row in repeating(200, 4.0, 3.0, 0.4) if tuple(count for *_, count in row) == counts]
+        measured = np.mean([row[0][1] - row[1][1] for row in rows])
+        expected = calibration.expected(branch, counts)
+        assert expected[0] - expected[1] == pytest.approx(measured, abs=0.6)
+    resumed = Calibration.from_record(json.loads(json.dumps(calibration.record(learns=True))))
+    assert resumed.expected(branch, (2, 1)) == calibration.expected(branch, (2, 1))
+
+
+def test_counts_are_of_the_turns_that_are_shown():
+    agent = make_agent(ChoiceAgent)
+    conversation = agent.new_conversation()
+    said = []
+    for turn in range(4):
+        agent.act(turn)
+        conversation = agent.conversation(0)
+        prompt = conversation.turns[-1].prompt
+        assert prompt.said_counts == tuple(map(said.count, prompt.choices))
+        said.append(prompt.choices[conversation.turns[-1].reply.choice_index])
+        agent.assign_reward(0.0)
+    conversation.first_shown = 3
+    assert conversation._said_counts(prompt.choices) == tuple(map(said[3:].count, prompt.choices))
+    alone = make_agent(ChoiceAgent, context="turn")
+    for turn in range(2):
+        alone.act(turn)
+        assert set(alone.conversation(0).turns[-1].prompt.said_counts) == {0}
+        alone.assign_reward(0.0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
@@ -119,3 +122,33 @@ def test_the_snippet_of_llamagym_runs_with_a_local_path(loaded):
     train_stats = agent.terminate_episode()
     assert train_stats == {}
     assert agent.buffered_turns == 1
+
+
+class ChoosingAgent(BlackjackAgent):
+    """Shows the whole conversation, too."""
+
+    def get_action_choices(self, observation) -> list[str]:
+        return ["stick", "hit"]
+
+
+@pytest.mark.long
+def test_no_turn_of_a_conversation_is_decided_before_anything_is_learnt(loaded):
+    """A model that repeats what it has said would hit to the end of a hand, and learn that to hit is bad."""
+    _, tokenizer, device = loaded
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(embedded_model_folder()).to(device)
+    agent = ChoosingAgent(model, tokenizer, device, ppo_config_dict={"batch_size": 10**6}, seed=0)
+    env = gym.make("Blackjack-v1")
+    hits: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for episode in range(120):
+        observation, _ = env.reset(seed=episode)
+        done = False
+        while not done:
+            action = agent.act(observation)
+            turns = agent.conversation(0).turns
+            if episode >= 50 and len(turns) in hits:
+                hits[len(turns)].append(math.exp(turns[-1].reply.choice_logprobs[1]))
+            observation, reward, terminated, truncated, _ = env.step(action)
+            agent.assign_reward(float(reward))
+            done = terminated or truncated
+        agent.terminate_episode()
+    assert [np.mean(hits[turn]) for turn in hits] == pytest.approx([0.5] * 3, abs=0.25)

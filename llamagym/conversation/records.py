@@ -186,10 +186,20 @@ def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
 
 def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
     choices = None if prompt.choices is None else [table.number(choice) for choice in prompt.choices]
-    return [table.number(prompt.ids), prompt.starts_context, choices, prompt.shared_length, prompt.opening_length]
+    return [
+        table.number(prompt.ids),
+        prompt.starts_context,
+        choices,
+        prompt.shared_length,
+        prompt.opening_length,
+        prompt.said_counts,
+    ]
 
 
 def _prompt_from(record: Sequence[Any], table: IdTable) -> Prompt:
-    ids, starts_context, choices, *lengths = record
+    ids, starts_context, choices, shared_length, opening_length, *more = record
     offered = None if choices is None else tuple(table[number] for number in ids_from(choices))
-    return Prompt(table[ids], bool(starts_context), offered, *ids_from(lengths))
+    shared, opening = ids_from([shared_length, opening_length])
+    # Older records have no counts.
+    said_counts = ids_from(next(iter(more), ()))
+    return Prompt(table[ids], bool(starts_context), offered, shared, opening, said_counts)

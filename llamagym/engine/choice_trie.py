@@ -91,6 +91,27 @@ def turnings(branches: Sequence[Branch], choices: Iterable[Ids]) -> list[list[tu
     ]
 
 
+def said_counts(
+    branches: Sequence[Branch], choices: Sequence[Ids], counts: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Of each branch, how often choices that go on with each of its targets were said; empty if none was.
+
+    Args:
+        branches: Where the choices part.
+        choices: All of them.
+        counts: How often each was said, in the same order; empty if none was.
+
+    >>> choices = ((5, 6), (5, 7), (8,))
+    >>> said_counts(ChoiceTrie.of(choices).branches, choices, (2, 1, 0))
+    ((3, 0), (2, 1))
+    """
+    if not any(counts):
+        return ()
+    said = [(*choice, END) for choice, count in zip(choices, counts, strict=True) for _ in range(count)]
+    following = Counter(choice[:depth] for choice in said for depth in range(1, len(choice) + 1))
+    return tuple(tuple(following.get((*branch.path, token), 0) for token in branch.targets) for branch in branches)
+
+
 # Lists of choices recur, and hundreds of choices take a millisecond.
 @lru_cache(maxsize=256)
 def _trie_of(choices: tuple[Ids, ...]) -> ChoiceTrie:

@@ -23,22 +23,21 @@ from .read_plan import ReadPlan
 def branch_logprobs(plan: ReadPlan, logits: Tensor, calibration: Calibration | None, temperature: float) -> Tensor:
     """Log-probability of each target of each branch, float (B, K); -inf for padding.
 
-    softmax((logit - prior) / (temperature * deviation) + log(choices that go on so)), so that what says no more than
-    the prior leaves all choices equally likely; without calibration softmax(logit / temperature).
+    softmax((logit - expected) / (temperature * deviation) + log(choices that go on so)), so that what says no more
+    than is expected leaves all choices equally likely; without calibration softmax(logit / temperature).
 
     Args:
         plan: What goes on at each branch.
         logits: Of its targets, up to what all of a branch share, (B, K).
-        calibration: The prior, 0 where it is missing, and the deviation from it; None for neither.
+        calibration: What is expected of each target, and the deviation from it; None for neither.
         temperature: Above 1 flattens the distribution.
     """
     if calibration is None:
         return (logits / temperature).masked_fill(plan.log_counts == -torch.inf, -torch.inf).log_softmax(-1)
     most = logits.shape[1]
     known = [
-        [calibration.prior.get((*branch.path, token), 0.0) for token in branch.targets]
-        + [0.0] * (most - len(branch.targets))
-        for branch in plan.branches
+        [*calibration.expected(branch, counts), *[0.0] * (most - len(branch.targets))]
+        for branch, counts in zip(plan.branches, plan.said_counts, strict=True)
     ]
     shift = torch.tensor(known, device=logits.device).reshape(logits.shape)
     return ((logits - shift) / (temperature * calibration.deviation) + plan.log_counts).log_softmax(-1)

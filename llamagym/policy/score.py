@@ -89,8 +89,11 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
     logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False, cached=False), plan)
     rows = (
-        [((*branch.path, token), likelier) for token, likelier in zip(branch.targets, row, strict=False)]
-        for branch, row in zip(plan.branches, relative(plan, logits).tolist(), strict=True)
+        [
+            ((*branch.path, token), likelier, count)
+            for token, likelier, count in zip(branch.targets, row, counts, strict=False)
+        ]
+        for branch, row, counts in zip(plan.branches, relative(plan, logits).tolist(), plan.said_counts, strict=True)
     )
     return {tree: list(islice(rows, len(tree.decisions[0].branches))) for tree in trees}
 
