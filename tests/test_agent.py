@@ -214,13 +214,12 @@ def test_sampled_choices_follow_their_probabilities():
 
 def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
     measured = make_agent(ChoiceAgent, context="turn")
-    # Eight contexts: one more is too few to measure all anew.
-    measured.act_batch(["x", "yy", "zzz", "a", "bb", "ccc", "d", "ee"])
+    measured.act_batch(["x", "yy", "zzz"])
     prior = dict(measured.policy.calibration.prior)
     left, right, stay = (tuple(measured.tokenizer(choice)["input_ids"]) for choice in ChoiceAgent.choices)
     part = next(at for at, (a, b) in enumerate(zip(left, right, strict=False), start=1) if a != b)
     assert set(prior) == {left[:1], stay[:1], left[:part], right[:part]}
-    measured.act_batch(["something else"], ["another table"])
+    measured.act_batch(["something else"], [9])
     assert measured.policy.calibration.prior == prior
     # One branch that has two choices, "go left" and "go right", against "stay".
     plain = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)

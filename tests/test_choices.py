@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from llamagym.conversation.chat_template import end_ids
-from llamagym.engine.choice_trie import END, ChoiceTrie, turnings
+from llamagym.conversation.episode import Prompt, Reply
+from llamagym.engine.choice_trie import END, Branch, ChoiceTrie, Ids, turnings
 from llamagym.engine.token_tree import Decision, TokenTree
-from llamagym.policy.calibration import Calibration, Row, effect_of_repetition
+from llamagym.policy.calibration import Calibration
+from llamagym.policy.repetition import Repetition, Row
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES
@@ -183,10 +187,10 @@ def mean_entropy(of_contexts):
     return float(np.mean([-(logprobs.exp() * logprobs).sum().item() for logprobs in of_contexts]))
 
 
-def test_calibration_is_measured_again_whenever_there_are_a_quarter_more_contexts():
+def test_calibration_is_measured_again_whenever_contexts_have_doubled():
     agent = sure_of_itself()
     policy, known = agent.policy, []
-    for added, again in ((1, True), (1, True), (6, True), (1, False), (0, False), (2, True)):
+    for added, again in ((1, True), (1, True), (1, False), (0, False), (3, True), (5, False)):
         before, version = policy.calibration.prior.copy(), policy.weights_version
         now = WORDS[len(known) : len(known) + added]
         # Contexts that were measured are not measured again.
@@ -283,7 +287,7 @@ def test_processes_agree_on_choices_first_offered_after_the_sample_is_full():
                 each.agree(measured, learns=False)
             one, other = (each.record(learns=False) for each in calibrations)
             assert all(one[name] == other[name] for name in one if name != "choice_contexts")
-            assert one["choice_repetition"][0] != 0.0
+            assert one["choice_repetition"][2] == 2
     assert calibrations[0].prior.keys() == {(number,) for number in range(1, 10)}
 
 
@@ -365,60 +369,181 @@ def test_every_choice_is_reached_and_nothing_else():
     assert sorted(paths.values()) == [(), (1,), (1, 2), (1, 4), (1, 4, 5)]
 
 
-def repeating(contexts: int, once: float, doubled: float, noise: float) -> list[Row]:
-    """Places of a model that finds what a conversation holds likelier, beside a preference of its own."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for number in range(contexts):
-        counts = [number % 4, (number // 4) % 2]
-        logits = np.array([1.0, -2.0]) + [once + doubled * np.log2(count) if count else 0.0 for count in counts]
-        likelier = logits + noise * rng.standard_normal(2)
-        likelier += np.log(2) - np.logaddexp(*likelier)
-        rows.append(
-            [((token,), float(value), count) for token, value, count in zip((1, 2), likelier, counts, strict=True)]
-        )
-    return rows
+class Repeater:
+    """A language model with a preference of its own that finds likelier what it has replied before."""
+
+    def __init__(self, first: float, per_doubling: float, noise: float = 0.0) -> None:
+        self.preference = {(1,): 1.0, (2,): -2.0, (3,): 0.5, (4,): 0.0}
+        self.repetition = Repetition(first, per_doubling, largest=100)
+        self.noise = noise
+        self.rng = np.random.default_rng(0)
+
+    def relative(self, counts: dict[Ids, int]) -> Row:
+        """Relative log-probabilities of the paths, of which so many earlier replies were."""
+        logits = np.array([self.preference[path] + self.repetition.effect(count) for path, count in counts.items()])
+        logits += self.noise * self.rng.standard_normal(len(logits))
+        relative = logits - np.logaddexp.reduce(logits) + np.log(len(logits))
+        return [(path, float(value), count) for (path, count), value in zip(counts.items(), relative, strict=True)]
+
+    def rows(self, contexts: int) -> list[Row]:
+        """Rows of contexts that offer two to four of the choices, with up to four earlier replies."""
+        rows = []
+        for _ in range(contexts):
+            offered = [path for path in self.preference if path < (3,) or self.rng.random() < 0.5]
+            rows.append(self.relative({path: int(self.rng.integers(5)) for path in offered}))
+        return rows
 
 
-def test_the_effect_of_repetition_is_found_beside_what_is_likely_anyway():
-    once, doubled = effect_of_repetition(repeating(200, once=4.0, doubled=3.0, noise=0.4))
-    assert (once, doubled) == (pytest.approx(4.0, abs=0.2), pytest.approx(3.0, abs=0.2))
-    # The control: a model that does not repeat.
-    once, doubled = effect_of_repetition(repeating(200, once=0.0, doubled=0.0, noise=0.4))
-    assert (once, doubled) == (pytest.approx(0.0, abs=0.2), pytest.approx(0.0, abs=0.2))
+def calibrated(calibration: Calibration, rows: Sequence[Row], start: int = 0) -> Calibration:
+    """Add contexts with these rows."""
+    for number, row in enumerate(rows, start):
+        tree, branch = context_of(number, tuple(path for path, _, _ in row))
+        assert branch.targets == tuple(path[0] for path, _, _ in row)
+        if calibration.unmeasured([tree], learns=calibration.is_frozen):
+            calibration.add({tree: [row]})
+    return calibration
 
 
-def test_what_a_conversation_holds_is_no_likelier_than_what_it_does_not():
-    calibration, choices = Calibration(), ((1,), (2,))
-    branch = ChoiceTrie.of(choices).branches[0]
-    for number, row in enumerate(repeating(200, once=4.0, doubled=3.0, noise=0.4)):
-        decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=(branch,))
-        calibration.add({TokenTree((number,), (), (decision,)): [row]})
+def context_of(number: int, choices: tuple[Ids, ...]) -> tuple[TokenTree, Branch]:
+    """A context that offers choices of one token each, and where they part."""
+    (branch,) = ChoiceTrie.of(choices).branches
+    decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=(branch,))
+    return TokenTree((number,), (), (decision,)), branch
+
+
+def probabilities(calibration: Calibration, row: Row) -> list[float]:
+    """Of the targets of a row, with the calibration."""
+    _, branch = context_of(0, tuple(path for path, _, _ in row))
+    expected = calibration.expected(branch, [count for _, _, count in row])
+    scores = (np.array([value for _, value, _ in row]) - expected) / calibration.deviation
+    return list(np.exp(scores - np.logaddexp.reduce(scores)))
+
+
+@pytest.mark.parametrize(("first", "per_doubling"), [(4.0, 3.0), (0.0, 0.0)])
+def test_repetition_is_fitted_beside_preferences(first, per_doubling):
+    fitted = Repetition.fit(Repeater(first, per_doubling, noise=0.4).rows(200))
+    assert fitted.first == pytest.approx(first, abs=0.2)
+    assert fitted.per_doubling == pytest.approx(per_doubling, abs=0.2)
+    assert fitted.largest == 4
+
+
+def test_rows_that_are_not_finite_are_left_out_of_the_fit():
+    rows = Repeater(4.0, 3.0).rows(200)
+    broken = [((1,), math.nan, 1), ((2,), 0.0, 0)]
+    assert Repetition.fit([*rows, broken]) == Repetition.fit(rows)
+
+
+def test_all_choices_are_equally_likely_whatever_was_replied_before():
+    model = Repeater(4.0, 3.0)
+    calibration = calibrated(Calibration(), model.rows(400))
     assert calibration.deviation == 1.0
-    for counts in ((0, 0), (1, 0), (2, 1), (3, 0)):
-        rows = [row for row in repeating(200, 4.0, 3.0, 0.4) if tuple(count for *_, count in row) == counts]
-        measured = np.mean([row[0][1] - row[1][1] for row in rows])
-        expected = calibration.expected(branch, counts)
-        assert expected[0] - expected[1] == pytest.approx(measured, abs=0.6)
-    resumed = Calibration.from_record(json.loads(json.dumps(calibration.record(learns=True))))
-    assert resumed.expected(branch, (2, 1)) == calibration.expected(branch, (2, 1))
+    for counts in ({(1,): 0, (2,): 0}, {(1,): 3, (2,): 0, (4,): 1}, {(1,): 0, (2,): 4, (3,): 2, (4,): 0}):
+        even = [1 / len(counts)] * len(counts)
+        assert probabilities(calibration, model.relative(counts)) == pytest.approx(even, abs=0.05)
+    # More replies than were ever measured count as the most that were.
+    (branch,) = ChoiceTrie.of(((1,), (2,))).branches
+    assert calibration.expected(branch, (100, 0)) == calibration.expected(branch, (4, 0))
 
 
-def test_counts_are_of_the_turns_that_are_shown():
+@pytest.mark.parametrize("learns", [True, False], ids=["learns", "before it learns"])
+def test_a_calibration_goes_on_from_its_record(learns):
+    rows = Repeater(4.0, 3.0, noise=0.4).rows(300)
+    calibration = calibrated(Calibration(), rows[:150])
+    resumed = Calibration.from_record(json.loads(json.dumps(calibration.record(learns=learns))))
+    for each in (calibration, resumed):
+        calibrated(each, rows[150:], start=150)
+    assert resumed.record(learns=learns) == calibration.record(learns=learns)
+    assert resumed.repetition == calibration.repetition
+    aside = calibration.apart()
+    assert (aside.repetition, aside.deviation) == (calibration.repetition, calibration.deviation)
+
+
+def test_a_sample_without_counts_is_measured_anew():
+    record = calibrated(Calibration(), Repeater(4.0, 3.0).rows(150)).record(learns=False)
+    del record["choice_repetition"]
+    taken, due, sample, names, late = record["choice_contexts"]
+    without = {name: [[pair[:2] for pair in row] for row in places] for name, places in sample.items()}
+    old = Calibration.from_record(
+        json.loads(json.dumps(record | {"choice_contexts": [taken, due, without, names, late]}))
+    )
+    assert old.prior.keys() == {(1,), (2,), (3,), (4,)}
+    calibrated(old, rows := Repeater(4.0, 3.0).rows(300), start=150)
+    assert old.repetition == calibrated(Calibration(), rows, start=150).repetition
+
+
+def test_choices_offered_late_beside_one_that_was_repeated_are_measured_without_that():
+    model = Repeater(4.0, 3.0)
+    early = [row for row in model.rows(600) if all(path < (3,) for path, _, _ in row)]
+    calibration = calibrated(Calibration(), early)
+    calibration.is_frozen = True
+    late = model.relative({(1,): 4, (3,): 0})
+    calibrated(calibration, [late], start=10_000)
+    for counts in ({(1,): 0, (3,): 0}, {(1,): 4, (3,): 0}, {(1,): 0, (2,): 0, (3,): 1}):
+        even = [1 / len(counts)] * len(counts)
+        # Relative to others than it was measured beside, a choice has another mean.
+        assert probabilities(calibration, model.relative(counts)) == pytest.approx(even, abs=0.15)
+
+
+def test_processes_agree_on_what_one_would_have_measured():
+    rows = Repeater(4.0, 3.0, noise=0.4).rows(300)
+    processes = [Calibration() for _ in range(2)]
+    for number in range(0, 300, 50):
+        for process, half in zip(processes, (rows[number : number + 25], rows[number + 25 : number + 50]), strict=True):
+            calibrated(process, half, start=number + 25 * processes.index(process))
+        measured = [dict(process.measured) for process in processes]
+        for process in processes:
+            process.agree(measured, learns=False)
+    alone = calibrated(Calibration(), rows)
+    alone.agree([dict(alone.measured)], learns=False)
+    for process in processes:
+        assert process.repetition == alone.repetition
+        assert process.prior == alone.prior
+        assert process.deviation == alone.deviation
+
+
+def test_replies_are_those_of_the_turns_that_are_shown():
     agent = make_agent(ChoiceAgent)
-    conversation = agent.new_conversation()
-    said = []
+    given: list[Ids] = []
     for turn in range(4):
         agent.act(turn)
-        conversation = agent.conversation(0)
-        prompt = conversation.turns[-1].prompt
-        assert prompt.said_counts == tuple(map(said.count, prompt.choices))
-        said.append(prompt.choices[conversation.turns[-1].reply.choice_index])
+        turns = agent.conversation(0).turns
+        assert dict(turns[-1].prompt.replies_shown) == Counter(given)
+        given.append(turns[-1].reply.ids)
         agent.assign_reward(0.0)
-    conversation.first_shown = 3
-    assert conversation._said_counts(prompt.choices) == tuple(map(said[3:].count, prompt.choices))
+    agent.conversation(0).first_shown = 3
+    assert dict(agent.conversation(0)._replies_shown()) == {given[3]: 1}
     alone = make_agent(ChoiceAgent, context="turn")
     for turn in range(2):
         alone.act(turn)
-        assert set(alone.conversation(0).turns[-1].prompt.said_counts) == {0}
+        assert alone.conversation(0).turns[-1].prompt.replies_shown == ()
         alone.assign_reward(0.0)
+
+
+def test_replies_that_fill_the_window_are_forgotten_with_their_turns():
+    agent = make_agent(ChoiceAgent)
+    conversation = agent.new_conversation()
+    conversation.max_length = 200
+    for turn in range(30):
+        segment = conversation.observe(f"Observation {turn}", choices=ChoiceAgent.choices)
+        shown = sum(count for _, count in segment.prompts[-1].replies_shown)
+        assert shown == len(conversation.turns) - conversation.first_shown
+        with agent.policy.acting(True):
+            agent.policy.calibrate([segment])
+            (reply,) = agent.policy.sample([segment])
+        conversation.answer(reply, "")
+    assert conversation.first_shown > 0
+
+
+def test_branches_on_the_way_to_a_choice_have_their_own_counts():
+    """Of a choice that parts from others late, and of which earlier replies said a part, or something else."""
+    choices = ((1, 2, 3), (1, 2), (4,), (5,), (6, 7))
+    replies = (((1, 2), 2), ((1, 9), 1), ((5,), 4))
+    prompt = Prompt((8, 9), True, choices, replies_shown=replies)
+    reply = Reply((1, 2, 3), (0.0,), 0.0, "choice", 0, 0)
+    for decision in (Decision.from_turn(0, prompt, None), Decision.from_turn(0, prompt, reply)):
+        counts = {
+            (*branch.path, token): count
+            for branch, of_branch in zip(decision.branches, decision.repeat_counts, strict=True)
+            for token, count in zip(branch.targets, of_branch, strict=True)
+        }
+        assert counts == {(1,): 3, (4,): 0, (5,): 4, (6,): 0, (1, 2, 3): 0, (1, 2, END): 2}

@@ -35,8 +35,8 @@ class Prompt:
         shared_length: How many leading ids every context with the same system prompt begins with.
         opening_length: How many trailing ids open the reply, from where an activated LoRA acts: the last one of the
             generation prompt and those of a response prefix.
-        said_counts: How many turns that the model sees said each of the choices; empty for free text, and in
-            checkpoints of earlier versions.
+        replies_shown: Replies of the turns that the model sees, without an end-of-sequence token, and how often each
+            was given; empty for free text, and in checkpoints of earlier versions.
     """
 
     ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class Prompt:
     choices: tuple[tuple[int, ...], ...] | None = None
     shared_length: int = 0
     opening_length: int = 1
-    said_counts: tuple[int, ...] = ()
+    replies_shown: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +276,16 @@ class Conversation:
                 ids = self._reopened(shown, text, opening)
         self.first_shown = len(self.turns) - shown
         shared = self.template.shared_length(self.system_prompt, ids) if starts_context else 0
-        said_counts = self._said_counts(encoded) if encoded else ()
-        self.pending = Prompt(tuple(ids), starts_context, encoded, shared, 1 + len(opening), said_counts)
+        replies = () if encoded is None else self._replies_shown()
+        self.pending = Prompt(tuple(ids), starts_context, encoded, shared, 1 + len(opening), replies)
         self.messages.append({"role": "user", "content": text})
         return self.current_segment()
 
-    def _said_counts(self, choices: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """How many of the turns that are shown said each of these choices."""
-        said = Counter(
-            turn.prompt.choices[turn.reply.choice_index]
-            for turn in self.turns[self.first_shown :]
-            if turn.prompt.choices is not None and turn.reply.choice_index is not None
-        )
-        return tuple(said[choice] for choice in choices)
+    def _replies_shown(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Replies of the turns that are shown, without an end-of-sequence token, and how often each was given."""
+        replies = (turn.reply for turn in self.turns[self.first_shown :])
+        counts = Counter(reply.ids[:-1] if reply.finish_reason == "eos" else reply.ids for reply in replies)
+        return tuple(counts.items())
 
     def _opened(self, text: str, opening: list[int]) -> list[int]:
         return [*self.template.first_prompt(self.system_prompt, text), *opening]

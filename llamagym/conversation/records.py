@@ -192,7 +192,7 @@ def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
         choices,
         prompt.shared_length,
         prompt.opening_length,
-        prompt.said_counts,
+        [(table.number(reply), count) for reply, count in prompt.replies_shown],
     ]
 
 
@@ -200,6 +200,6 @@ def _prompt_from(record: Sequence[Any], table: IdTable) -> Prompt:
     ids, starts_context, choices, shared_length, opening_length, *more = record
     offered = None if choices is None else tuple(table[number] for number in ids_from(choices))
     shared, opening = ids_from([shared_length, opening_length])
-    # Older records have no counts.
-    said_counts = ids_from(next(iter(more), ()))
-    return Prompt(table[ids], bool(starts_context), offered, shared, opening, said_counts)
+    # Older records lack replies.
+    replies = tuple((table[reply], int(number_from(count))) for reply, count in next(iter(more), ()))
+    return Prompt(table[ids], bool(starts_context), offered, shared, opening, replies)

@@ -91,25 +91,25 @@ def turnings(branches: Sequence[Branch], choices: Iterable[Ids]) -> list[list[tu
     ]
 
 
-def said_counts(
-    branches: Sequence[Branch], choices: Sequence[Ids], counts: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Of each branch, how often choices that go on with each of its targets were said; empty if none was.
+def repeat_counts(branches: Sequence[Branch], replies: Iterable[tuple[Ids, int]]) -> tuple[tuple[int, ...], ...]:
+    """Of each branch, how many replies go on with each of its targets; empty if there are no replies.
 
     Args:
-        branches: Where the choices part.
-        choices: All of them.
-        counts: How often each was said, in the same order; empty if none was.
+        branches: Where choices part.
+        replies: Earlier replies, whether they are among the choices or not, and how often each was given.
 
-    >>> choices = ((5, 6), (5, 7), (8,))
-    >>> said_counts(ChoiceTrie.of(choices).branches, choices, (2, 1, 0))
-    ((3, 0), (2, 1))
+    >>> branches = ChoiceTrie.of(((5, 6), (5, 7), (8,))).branches
+    >>> repeat_counts(branches, [((5, 6), 2), ((5, 9), 1)])
+    ((3, 0), (2, 0))
     """
-    if not any(counts):
+    counts: Counter[Ids] = Counter()
+    for reply, count in replies:
+        ended = (*reply, END)
+        for depth in range(1, len(ended) + 1):
+            counts[ended[:depth]] += count
+    if not counts:
         return ()
-    said = [(*choice, END) for choice, count in zip(choices, counts, strict=True) for _ in range(count)]
-    following = Counter(choice[:depth] for choice in said for depth in range(1, len(choice) + 1))
-    return tuple(tuple(following.get((*branch.path, token), 0) for token in branch.targets) for branch in branches)
+    return tuple(tuple(counts.get((*branch.path, token), 0) for token in branch.targets) for branch in branches)
 
 
 # Lists of choices recur, and hundreds of choices take a millisecond.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..conversation.episode import Prompt, Reply, Segment
-from .choice_trie import Branch, ChoiceTrie, said_counts
+from .choice_trie import Branch, ChoiceTrie, repeat_counts
 from .masks import Tokens
 
 
@@ -35,8 +35,8 @@ class Decision:
         said: The reply's tokens in free text, each predicted by the node before it; empty for choices.
         choices: The prompt's choices, or None for free text.
         branches: Where choices part, their nodes counted from `prompt_end`; they follow from choices and nodes.
-        said_counts: Of each branch, how often the conversation holds a choice that goes on with each target. They
-            follow from the history, and are empty where it holds none of the choices.
+        repeat_counts: Of each branch, how many of the replies shown go on with each target. They follow from the
+            history, and are empty in a first turn.
     """
 
     start: int
@@ -46,7 +46,7 @@ class Decision:
     said: tuple[int, ...] = ()
     choices: tuple[tuple[int, ...], ...] | None = None
     branches: tuple[Branch, ...] = field(default=(), compare=False)
-    said_counts: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    repeat_counts: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def depth(self) -> int:
@@ -67,7 +67,7 @@ class Decision:
         trie = ChoiceTrie.of(prompt.choices)
         trie = trie.along(reply.ids) if reply else trie
         parents = (*range(-1, end), *(end + parent for parent in trie.parents))
-        counts = said_counts(trie.branches, prompt.choices, prompt.said_counts)
+        counts = repeat_counts(trie.branches, prompt.replies_shown)
         return cls(start, opening + trie.ids, parents, end, (), prompt.choices, trie.branches, counts)
 
 

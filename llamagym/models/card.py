@@ -128,7 +128,7 @@ class Card:
             *rows,
             "]",
             *(
-                ["prior = {  # what is usual for the last of these tokens, after those before it", *prior, "}"]
+                ["prior = {  # in a first turn: usual for the last of these tokens, after the others", *prior, "}"]
                 if prior
                 else []
             ),

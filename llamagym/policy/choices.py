@@ -1,4 +1,4 @@
-"""The policy over choices: token by token among those that the offered choices allow, measured against what is usual.
+"""The policy over choices: token by token among those that the offered choices allow, relative to the calibration.
 
 Where choices part, the next token is drawn among those that go on; where one token alone can follow, nothing is
 decided. So a choice costs no more to learn from than the places where it parts from others, however many are offered,
@@ -37,7 +37,7 @@ def branch_logprobs(plan: ReadPlan, logits: Tensor, calibration: Calibration | N
     most = logits.shape[1]
     known = [
         [*calibration.expected(branch, counts), *[0.0] * (most - len(branch.targets))]
-        for branch, counts in zip(plan.branches, plan.said_counts, strict=True)
+        for branch, counts in zip(plan.branches, plan.repeat_counts, strict=True)
     ]
     shift = torch.tensor(known, device=logits.device).reshape(logits.shape)
     return ((logits - shift) / (temperature * calibration.deviation) + plan.log_counts).log_softmax(-1)

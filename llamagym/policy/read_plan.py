@@ -28,7 +28,7 @@ class ReadPlan:
         text_targets: These tokens, int64 (F,).
         text_slots: Decision and offset of each, int64 (F, 2).
         branches: Where choices part, B.
-        said_counts: Of each, how often the conversation holds choices that go on with each target, K a branch.
+        repeat_counts: Of each, how many of the replies shown go on with each target, K a branch.
         branch_nodes: Their nodes, int64 (B,).
         branch_targets: Tokens that go on there, padded with 0, int64 (B, K).
         log_counts: Logarithm of how many choices go on with each, -inf for padding, float (B, K).
@@ -42,7 +42,7 @@ class ReadPlan:
     text_targets: Tensor
     text_slots: Tensor
     branches: tuple[Branch, ...]
-    said_counts: tuple[tuple[int, ...], ...]
+    repeat_counts: tuple[tuple[int, ...], ...]
     branch_nodes: Tensor
     branch_targets: Tensor
     log_counts: Tensor
@@ -85,10 +85,10 @@ class ReadPlan:
             text_targets=torch.tensor([decisions[turn].said[offset] for turn, offset in said], dtype=torch.long),
             text_slots=torch.tensor(said, dtype=torch.long).reshape(-1, 2),
             branches=tuple(branch for _, branch in met),
-            said_counts=tuple(
+            repeat_counts=tuple(
                 counts
                 for decision in decisions
-                for counts in decision.said_counts or [(0,) * len(branch.targets) for branch in decision.branches]
+                for counts in decision.repeat_counts or [(0,) * len(branch.targets) for branch in decision.branches]
             ),
             branch_nodes=torch.tensor([ends[turn] + branch.node for turn, branch in met], dtype=torch.long),
             branch_targets=torch.tensor(targets, dtype=torch.long).reshape(len(met), most),

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..engine.backbone import Backbone
 from ..engine.likelihood import logprobs_and_entropy
 from ..engine.token_tree import TokenTree
-from .calibration import Calibration, Row
+from .calibration import Calibration
 from .choices import branch_logprobs, entropy_from_logits, relative
 from .read_plan import ReadPlan
+from .repetition import Row
 
 # Bytes of logits that are computed at once: in bfloat16, those of 256 nodes over 50,000 words.
 _LOGITS_BYTES = 25 * 2**20
@@ -93,7 +94,7 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
             ((*branch.path, token), likelier, count)
             for token, likelier, count in zip(branch.targets, row, counts, strict=False)
         ]
-        for branch, row, counts in zip(plan.branches, relative(plan, logits).tolist(), plan.said_counts, strict=True)
+        for branch, row, counts in zip(plan.branches, relative(plan, logits).tolist(), plan.repeat_counts, strict=True)
     )
     return {tree: list(islice(rows, len(tree.decisions[0].branches))) for tree in trees}
 
