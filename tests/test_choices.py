@@ -427,6 +427,19 @@ def test_repetition_is_fitted_beside_preferences(first, per_doubling):
     assert fitted.largest == 4
 
 
+def test_the_fit_is_exact_where_contexts_offer_different_choices():
+    fitted = Repetition.fit(Repeater(4.0, 3.0).rows(400))
+    assert (fitted.first, fitted.per_doubling) == (pytest.approx(4.0, abs=0.02), pytest.approx(3.0, abs=0.02))
+
+
+def test_later_turns_are_not_missed_because_they_are_few():
+    model = Repeater(4.0, 3.0)
+    calibration = calibrated(Calibration(), [model.relative({(1,): 0, (2,): 0}) for _ in range(128)])
+    later = model.relative({(1,): 1, (2,): 0})
+    calibration.add({context_of(number, ((1,), (2,)))[0]: [later] for number in range(128, 148)})
+    assert probabilities(calibration, later) == pytest.approx([0.5, 0.5], abs=0.05)
+
+
 def test_rows_that_are_not_finite_are_left_out_of_the_fit():
     rows = Repeater(4.0, 3.0).rows(200)
     broken = [((1,), math.nan, 1), ((2,), 0.0, 0)]
@@ -482,6 +495,9 @@ def test_choices_offered_late_beside_one_that_was_repeated_are_measured_without_
         even = [1 / len(counts)] * len(counts)
         # Relative to others than it was measured beside, a choice has another mean.
         assert probabilities(calibration, model.relative(counts)) == pytest.approx(even, abs=0.15)
+    measured_here = calibration.prior[3,]
+    calibration.agree([dict(calibration.measured)], learns=True)
+    assert calibration.prior[3,] == pytest.approx(measured_here)
 
 
 def test_processes_agree_on_what_one_would_have_measured():
