@@ -428,7 +428,11 @@ def test_repetition_is_fitted_beside_preferences(first, per_doubling):
 
 
 def test_the_fit_is_exact_where_contexts_offer_different_choices():
-    fitted = Repetition.fit(Repeater(4.0, 3.0).rows(400))
+    model = Repeater(4.0, 3.0)
+    # What is offered depends on what was replied.
+    alone = [model.relative({(1,): count, (2,): 0}) for count in (0, 1, 2) for _ in range(100)]
+    beside = [model.relative({(1,): count, (2,): 0, (3,): 0}) for count in (2, 4) for _ in range(100)]
+    fitted = Repetition.fit([*alone, *beside])
     assert (fitted.first, fitted.per_doubling) == (pytest.approx(4.0, abs=0.02), pytest.approx(3.0, abs=0.02))
 
 
