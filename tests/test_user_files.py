@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +378,31 @@ def test_two_processes_save_to_one_folder(tmp_path, exchanges):
     assert [process.exitcode for process in both] == [0, 0]
     assert len(verify(tmp_path / "now", "checkpoint")["files"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+def test_a_save_looks_at_its_folder_only_while_no_other_process_renames_it(tmp_path, monkeypatch):
+    with written_whole(tmp_path / "now", "checkpoint") as whole:
+        (whole / "a.txt").write_text("a")
+    events: list[str] = []
+    is_locked = threading.Event()
+
+    def rename() -> None:
+        with atomic._locked(tmp_path):
+            (tmp_path / "now" / "manifest.json").rename(tmp_path / "aside")
+            is_locked.set()
+            time.sleep(0.3)
+            (tmp_path / "aside").rename(tmp_path / "now" / "manifest.json")
+            events.append("renamed")
+
+    usual = atomic.require_own
+    monkeypatch.setattr(atomic, "require_own", lambda *args: events.append("looked") or usual(*args))
+    other = threading.Thread(target=rename)
+    other.start()
+    is_locked.wait()
+    with written_whole(tmp_path / "now", "checkpoint") as whole:
+        (whole / "a.txt").write_text("b")
+    other.join()
+    assert events == ["renamed", "looked", "looked"]
 
 
 # Files of a run, killed while they are written

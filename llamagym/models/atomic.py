@@ -74,7 +74,9 @@ def written_whole(
         folder.parent.mkdir(parents=True, exist_ok=True)
         bring_back(folder)
         remove_stale(folder.parent)
-        require_own(folder, kind)
+        # Between two renames of another process the folder has no manifest.
+        with _locked(folder.parent):
+            require_own(folder, kind)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
         (scratch / _OWNER).touch()
         # Not the scratch folder itself, which only its owner may open.
