@@ -239,6 +239,9 @@ def as_number(value: object) -> float:
     >>> as_number(True), as_number("1"), as_number(10**400)
     (1.0, nan, nan)
     """
+    if isinstance(value, np.ndarray):
+        # Some releases of NumPy warn about float() of an array, others raise.
+        value = value.item() if value.size == 1 else None
     # Python's and NumPy's numbers first: asking for the protocol takes ten times as long.
     if not isinstance(value, (float, int, np.number, np.bool_, SupportsFloat)) or isinstance(value, (str, complex)):
         return math.nan

@@ -125,7 +125,8 @@ def diverge_(generator: torch.Generator) -> None:
     """Let a generator that is alike in all processes go on with other numbers in each; the first keeps its own."""
     if not is_main_process():
         drawn = int(torch.randint(2**62, (), generator=generator))
-        generator.manual_seed(int(np.random.SeedSequence((drawn, rank())).generate_state(1, np.uint64)[0] >> 1))
+        (state,) = np.random.SeedSequence((drawn, rank())).generate_state(1, np.uint64).tolist()
+        generator.manual_seed(state >> 1)
 
 
 @contextmanager
