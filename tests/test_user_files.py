@@ -380,7 +380,8 @@ def test_two_processes_save_to_one_folder(tmp_path, exchanges):
     assert [path.name for path in tmp_path.iterdir()] == ["now"]
 
 
-def test_a_save_looks_at_its_folder_only_while_no_other_process_renames_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("saves", [True, False], ids=["save", "check"])
+def test_a_folder_is_checked_only_while_no_other_process_renames_it(tmp_path, monkeypatch, saves):
     with written_whole(tmp_path / "now", "checkpoint") as whole:
         (whole / "a.txt").write_text("a")
     events: list[str] = []
@@ -394,15 +395,18 @@ def test_a_save_looks_at_its_folder_only_while_no_other_process_renames_it(tmp_p
             (tmp_path / "aside").rename(tmp_path / "now" / "manifest.json")
             events.append("renamed")
 
-    usual = atomic.require_own
-    monkeypatch.setattr(atomic, "require_own", lambda *args: events.append("looked") or usual(*args))
+    usual = atomic._require_own
+    monkeypatch.setattr(atomic, "_require_own", lambda *args: events.append("looked") or usual(*args))
     other = threading.Thread(target=rename)
     other.start()
     is_locked.wait()
-    with written_whole(tmp_path / "now", "checkpoint") as whole:
-        (whole / "a.txt").write_text("b")
+    if saves:
+        with written_whole(tmp_path / "now", "checkpoint") as whole:
+            (whole / "a.txt").write_text("b")
+    else:
+        atomic.require_own(tmp_path / "now", "checkpoint")
     other.join()
-    assert events == ["renamed", "looked", "looked"]
+    assert events == ["renamed", "looked", "looked"][: 3 if saves else 2]
 
 
 # Files of a run, killed while they are written

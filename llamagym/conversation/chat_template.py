@@ -215,7 +215,7 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a reply: the tokenizer's and those of the model's generation defaults.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: Neither names an id.
     """
     found = _ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id")
     if not found:

@@ -92,7 +92,7 @@ def turnings(branches: Sequence[Branch], choices: Iterable[Ids]) -> list[list[tu
 
 
 def repeat_counts(branches: Sequence[Branch], replies: Iterable[tuple[Ids, int]]) -> tuple[tuple[int, ...], ...]:
-    """Of each branch, how many replies go on with each of its targets; empty if there are no replies.
+    """Of each branch, how many replies go on with each of its targets.
 
     Args:
         branches: Where choices part.
@@ -107,8 +107,6 @@ def repeat_counts(branches: Sequence[Branch], replies: Iterable[tuple[Ids, int]]
         ended = (*reply, END)
         for depth in range(1, len(ended) + 1):
             counts[ended[:depth]] += count
-    if not counts:
-        return ()
     return tuple(tuple(counts.get((*branch.path, token), 0) for token in branch.targets) for branch in branches)
 
 

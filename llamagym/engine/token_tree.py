@@ -35,8 +35,8 @@ class Decision:
         said: The reply's tokens in free text, each predicted by the node before it; empty for choices.
         choices: The prompt's choices, or None for free text.
         branches: Where choices part, their nodes counted from `prompt_end`; they follow from choices and nodes.
-        repeat_counts: Of each branch, how many of the replies shown go on with each target. They follow from the
-            history, and are empty in a first turn.
+        repeat_counts: Of each branch, how many of the replies shown go on with each target; they follow from the
+            history.
     """
 
     start: int

@@ -74,9 +74,7 @@ def written_whole(
         folder.parent.mkdir(parents=True, exist_ok=True)
         bring_back(folder)
         remove_stale(folder.parent)
-        # Between two renames of another process the folder has no manifest.
-        with _locked(folder.parent):
-            require_own(folder, kind)
+        require_own(folder, kind)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
         (scratch / _OWNER).touch()
         # Not the scratch folder itself, which only its owner may open.
@@ -277,6 +275,15 @@ def require_own(folder: Path, kind: str) -> None:
     Raises:
         CheckpointError: It is such a folder.
     """
+    if not folder.parent.is_dir():
+        return
+    # While another process renames the folder, it has no manifest.
+    with _locked(folder.parent):
+        _require_own(folder, kind)
+
+
+def _require_own(folder: Path, kind: str) -> None:
+    """Do so under the lock, which the caller holds."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
     if not names:
         return
@@ -306,7 +313,7 @@ def _is_own(folder: Path) -> bool:
 def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     """Put a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
-    require_own(folder, kind)
+    _require_own(folder, kind)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():
             folder.rmdir()

@@ -128,7 +128,11 @@ class Card:
             *rows,
             "]",
             *(
-                ["prior = {  # in a first turn: usual for the last of these tokens, after the others", *prior, "}"]
+                [
+                    "prior = {  # relative log-probability of the last token after the others, in a first turn",
+                    *prior,
+                    "}",
+                ]
                 if prior
                 else []
             ),

@@ -62,7 +62,7 @@ class Calibration:
         # The prior when several processes last agreed.
         self._agreed: dict[Ids, float] = {}
 
-    def anew(self) -> Calibration:
+    def empty_copy(self) -> Calibration:
         """One of another reference, of which nothing is known."""
         return Calibration(self.is_frozen)
 
@@ -179,7 +179,7 @@ class Calibration:
         first, per_doubling, largest = map(number_from, record.get("choice_repetition", (0.0, 0.0, 0)))
         known.repetition = Repetition(first, per_doubling, int(largest))
         known.deviation = number_from(record["choice_deviation"])
-        # In older records contexts lack the counts of replies. They are measured anew where they are met again.
+        # In older records contexts lack the counts of replies. They are measured again when they are met again.
         if sample is not None and "choice_repetition" in record:
             known._taken, known._due, rows, names, *late = sample
             known._sample = {name: list(map(_row, places)) for name, places in rows.items()}
@@ -222,7 +222,7 @@ class Calibration:
         return [row for places in self._sample.values() for row in places]
 
     def _fit(self) -> None:
-        """Take repetition, prior and deviation from the sample."""
+        """Fit repetition, prior and deviation to the sample."""
         self.repetition = Repetition.fit(self._rows)
         self.prior = self.prior | self._means(self._sample.values())
         squares = [

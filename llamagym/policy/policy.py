@@ -527,7 +527,7 @@ class Policy:
             else:
                 self._backbone.forget_all()
                 # The base is another one.
-                workspace.calibration = workspace.calibration and workspace.calibration.anew()
+                workspace.calibration = workspace.calibration and workspace.calibration.empty_copy()
         self._state.accept(change)
 
     @contextmanager

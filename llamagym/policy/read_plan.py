@@ -85,11 +85,7 @@ class ReadPlan:
             text_targets=torch.tensor([decisions[turn].said[offset] for turn, offset in said], dtype=torch.long),
             text_slots=torch.tensor(said, dtype=torch.long).reshape(-1, 2),
             branches=tuple(branch for _, branch in met),
-            repeat_counts=tuple(
-                counts
-                for decision in decisions
-                for counts in decision.repeat_counts or [(0,) * len(branch.targets) for branch in decision.branches]
-            ),
+            repeat_counts=tuple(counts for decision in decisions for counts in decision.repeat_counts),
             branch_nodes=torch.tensor([ends[turn] + branch.node for turn, branch in met], dtype=torch.long),
             branch_targets=torch.tensor(targets, dtype=torch.long).reshape(len(met), most),
             log_counts=torch.tensor(counts).reshape(len(met), most),

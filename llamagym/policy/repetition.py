@@ -20,8 +20,8 @@ Row = Sequence[tuple[Ids, float, int]]
 """A place where choices part: of each target its path, its relative log-probability (see `choices.relative`), and how
 many of the replies shown go on with it."""
 
-# Ridge strength: shrinks the effect where few contexts show any. In squared nats, the variance of a context over that
-# of effects: about 0.5 and 5.
+# Ridge strength: shrinks the effect where few contexts show any. About the variance of single contexts (0.5) over that
+# of the effect (5), in squared nats.
 _RIDGE = 0.1
 # Passes over rows and paths until both have mean 0. Where all contexts offer the same one is enough.
 _CENTERINGS = 20
@@ -64,7 +64,7 @@ class Repetition:
     def fit(cls, rows: Iterable[Row]) -> Self:
         """Ridge regression of relative log-probabilities on (count > 0, log2 count), within rows and within paths.
 
-        Sums are exact or in order, so that all processes fit the same numbers.
+        Sums are exact or sequential: ranks on different processors get the same result.
 
         Args:
             rows: Of many contexts. Those with numbers that are not finite are left out.
@@ -84,10 +84,15 @@ class Repetition:
         repeated = _centered([float(count > 0) for count in counts], row_of, path_of)
         doublings = _centered([math.log2(max(count, 1)) for count in counts], row_of, path_of)
         # The normal equations of two regressors, in closed form.
-        a, b, d = _dot(repeated, repeated) + _RIDGE, _dot(repeated, doublings), _dot(doublings, doublings) + _RIDGE
-        x, y = _dot(repeated, relative), _dot(doublings, relative)
-        determinant = a * d - b * b
-        return cls((d * x - b * y) / determinant, (a * y - b * x) / determinant, largest)
+        of_repeated = _dot(repeated, repeated) + _RIDGE
+        of_doublings = _dot(doublings, doublings) + _RIDGE
+        of_both = _dot(repeated, doublings)
+        with_repeated = _dot(repeated, relative)
+        with_doublings = _dot(doublings, relative)
+        determinant = of_repeated * of_doublings - of_both * of_both
+        first = (of_doublings * with_repeated - of_both * with_doublings) / determinant
+        per_doubling = (of_repeated * with_doublings - of_both * with_repeated) / determinant
+        return cls(first, per_doubling, largest)
 
 
 def _centered(values: Sequence[float], rows: NDArray[np.int64], paths: NDArray[np.int64]) -> NDArray[np.float64]:

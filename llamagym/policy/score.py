@@ -91,8 +91,8 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
     logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False, cached=False), plan)
     rows = (
         [
-            ((*branch.path, token), likelier, count)
-            for token, likelier, count in zip(branch.targets, row, counts, strict=False)
+            ((*branch.path, token), relative_logprob, count)
+            for token, relative_logprob, count in zip(branch.targets, row, counts, strict=False)
         ]
         for branch, row, counts in zip(plan.branches, relative(plan, logits).tolist(), plan.repeat_counts, strict=True)
     )
