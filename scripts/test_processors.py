@@ -5,10 +5,10 @@ oneDNN which instructions to use. Each combination of instruction set, number of
 run of pytest, two at a time. One line per combination reports its result; the exit code is 1 if any test failed.
 
 `--tests` selects the tests: `numerical` ones, which compare numbers computed in different ways (a few minutes), those
-of the `short` or the `long` run, or `all` (hours). A result file is written after each combination, which names its
-commit. What an existing file holds of the same processor and packages is not run again where no test failed: a run that
-takes hours can be continued, also after a change that the finished combinations need not see. Delete the file to begin
-anew.
+of the `short` or the `long` run, or `all` (six hours of one core). A result file is written after each combination,
+with its commit and its processor. Combinations that passed with the same packages are not run again, so that a run can
+be continued later, on another processor, and after a change that the finished combinations need not see. Delete the
+file to start over.
 
     python scripts/test_processors.py --tests numerical --out result.json
 """
@@ -51,6 +51,7 @@ class Combination:
     threads: int
     kernels: bool
     commit: str = ""
+    processor: str = ""
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -140,7 +141,7 @@ class Result:
     """
 
     def __init__(self, tests: str, path: Path | None) -> None:
-        """Take over what a file of the same tests, processor and packages holds of combinations that passed."""
+        """Take over what a file of the same tests and packages holds of combinations that passed."""
         names = list(INSTRUCTIONS)
         offered = names[: names.index(best_instructions()) + 1]
         self.skipped_instructions = names[len(offered) :]
@@ -148,6 +149,7 @@ class Result:
         self._path = path
         here = setting()
         self._commit = here.pop("commit") + (" and uncommitted changes" if here.pop("uncommitted_changes") else "")
+        del here["hardware"]
         self._about = {"command": f"python scripts/test_processors.py --tests {tests}", **here}
         self._lock = threading.Lock()
         earlier = json.loads(path.read_text("utf-8")) if path is not None and path.exists() else {}
@@ -159,6 +161,7 @@ class Result:
     def take(self, combination: Combination) -> None:
         """Write the combinations that have run, of which this one is the latest."""
         combination.commit = self._commit
+        combination.processor = processor()
         if self._path is None:
             return
         done = [asdict(each) for each in self.combinations if each.failed or each.passed]

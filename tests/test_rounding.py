@@ -93,5 +93,6 @@ def test_an_interrupted_run_of_all_combinations_continues_with_those_that_are_mi
     assert list(map(str, continued.pending)) == list(map(str, (second, *others)))
     assert continued.combinations[0].passed == 3
     assert continued.combinations[0].commit.startswith(git("rev-parse", "HEAD"))
+    assert continued.combinations[0].processor == processors.processor()
     # Other tests are another run.
     assert len(processors.Result("long", path).pending) == len(result.combinations)
