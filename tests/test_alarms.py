@@ -156,7 +156,7 @@ def test_the_agent_says_it_aloud_once(caplog):
 
 
 def test_alarms_suggest_only_what_is_not_set_and_the_likeliest_first():
-    collapsed = repeated(commonest_reply=1.0, step_share=0.2)
+    collapsed = repeated(commonest_reply=1.0, deciding_turns=128.0)
     (_, text), *_ = rung(collapsed, target_kl=0.03)
     assert text.endswith("Start again with a larger batch_size, or a higher entropy_coef.")
     (_, text), *_ = rung(repeated(commonest_reply=1.0), calibrates_choices=False)

@@ -256,9 +256,9 @@ def test_skipped_steps_do_not_raise_the_learning_rate(monkeypatch):
 
 
 def test_an_alarm_fires_when_every_update_is_undone(caplog):
-    agent = offering(SINGLE, target_kl=1e-12, learning_rate=0.03)
+    agent = offering(SINGLE, target_kl=1e-12, learning_rate=0.1)
     stats = [update(agent, ["x"] * 16) for _ in range(20)][-1]
-    assert stats["learning_rate"] == pytest.approx(0.03 / 1000 * math.sqrt(stats["step_share"]))
+    assert stats["learning_rate"] == pytest.approx(0.1 / 1000 * math.sqrt(stats["step_share"]))
     # Whether the first update is undone as well depends on rounding.
     assert re.search(r"in 19 of the last (19|20) updates a step led beyond target_kl", caplog.text)
 

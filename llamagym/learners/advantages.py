@@ -21,7 +21,9 @@ from .losses import discounted_returns, masked_mean, masked_var
 from .state import Stateful
 
 # Turns that determine a gradient well enough for full steps, whatever its noise.
-_FULL_BATCH = 768
+FULL_BATCH = 768
+# A turn counts as no less than this many bits, so that a policy that is certain of the wrong reply can still move.
+_LEAST_BITS = 0.01
 # Updates whose median is the usual scale. A median ignores outliers, and follows a lasting change after half of them.
 _MEMORY = 20
 # A batch's deviation counts as no less than these shares: of the usual deviation of advantages, and of the usual spread
@@ -160,17 +162,22 @@ def _any_differs(columns: Iterable[Sequence[float]], resolution: float) -> bool:
     return any(abs(value - column[0]) > resolution for column in columns for value in column)
 
 
-def step_share(advantages: Tensor, segments: Sequence[Segment]) -> float:
+def step_share(advantages: Tensor, segments: Sequence[Segment], entropy: float) -> float:
     """The share of a full step's KL that a batch supports, above 0 and at most 1.
 
     With batches of n turns there are 1 / n as many updates, each with more noise. Adam's steps in proportion to sqrt(n)
     keep what they add up to (Malladi et al. 2022, https://arxiv.org/abs/2205.10287), and the KL of an update is in
-    proportion to their square. Steps have full size from `_FULL_BATCH` turns on, and earlier where less noise has to be
+    proportion to their square. Steps have full size from `FULL_BATCH` turns on, and earlier where less noise has to be
     averaged out: noise is what differs between advantages of the same reply to the same context.
+
+    Turns of a nearly certain policy show little more than what it does anyway. They count in proportion to their
+    entropy, up to one bit. Otherwise a few noisy batches could make the policy certain for good: the KL to a policy
+    that never tries the unlikely reply again is close to 0.
 
     Args:
         advantages: Float (N,).
         segments: With the turns that they belong to, in order. Turns that leave nothing to decide do not count.
+        entropy: Mean entropy of the turns that leave something to decide, in nats.
     """
     # The rows of each reply to each context. A context with its reply is known by a number.
     rows: dict[int, list[int]] = {}
@@ -185,14 +192,15 @@ def step_share(advantages: Tensor, segments: Sequence[Segment]) -> float:
             row += 1
     deciding = [row for group in rows.values() for row in group]
     count = len(deciding)
-    if not count or count >= _FULL_BATCH:
+    if not count:
         return 1.0
     total = advantages[deciding].var(correction=0).item() * count
     within = sum(advantages[group].var(correction=0).item() * len(group) for group in rows.values())
     repetitions = count - len(rows)
-    if not repetitions or not total:
-        return count / _FULL_BATCH
-    # Turns that recur tell how much of the variance is noise; of all others it may be all.
-    noise_of_repeated = min(1.0, within / repetitions / (total / count))
-    noise = 1.0 - repetitions / count * (1.0 - noise_of_repeated)
-    return min(1.0, count / (_FULL_BATCH * noise))
+    noise = 1.0
+    if repetitions and total:
+        # Turns that recur tell how much of the variance is noise; of all others it may be all.
+        noise_of_repeated = min(1.0, within / repetitions / (total / count))
+        noise -= repetitions / count * (1.0 - noise_of_repeated)
+    informative = count * min(1.0, max(entropy / math.log(2.0), _LEAST_BITS))
+    return min(1.0, informative / (FULL_BATCH * noise))

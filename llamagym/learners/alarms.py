@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .advantages import FULL_BATCH
+
 Stats = Mapping[str, float]
 History = Sequence[Stats]
 
@@ -151,7 +153,7 @@ def _same_reply(history: History, settings: Settings) -> str | None:
     share = _last(history, "commonest_reply")
     if share is None or share < _SAME_REPLY or not _enough(history, "deciding_turns", _MIN_TURNS):
         return None
-    is_small = (_last(history, "step_share") or 1.0) < 1.0
+    is_small = (_last(history, "deciding_turns") or 0.0) < FULL_BATCH
     suggestions = [
         *["a larger batch_size"] * is_small,
         *["calibrate_choices=True"] * (not settings.calibrates_choices),

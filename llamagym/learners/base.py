@@ -269,7 +269,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         kl = largest_kl = 0.0
         region = self._trust_region
         size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(sampled.row) / _MINIBATCHES))
-        share = 1.0 if targets.is_flat else step_share(targets.advantages, segments)
+        share = 1.0 if targets.is_flat else step_share(targets.advantages, segments, sampled.entropy)
         for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
             stats, fresh_error = self._backward(minibatch, sampled, targets, first=not steps)
             if math.isnan(ratio_error):

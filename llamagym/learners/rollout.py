@@ -77,6 +77,16 @@ class Sampled:
         """True at the rows of turns that had more than one possible reply, bool (N,)."""
         return self.decides[self.real]
 
+    @property
+    def entropy(self) -> float:
+        """Mean entropy of a whole reply under the policy before the update, in nats, over turns that decide something.
+
+        Estimated without bias by the mean negative log-probability of what was sampled. 0 if nothing was decided.
+        """
+        if not self.deciding_rows.any():
+            return 0.0
+        return -self.old_logprobs[self.deciding_rows].sum(1).mean().item()
+
 
 @dataclass(frozen=True)
 class Targets:

@@ -13,6 +13,7 @@ from scipy import stats
 RESULTS = Path(__file__).resolve().parent / "learning" / "results"
 ABLATIONS = RESULTS / "ablations"
 COMPARISONS = RESULTS / "comparisons"
+BATCH_SIZES = RESULTS.parent.parent / "results" / "batch-sizes"
 
 # How experiments are called; others go by the name of their files.
 TITLES = {
