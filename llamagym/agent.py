@@ -107,8 +107,8 @@ class Agent(LearningActor):
             calibrate_choices: Whether choices are measured against what is usual for the model (see `policy`).
             aim_lora: Whether a fresh LoRA adapter is pointed at what differs between observations (see `lora`).
             sft_warm_start: Whether to learn from the class's `demonstrations` at once (see `sft_from_jsonl`).
-            replay_config_dict: A `ReplayConfig` or its options: after each update, go on learning from the best recent
-                episodes; None does not.
+            replay_config_dict: A `ReplayConfig` or its options: at the end of each update, go on learning from the best
+                recent episodes; None does not.
             seed: Of sampling, of the order of minibatches, of a fresh LoRA and of the episodes that `train` plays.
 
         Raises:

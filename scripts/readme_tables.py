@@ -54,7 +54,6 @@ PAGES: dict[Path, Sections] = {
         "shortfalls": learning_tables.shortfalls,
         "ablations": learning_tables.ablations,
         "comparisons": learning_tables.comparisons,
-        "batch-sizes": learning_tables.batch_sizes,
         "workloads": speed_tables.workloads,
         "end-to-end": speed_tables.end_to_end,
         "benchmarks": speed_tables.benchmarks,

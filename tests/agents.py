@@ -88,8 +88,8 @@ def settled(agent: Agent) -> Any:
 
 
 def experienced(agent: Agent) -> Any:
-    """The agent as if it had met returns that differ: it also learns from a batch of one episode."""
-    agent.learner._information._has_differed = True  # type: ignore[attr-defined]
+    """The agent as if it had met other returns: it also learns from a batch of one episode."""
+    agent.learner._information._latest = [[[1e9] * 100, [1e9] * 100]]  # type: ignore[attr-defined]
     return agent
 
 

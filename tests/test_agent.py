@@ -402,3 +402,10 @@ def test_a_batch_without_a_size_is_full_with_turns_that_differ_or_many(context: 
     # Three choices of one text are three turns; of a conversation only the first turn is one of three.
     assert turns <= played <= turns + 512
     assert stats["optimizer_steps"] == 4
+
+
+def test_to_read_a_conversation_begins_none():
+    agent = make_agent(ChoiceAgent)
+    assert [message["role"] for message in agent.current_episode_messages] == ["system"]
+    assert agent.current_episode_rewards == []
+    assert agent.state_dict()["under_way"] == make_agent(ChoiceAgent).state_dict()["under_way"]

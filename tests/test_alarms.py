@@ -70,7 +70,12 @@ WRONG = {
         "approx_kl jumped to 0.24",
         "target_kl",
     ),
-    "undone": (repeated(stopped_early=1.0), 18, "in 19 of the last 19 updates a step led beyond", "Raise target_kl"),
+    "undone": (
+        repeated(stopped_early=1.0),
+        18,
+        "in 19 of the last 19 updates with information a step led beyond",
+        "Raise target_kl",
+    ),
     "critic": (repeated(explained_variance=0.001), 9, "explained_variance", "Show in the observation"),
     "critic misleads": (repeated(explained_variance=-0.5), 9, "explained_variance", "Show in the observation"),
     "ratio": (repeated(ratio_error=0.02), 0, "ratio_error is 0.02", "report this"),
@@ -173,3 +178,26 @@ def test_an_agent_s_alarms_know_its_settings():
     agent = make_agent(ChoiceAgent, response_prefix="I ", ppo={"target_kl": 0.05, "value_learning_rate": 0.1})
     settings = agent._alarms._settings
     assert (settings.target_kl, settings.has_prefix, settings.sets_critic) == (0.05, True, True)
+
+
+@pytest.mark.parametrize(("algorithm", "move"), [("ppo", " or ppo_epochs"), ("grpo", " or epochs"), ("reinforce", "")])
+def test_alarms_name_options_that_the_algorithm_has(algorithm, move):
+    agent = make_agent(ChoiceAgent, algorithm=algorithm, **{algorithm: {"target_kl": 0.03}})
+    (text,) = agent._alarms.check({"approx_kl": 0.3})
+    assert text.endswith(f"Lower learning_rate{move}.")
+
+
+def test_alarms_of_free_text_do_not_suggest_calibrated_choices():
+    alarms = Alarms(Settings(calibrates_choices=False))
+    (text,) = alarms.check({"commonest_reply": 1.0, "deciding_turns": 2048.0}, offers_choices=False)
+    assert "calibrate_choices" not in text
+
+
+def test_options_of_the_critic_that_were_not_passed_are_not_suggested():
+    assert not make_agent(ChoiceAgent)._alarms._settings.sets_critic
+    assert make_agent(ChoiceAgent, ppo={"cliprange_value": 0.3})._alarms._settings.sets_critic
+
+
+def test_updates_that_are_undone_are_counted_among_those_with_information():
+    alternating = [{"stopped_early": float(update % 2), "flat_batch": float(not update % 2)} for update in range(40)]
+    assert [text.startswith("in 19 of the last 19") for _, text in rung(alternating)] == [True]

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from tests.agents import ChoiceAgent, make_agent
+from tests.test_kl import offering
 
 SIZES = {"batch_size": 32, "warmup_steps": 1}
 
@@ -43,3 +44,46 @@ def test_the_target_kl_holds_what_runs_away_without(algorithm):
     # One step may overshoot before it is seen, so the KL comes near the target and not below it.
     assert max(free) > 0.3
     assert max(held) < 0.1
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce"])
+def test_turns_that_decide_nothing_do_not_lower_the_entropy_bonus(algorithm):
+    coefficients = []
+    for forced in (0, 72):
+        sizes = {"batch_size": 8 + forced}
+        if algorithm != "reinforce":
+            sizes["mini_batch_size"] = 8 + forced
+        agent = offering(("left", "right"), algorithm, entropy_coef=1.0, **sizes)
+        agent.act_batch(["x"] * 8 + ["forced"] * forced)
+        agent.assign_rewards([1.0, 0.0] * 4 + [0.5] * forced)
+        groups = [0] * 8 + [1] * forced if algorithm == "grpo" else None
+        coefficients.append(agent.terminate_episodes(range(8 + forced), groups=groups)["entropy_coef"])
+    assert coefficients[0] == pytest.approx(coefficients[1], rel=0.05)
+
+
+def test_a_minibatch_without_advantages_has_no_gradient_of_entropy_alone():
+    agent = offering(("left", "right"), "grpo", batch_size=16, group_size=4, mini_batch_size=4, epochs=1)
+    # For each minibatch its largest advantage and the norm of its gradient.
+    largest: list[float] = []
+    norms: list[float] = []
+    backward, step = agent.learner._backward, agent.learner._step
+
+    def noting_advantages(minibatch, sampled, targets, first):
+        rows = [sampled.row[id(turn)] for segment in minibatch for turn in segment.turns]
+        largest.append(targets.advantages[rows].abs().max().item())
+        return backward(minibatch, sampled, targets, first)
+
+    def noting_norms(*arguments):
+        norms.append(step(*arguments))
+        return norms[-1]
+
+    agent.learner._backward, agent.learner._step = noting_advantages, noting_norms
+    groups = [group for group in range(4) for _ in range(4)]
+    agent.act_batch([f"{group}" for group in groups])
+    agent.assign_rewards([0.0] * 15 + [1.0])
+    agent.terminate_episodes(range(16), groups=groups)
+    informative = next(index for index, advantage in enumerate(largest) if advantage)
+    assert informative > 0
+    # Before the first step, the penalty that holds other turns where they were has no gradient but for rounding.
+    assert norms[0] < 1e-5
+    assert norms[informative] > 1e-3

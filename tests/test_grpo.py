@@ -193,9 +193,14 @@ def test_the_longest_members_of_a_large_group_are_learned_from(baseline, credit,
         stats = end(each, ids[4:], [5.0, 3.0], "a")
         assert (stats["episodes"], stats["groups"]) == (2.0, 0.0)
         # The others earned 3 on average, at the first turn; with credit for whole episodes at each.
-        later = 3.0 if credit == "episode" else 0.0
-        spread = np.std([1.0, 2.0, 3.0, 6.0], ddof=1) + 1e-4 if baseline == "std" else 1.0
-        expected = [(5.0 - 3.0) / spread, (5.0 - later) / spread, 0.0, (3.0 - later) / spread]
+        later = [1.0, 2.0, 3.0, 6.0] if credit == "episode" else [0.0] * 4
+        expected = []
+        for earned in (5.0, 3.0):
+            spread = 1.0
+            if baseline == "std":
+                # Where the five differ most.
+                spread = max(np.std([1.0, 2.0, 3.0, 6.0, earned], ddof=1), np.std([*later, earned], ddof=1)) + 1e-4
+            expected += [(earned - 3.0) / spread, (earned - np.mean(later)) / spread]
         assert list(each.learner.advantages.values()) == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert each._buffer == []
 
@@ -292,3 +297,33 @@ def test_one_pass_of_grpo_over_returns_is_reinforce():
 def test_bad_options_are_refused(config, options, message):
     with pytest.raises(ConfigError, match=message):
         config.from_dict(options)
+
+
+def test_a_late_member_of_a_group_without_differences_does_not_outweigh_everything_else():
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo={"batch_size": 4, "group_size": 4})
+    ids = begun(agent, "a", 5)
+    assert end(agent, ids[:4], [0.0] * 4, "a")["flat_batch"]
+    agent.act_batch(["later"], ids[4:])
+    others = begun(agent, "b", 4)
+    end(agent, ids[4:], [1.0], "a")
+    end(agent, others, [0.0, 1.0, 0.0, 1.0], "b")
+    late, *_ = agent.learner.advantages.values()
+    # The deviation of five members of which one earned 1 is sqrt(1 / 5).
+    assert late == pytest.approx(5**0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("earned", "flat"), [(5.0, 0.0), (3.0, 1.0)])
+def test_late_members_with_equal_returns_are_compared_with_their_group(earned, flat):
+    options = {"batch_size": 2, "group_size": 4, "credit": "episode", "gamma": 1.0}
+    agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
+    ids = begun(agent, "a", 6)
+    end(agent, ids[:4], [1.0, 2.0, 3.0, 6.0], "a")
+    agent.act_batch(["later"] * 2, ids[4:])
+    assert end(agent, ids[4:], [earned] * 2, "a")["flat_batch"] == flat
+
+
+def test_turns_that_decide_nothing_do_not_enter_the_deviation():
+    returns = torch.tensor([[1.0, -100.0], [0.0, 100.0]])
+    decides = torch.tensor([[True, False], [True, False]])
+    alone = group_advantages(returns[:, :1], "std")
+    assert torch.equal(group_advantages(returns, "std", decides)[:, :1], alone)

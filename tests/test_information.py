@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from llamagym.conversation.episode import Episode
 from llamagym.learners.advantages import Information, Returns, Whitening
 from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.test_kl import offering
 from tests.test_replay import episode
 
 # Learners by the options that select them. All of them take full steps from the first one on.
@@ -96,6 +99,19 @@ def test_a_critic_learns_from_equal_returns():
     assert agent.policy.values([agent.new_conversation().observe("Observation 0")])[0] == pytest.approx(1.0, abs=0.05)
 
 
+def test_a_batch_that_teaches_the_critic_alone_reports_that_the_policy_stood_still():
+    agent = learner_agent(ChoiceAgent, "ppo_gradient")
+    stats = list(play(agent, 2, lambda _, turn: 1.0))[-1]
+    assert stats["optimizer_steps"] > 0
+    assert (stats["flat_batch"], stats["step_share"], stats["learning_rate"]) == (1.0, 0.0, 0.0)
+
+
+def lasting(turns: int, terminated: bool, reward: float = 1.0) -> Episode:
+    """An episode of so many turns with equal rewards; unfinished unless it was terminated."""
+    (turn,) = episode(reward).turns
+    return Episode((turn,) * turns, terminated=terminated, truncated=False)
+
+
 def returns_of(*episodes: Any, gamma: float = 1.0) -> Returns:
     return Returns(episodes, gamma)
 
@@ -122,6 +138,34 @@ def test_a_single_episode_is_compared_with_earlier_batches():
     for total, holds in ((1.0, False), (1.0, False), (0.0, True), (0.0, True)):
         single = [episode(total)]
         assert information.is_in(returns_of(*single), single) == holds
+    # What is long past tells nothing about this policy.
+    for _ in range(30):
+        latest = information.is_in(returns_of(*single), single)
+    assert not latest
+
+
+def test_the_critic_s_error_on_single_episodes_of_equal_returns_is_not_scaled_to_unit_variance():
+    whiten, mask = Whitening(), torch.ones(1, 1, dtype=torch.bool)
+    for total in [0.0, 2.0] * 5:
+        whiten(torch.tensor([[total - 1.0]]), mask, returns_of(episode(total)))
+    # More than half of the deviations that are remembered.
+    for _ in range(12):
+        advantage = whiten(torch.tensor([[1e-3]]), mask, returns_of(episode(2.0)))
+    assert advantage.abs().max() < 0.05
+
+
+def test_to_outlive_an_episode_that_was_terminated_is_information():
+    """Every turn earns 1, so that only the lengths of the episodes tell actions apart."""
+    fallen = lasting(2, terminated=True)
+    for lengths, holds in (([2, 2], False), ([1, 2], False), ([3, 2], True)):
+        batch = [fallen, *(lasting(length, terminated=False) for length in lengths)]
+        assert Information().is_in(returns_of(*batch), batch) == holds
+    # To be cut off by a time limit is nobody's merit.
+    batch = [replace(fallen, terminated=False, truncated=True), lasting(3, terminated=False)]
+    assert not Information().is_in(returns_of(*batch), batch)
+    # Later turns that earn nothing were worth nothing.
+    batch = [lasting(2, terminated=True, reward=0.0), lasting(3, terminated=False, reward=0.0)]
+    assert not Information().is_in(returns_of(*batch), batch)
 
 
 def test_advantages_are_not_scaled_beyond_what_the_spread_of_returns_supports():
@@ -154,3 +198,23 @@ def test_a_single_turn_has_an_advantage():
     whiten, mask = Whitening(), torch.tensor([[True, False]])
     advantages = whiten(torch.tensor([[-3.0, 7.0]]), mask, returns_of(episode(0.0), episode(2.0)))
     assert advantages.tolist() == [[-1.0, 0.0]]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_returns_that_differ_only_after_the_last_decision_hold_no_information(algorithm):
+    """Equal returns of the turn that decides, earned at different turns, of which the second leaves no choice."""
+    options = {"ppo": {"whiten_advantages": False}, "grpo": {"group_size": 2}}[algorithm]
+    agent = offering(("left", "right"), algorithm, gamma=1.0, batch_size=8, **options)
+    before = policy_of(agent)
+    agent.act_batch(["x"] * 4)
+    agent.assign_rewards([0.0, 1.0, 0.0, 2.0])
+    agent.act_batch(["forced"] * 4)
+    agent.assign_rewards([1.0, 0.0, 2.0, 0.0])
+    # Both groups earned equal returns, 1 and 2; without groups these differ.
+    groups = ["a", "a", "b", "b"] if algorithm == "grpo" else None
+    stats = agent.terminate_episodes(range(4), groups=groups)
+    if algorithm == "grpo":
+        assert stats["flat_batch"]
+        assert not has_moved(agent, before)
+    of_forced = list(agent.learner.advantages.values())[1::2]
+    assert of_forced == [0.0] * 4

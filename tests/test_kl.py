@@ -241,6 +241,26 @@ def test_replay_s_loss_is_a_mean_over_decisions():
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("critic", ["lstd", "gradient"])
+def test_minibatches_without_a_decision_do_not_hide_a_step_that_went_too_far(critic):
+    for seed in range(4):
+        agent = offering(
+            ("left", "right", "stay"),
+            mini_batch_size=4,
+            ppo_epochs=1,
+            learning_rate=0.03,
+            target_kl=0.03,
+            critic=critic,
+            seed=seed,
+        )
+        before = agent.action_probabilities(["x"])[0]
+        stats = update(agent, ["x"] * 3 + ["forced"] * 13)
+        moved = exact_kl(before, agent.action_probabilities(["x"])[0])
+        # The region ends at 1.5 times the target.
+        assert moved <= 1.5 * 0.03 * stats["step_share"] + 1e-6
+        assert stats["approx_kl"] == pytest.approx(moved, rel=0.05, abs=1e-6)
+
+
 # What follows from it
 
 
@@ -260,7 +280,7 @@ def test_an_alarm_fires_when_every_update_is_undone(caplog):
     stats = [update(agent, ["x"] * 16) for _ in range(20)][-1]
     assert stats["learning_rate"] == pytest.approx(0.1 / 1000 * math.sqrt(stats["step_share"]))
     # Whether the first update is undone as well depends on rounding.
-    assert re.search(r"in 19 of the last (19|20) updates a step led beyond target_kl", caplog.text)
+    assert re.search(r"in 19 of the last (19|20) updates with information a step led beyond target_kl", caplog.text)
 
 
 def test_the_adaptive_kl_coefficient_stays_within_bounds():

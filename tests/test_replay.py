@@ -174,3 +174,9 @@ def test_replay_learns_nothing_while_all_recent_episodes_have_earned_the_same():
     assert all(map(torch.equal, agent.policy.model.parameters(), before))
     assert replay.update([played(1.0), played(0.0)])["replay_episodes"] == 6
     assert not all(map(torch.equal, agent.policy.model.parameters(), before))
+
+
+def test_returns_that_differ_by_rounding_alone_are_not_replayed():
+    replay = Replay(make_agent().policy, ReplayConfig(episodes=3, recent_updates=2, steps=1))
+    assert replay.update([episode(0.1 + 0.2), episode(0.3)]) == {}
+    assert replay.update([episode(0.3), episode(0.3 + 1e-5)])["replay_episodes"] == 3.0

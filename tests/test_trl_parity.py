@@ -305,7 +305,9 @@ def test_mistakes_are_refused_with_the_next_move() -> None:
     with pytest.raises(ConfigError, match=r"Use kl_placement='reward'"):
         PPOTrainer(replace(config, kl_placement="loss"), model, None, tokenizer())
     with pytest.raises(ConfigError, match="Leave critic out"):
-        PPOTrainer(replace(config, critic="lstd"), model, None, tokenizer())
+        PPOTrainer(
+            replace(config, critic="lstd", value_learning_rate=None, cliprange_value=None), model, None, tokenizer()
+        )
     trainer = PPOTrainer(config, model, None, tokenizer())
     queries, responses, scores = batch()
     with pytest.raises(ValueError, match=r"batch_size=8 of each, received .*'scores': 7"):

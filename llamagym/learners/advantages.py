@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import median, pstdev
 
 import torch
 from torch import Tensor
@@ -42,13 +42,15 @@ class Whitening(Stateful):
         is_small: Whether the last batch's deviation was below what counts as least.
     """
 
-    saved = ("_deviations", "_spreads")
+    saved = ("_deviations", "_spreads", "_single_returns")
 
     def __init__(self) -> None:
         """Start without a history."""
         self.is_small = False
         self._deviations: list[float] = []
         self._spreads: list[float] = []
+        # First returns of the latest batches in which a single episode finished.
+        self._single_returns: list[float] = []
 
     def __call__(self, advantages: Tensor, mask: Tensor, returns: Returns, shift_mean: bool = True) -> Tensor:
         """Normalizes advantages.
@@ -66,7 +68,7 @@ class Whitening(Stateful):
         deviation = advantages[mask].abs().item() if is_single else masked_var(advantages, mask).sqrt().item()
         if math.isfinite(deviation):
             self._deviations = [*self._deviations, deviation][-_MEMORY:]
-        self._spreads = [*self._spreads, returns.spread][-_MEMORY:]
+        self._spreads = [*self._spreads, self._spread_of(returns)][-_MEMORY:]
         least = max(
             _LEAST_SHARE * median(self._deviations or [0.0]),
             _LEAST_SHARE_OF_SPREAD * median(self._spreads),
@@ -74,6 +76,13 @@ class Whitening(Stateful):
         )
         self.is_small = deviation < least
         return (advantages - mean).masked_fill(~mask, 0.0) / max(deviation, least, _EPSILON)
+
+    def _spread_of(self, returns: Returns) -> float:
+        """The batch's spread; of a single finished episode, which has none, that of the latest single ones."""
+        if len(returns.by_turn) == 0 or len(returns.by_turn[0]) != 1:
+            return returns.spread
+        self._single_returns = [*self._single_returns, returns.by_turn[0][0]][-_MEMORY:]
+        return pstdev(self._single_returns)
 
 
 class Returns:
@@ -85,6 +94,7 @@ class Returns:
             decide; 0 without any.
         size: Root mean square of all these returns.
         resolution: Differences up to this are rounding: rewards are sums of float32 numbers at best.
+        is_outlived: Whether an unfinished episode earned something later than a terminated one could.
     """
 
     def __init__(self, episodes: Sequence[Episode], gamma: float) -> None:
@@ -93,6 +103,7 @@ class Returns:
         self._are_finished = all(episode.is_over for episode in episodes)
         largest = max(abs(reward) for rewards in self._rewards for reward in rewards)
         self.resolution = torch.finfo(torch.float32).eps * largest
+        self.is_outlived = self._is_outlived(episodes)
         self.by_turn: list[list[float]] = []
         self.spread = 0.0
         self.size = 0.0
@@ -109,6 +120,23 @@ class Returns:
             self.spread = (returns - mean)[decides].square().mean().sqrt().item()
         self.size = returns[mask].square().mean().sqrt().item()
 
+    def _is_outlived(self, episodes: Sequence[Episode]) -> bool:
+        lengths = [
+            len(episode.all_turns)
+            for episode in episodes
+            if episode.terminated and any(turn.decision_count for turn in episode.all_turns)
+        ]
+        if not lengths:
+            return False
+        shortest = min(lengths)
+        later = [
+            reward
+            for episode, rewards in zip(episodes, self._rewards, strict=True)
+            if not episode.is_over
+            for reward in rewards[shortest:]
+        ]
+        return any(abs(reward) > self.resolution for reward in later)
+
     @property
     def rewards_by_turn(self) -> list[list[float]]:
         """Per turn index, the rewards of all episodes that reach it; empty if all have finished, and have returns."""
@@ -122,17 +150,17 @@ class Information(Stateful):
     """Tells batches whose outcomes differ from those in which every episode earned the same.
 
     Outcomes are the discounted returns from the turns on at which finished episodes decided something, and where
-    episodes are unfinished the reward at each turn. Where they are equal at every turn index, nothing tells a good
-    action from a bad one, whatever the critic estimates. A batch of one episode is compared with the batches before it.
+    episodes are unfinished the reward at each turn, and that they outlived one that was terminated. Where they are
+    equal at every turn index, nothing tells a good action from a bad one, whatever the critic estimates. A batch of one
+    episode is compared with the latest batches.
     """
 
-    saved = ("_has_differed", "_latest")
+    saved = ("_latest",)
 
     def __init__(self) -> None:
         """Start without a history."""
-        self._has_differed = False
-        # Of the latest batch, the first reward and the first return at each turn index.
-        self._latest: list[list[float]] = [[], []]
+        # Of each of the latest batches, the first reward and the first return at each turn index.
+        self._latest: list[list[list[float]]] = []
 
     def is_in(self, returns: Returns, episodes: Sequence[Episode]) -> bool:
         """Whether a batch holds information.
@@ -143,13 +171,19 @@ class Information(Stateful):
         """
         rewards = returns.rewards_by_turn
         resolution = returns.resolution
-        differs = _any_differs(rewards, resolution) or _any_differs(returns.by_turn, resolution)
+        differs = returns.is_outlived or _any_differs(rewards, resolution) or _any_differs(returns.by_turn, resolution)
         first = [[column[0] for column in columns if column] for columns in (rewards, returns.by_turn)]
-        pairs = zip(first, self._latest, strict=True)
-        has_changed = any(_any_differs(zip(now, before, strict=False), resolution) for now, before in pairs)
-        self._latest = first
-        self._has_differed = self._has_differed or differs or has_changed
-        return differs or (len(episodes) == 1 and self._has_differed)
+        earlier = self._latest
+        self._latest = [*earlier, first][-_MEMORY:]
+        if differs or len(episodes) > 1:
+            return differs
+        return any(_has_changed(first, before, resolution) for before in earlier)
+
+
+def _has_changed(now: list[list[float]], before: list[list[float]], resolution: float) -> bool:
+    """Whether rewards or returns of one batch differ from those of another at a turn that both have."""
+    pairs = zip(now, before, strict=True)
+    return any(_any_differs(zip(of_now, of_before, strict=False), resolution) for of_now, of_before in pairs)
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.bool) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from .advantages import FULL_BATCH
 Stats = Mapping[str, float]
 History = Sequence[Stats]
 
-# Updates that are remembered, and how many at each end are compared: means of five are steady enough to tell a trend.
-_UPDATES, _WINDOW = 20, 5
+# Updates that are remembered: as many with information as without, of which the latest 20 with information count. How
+# many at each end are compared: means of five are steady enough to tell a trend.
+_REMEMBERED, _UPDATES, _WINDOW = 40, 20, 5
 # Shares are judged from this many turns, and spreads from this many episodes, on: fewer agree by chance.
 _MIN_TURNS, _MIN_EPISODES = 32, 8
 # Beyond this share of one reply a batch of some hundred turns holds next to no other to learn from.
@@ -48,7 +49,7 @@ _RATIO_ERROR, _RATIO_ERROR_HALF = 1e-3, 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an agent: alarms suggest only what is not set yet.
+    """Settings of an agent: alarms suggest only what is not set yet, and only what it has.
 
     Attributes:
         dtype: Of the model's weights: how far rounding alone makes ratios differ from 1.
@@ -57,6 +58,7 @@ class Settings:
         has_prefix: Whether replies are opened with a `response_prefix`.
         has_reference: Whether the KL to a reference is penalized.
         sets_critic: Whether the critic's learning rate or range was passed.
+        epochs_option: Name of the option that sets the passes over a batch; empty without one.
     """
 
     dtype: torch.dtype = torch.float32
@@ -65,6 +67,7 @@ class Settings:
     has_prefix: bool = False
     has_reference: bool = False
     sets_critic: bool = False
+    epochs_option: str = "ppo_epochs"
 
     @property
     def reduced_precision_advice(self) -> list[str]:
@@ -91,7 +94,7 @@ class Alarms:
             settings: The agent's; None: those of `Settings`.
         """
         self._settings = settings or Settings()
-        self._history: deque[Stats] = deque(maxlen=_UPDATES)
+        self._history: deque[Stats] = deque(maxlen=_REMEMBERED)
         self._ringing: set[str] = set()
         self._rules: dict[str, Callable[[History, Settings], str | None]] = {
             "skipped": _skipped,
@@ -106,11 +109,12 @@ class Alarms:
             "ratio_error": _ratio_error,
         }
 
-    def check(self, stats: Stats) -> list[str]:
+    def check(self, stats: Stats, offers_choices: bool = True) -> list[str]:
         """Take in an update's statistics.
 
         Args:
             stats: As `update` returns them.
+            offers_choices: Whether any of its turns was a choice: no other can be calibrated.
 
         Returns:
             One sentence for each alarm that starts with this update. One that goes on is not repeated; one that ceased
@@ -118,7 +122,8 @@ class Alarms:
         """
         self._history.append(dict(stats))
         history = list(self._history)
-        found = {name: text for name, rule in self._rules.items() if (text := rule(history, self._settings))}
+        settings = self._settings if offers_choices else replace(self._settings, calibrates_choices=True)
+        found = {name: text for name, rule in self._rules.items() if (text := rule(history, settings))}
         new = [text for name, text in found.items() if name not in self._ringing]
         self._ringing = set(found)
         return new
@@ -129,7 +134,7 @@ class Alarms:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was saved."""
-        self._history = deque(map(dict, state["history"]), maxlen=_UPDATES)
+        self._history = deque(map(dict, state["history"]), maxlen=_REMEMBERED)
         self._ringing = set(state["ringing"])
 
 
@@ -227,18 +232,21 @@ def _kl_jump(history: History, settings: Settings) -> str | None:
     kl = _last(history, "approx_kl")
     if kl is None or kl <= _KL_JUMP:
         return None
+    options = " or ".join(["learning_rate", *[settings.epochs_option] * bool(settings.epochs_option)])
     return f"approx_kl jumped to {kl:.3f}: the update moved the policy further than its samples can tell. " + _either(
-        ["lower learning_rate or ppo_epochs", *["set target_kl=0.03"] * (settings.target_kl is None)]
+        [f"lower {options}", *["set target_kl=0.03"] * (settings.target_kl is None)]
     )
 
 
 def _undone(history: History, settings: Settings) -> str | None:
-    undone = sum(stats.get("stopped_early", 0.0) for stats in history)
+    # Batches without information make no steps that could be undone.
+    informative = [stats for stats in history if not stats.get("flat_batch")][-_UPDATES:]
+    undone = sum(stats.get("stopped_early", 0.0) for stats in informative)
     if undone < _UNDONE:
         return None
     return (
-        f"in {undone:.0f} of the last {len(history)} updates a step led beyond target_kl and was undone, although the "
-        "learning rate has fallen to its minimum: next to nothing is learned. "
+        f"in {undone:.0f} of the last {len(informative)} updates with information a step led beyond target_kl and was "
+        "undone, although the learning rate has fallen to its minimum: next to nothing is learned. "
         + _either(["raise target_kl or batch_size", *settings.reduced_precision_advice])
     )
 

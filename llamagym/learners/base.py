@@ -184,7 +184,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         An error leaves no trace.
 
         Returns:
-            Statistics; the README says how to read them.
+            Statistics; docs/statistics.md says what each means.
 
         Raises:
             EpisodeError: There are no episodes.
@@ -250,26 +250,38 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
         Args:
             advantages: Float (E, T).
-            mask: True at turns, bool (E, T).
+            mask: True at turns that leave something to decide, bool (E, T); elsewhere advantages become 0.
             episodes: The batch.
         """
+        advantages = advantages.masked_fill(~mask, 0.0)
         returns = Returns(episodes, self.config.gamma)
-        if not self._information.is_in(returns, episodes):
+        if not self._holds_information(returns, episodes):
             return torch.zeros_like(advantages)
         if not self.config.whiten_advantages:
             return advantages
         return self._whiten(advantages, mask, returns, self._shifts_mean)
 
+    def _holds_information(self, returns: Returns, episodes: Sequence[Episode]) -> bool:
+        """Whether anything in the batch tells a good action from a bad one."""
+        return self._information.is_in(returns, episodes)
+
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
         if targets.is_flat and not self._steps_critic:
             return self._without_steps(segments, sampled, targets)
+        share = 1.0 if targets.is_flat else step_share(targets.advantages, segments, sampled.entropy)
+        # Turns that leave nothing to decide teach the critic only, and the policy cannot move there.
+        deciding = [segment for segment in segments if any(turn.decision_count for turn in segment.turns)]
+        if not self._steps_critic:
+            segments = deciding
         sums: dict[str, list[float]] = defaultdict(list)
-        ratio_error, steps, skipped = math.nan, 0, 0
+        ratio_error = math.nan
+        steps, skipped = 0, 0
+        # Steps before the weights that the trust region keeps.
+        kept_steps = 0
         # How far the policy has moved, as of the last step that was kept, and the farthest that any step has led.
         kl = largest_kl = 0.0
         region = self._trust_region
         size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(sampled.row) / _MINIBATCHES))
-        share = 1.0 if targets.is_flat else step_share(targets.advantages, segments, sampled.entropy)
         for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
             stats, fresh_error = self._backward(minibatch, sampled, targets, first=not steps)
             if math.isnan(ratio_error):
@@ -278,23 +290,28 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 self.optimizer.zero_grad()
                 skipped += 1
                 continue
-            # A minibatch without a decision measures nothing.
-            measured = stats.pop("approx_kl", kl)
-            # Before the first step nothing has moved, and what differs is rounding.
-            if steps:
-                largest_kl = farthest(largest_kl, measured)
-            if region.is_left(largest_kl / share):
-                break
-            kl = measured if steps else kl
+            # A minibatch without a decision measures nothing and steps the critic alone: the weights before the
+            # policy's last step are kept until a later one shows where it led.
+            is_measured = "approx_kl" in stats
+            if is_measured:
+                measured = stats.pop("approx_kl")
+                # Before the first step nothing has moved, and what differs is rounding.
+                if steps:
+                    largest_kl = farthest(largest_kl, measured)
+                if region.is_left(largest_kl / share):
+                    break
+                kl = measured if steps else kl
+            if is_measured or not steps:
+                region.enter()
+                kept_steps = steps
             for name, value in stats.items():
                 sums[name].append(value)
-            region.enter()
             sums["grad_norm"].append(self._step(math.sqrt(share), targets.is_flat))
             steps += 1
         else:
             # No later minibatch shows where the last step led.
-            if steps:
-                probe = minibatches(segments, size, self._rng)[0]
+            if steps and deciding:
+                probe = minibatches(deciding, size, self._rng)[0]
                 measured = measure_kl(self.policy, probe, sampled, self.pass_tokens)
                 largest_kl = farthest(largest_kl, measured)
                 kl = kl if region.is_left(largest_kl / share) else measured
@@ -307,16 +324,18 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
             region.return_to()
             self.optimizer.zero_grad()
-            steps -= 1
+            steps = kept_steps
             skipped += 0 if math.isfinite(largest_kl) else 1
         means = {name: float(np.mean(values)) for name, values in sums.items()}
         if not targets.is_flat:
             self._entropy_coef *= self.config.entropy_decay
+        policy_share = 0.0 if targets.is_flat else share
+        rate = self.config.learning_rate * self._rate.scale * self.cooldown.scale
         return means | {
             "approx_kl": kl,
             "ratio_error": ratio_error,
-            "step_share": share,
-            "learning_rate": self.config.learning_rate * self._rate.scale * self.cooldown.scale * math.sqrt(share),
+            "step_share": policy_share,
+            "learning_rate": rate * math.sqrt(policy_share),
             "optimizer_steps": float(steps),
             "skipped_steps": float(skipped),
             "stopped_early": float(stopped),
@@ -346,12 +365,13 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
         fresh_error = math.nan
+        bonus = self._entropy_bonus(minibatch, sampled, targets)
         for chunk in self.policy.chunks(own_share(minibatch, sampled.ranks), self.pass_tokens):
             turns = [turn for segment in chunk for turn in segment.turns]
             rows = [sampled.row[id(turn)] for turn in turns]
             now = self.policy.evaluate(chunk)
             share = now.mask.sum().item() / max(decisions, 1), len(rows) / turn_count
-            loss, parts = self._loss(now, rows, sampled, targets, *share)
+            loss, parts = self._loss(now, rows, sampled, targets, bonus, *share)
             if loss.requires_grad:
                 self.accelerator.backward(loss)
             for name, value in parts.items():
@@ -371,8 +391,23 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         sums = {name: sum(parts.get(name, 0.0) for parts in parts_of_all) for name in names}
         return sums, max((error for error in errors if not math.isnan(error)), default=math.nan)
 
+    def _entropy_bonus(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> float:
+        """The weight of the entropy bonus, bounded by the mean absolute advantage of the minibatch's decisions."""
+        turns = [turn for segment in minibatch for turn in segment.turns if turn.decision_count]
+        if not turns:
+            return 0.0
+        advantages = targets.advantages[[sampled.row[id(turn)] for turn in turns]]
+        return min(self._bonus, _LARGEST_BONUS * advantages.abs().mean().item())
+
     def _loss(
-        self, now: Evaluation, rows: list[int], sampled: Sampled, targets: TargetsT, by_decision: float, by_turn: float
+        self,
+        now: Evaluation,
+        rows: list[int],
+        sampled: Sampled,
+        targets: TargetsT,
+        bonus: float,
+        by_decision: float,
+        by_turn: float,
     ) -> tuple[Tensor, Stats]:
         """The loss of a microbatch and its parts, weighted so that a minibatch's microbatches add up to its mean.
 
@@ -381,6 +416,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             rows: The turns' rows in `sampled` and `targets`.
             sampled: What was sampled, of the whole batch.
             targets: What it is trained towards.
+            bonus: The weight of the entropy bonus.
             by_decision: The microbatch's share of the minibatch's decisions.
             by_turn: Its share of the turns.
         """
@@ -389,7 +425,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         advantages = (targets.advantages[rows, None] * sampled.weights[rows, : mask.shape[1]]).to(device)
         policy = clipped_surrogate(now.logprobs, old, advantages, mask, config.cliprange)
         entropy = masked_mean(now.entropy, mask)
-        bonus = min(self._bonus, _LARGEST_BONUS * targets.mean_size)
         loss = by_decision * (policy.loss - bonus * entropy)
         if (unknown := advantages == 0).any():
             # Steps for the sake of other turns must not change the policy where nothing was learned.

@@ -23,6 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from ..conversation.records import key_from
 from ..errors import EpisodeError
 from ..options import check_arguments
 from ..policy.policy import Policy
+from .advantages import Returns
 from .base import Learner, Stats
 from .config import LearnerConfig
 from .losses import GroupBaseline, discounted_returns, group_advantages
@@ -96,12 +98,26 @@ class LearnedGroup(NamedTuple):
     Attributes:
         version: Number of the weights' state that it was learned from with.
         credits: Mean credit of its members, by turn.
-        deviation: Of the credits, at the turn where members differ most.
+        deviations: Standard deviation of their credits, by turn; 0 where none of them had anything to decide.
+        members: How many there were.
     """
 
     version: int
     credits: list[float]
-    deviation: float
+    deviations: list[float]
+    members: int
+
+    def deviation_with(self, differences: list[float]) -> float:
+        """The deviation at the turn where members differ most, with one more member.
+
+        Args:
+            differences: How far that one's credits are from the mean, by turn; 0 where it had nothing to decide.
+        """
+        deviations = []
+        for difference, deviation in zip_longest(differences, self.deviations, fillvalue=0.0):
+            squares = (self.members - 1) * deviation**2 + self.members / (self.members + 1) * difference**2
+            deviations.append(math.sqrt(squares / self.members))
+        return max(deviations)
 
 
 class LearnedGroups(Stateful):
@@ -160,6 +176,8 @@ class GRPO(Learner[Targets]):
         """
         check_arguments(GRPO.__init__, locals())
         self._learned = LearnedGroups()
+        # Whether late members of the batch did better or worse than the groups that they are compared with.
+        self._late_differ = False
         super().__init__(policy, config, config.epochs)
 
     @property
@@ -200,7 +218,7 @@ class GRPO(Learner[Targets]):
         if config.credit == "episode":
             advantages = advantages[:, :1].expand_as(advantages)
         if config.baseline != "none":
-            advantages, stats = self._compared(episodes, advantages)
+            advantages, stats = self._compared(episodes, advantages, sampled)
         advantages = self._scaled(advantages, sampled.decides, episodes)
         return Targets(advantages[sampled.real].float()), stats
 
@@ -209,7 +227,11 @@ class GRPO(Learner[Targets]):
         """Groups have had their own mean removed; what is 0 in one must stay 0."""
         return self.config.baseline == "none"
 
-    def _compared(self, episodes: Sequence[Episode], credits: Tensor) -> tuple[Tensor, Stats]:
+    def _holds_information(self, returns: Returns, episodes: Sequence[Episode]) -> bool:
+        """Whether anything in the batch, or a difference from an earlier group, tells a good action from a bad one."""
+        return super()._holds_information(returns, episodes) or self._late_differ
+
+    def _compared(self, episodes: Sequence[Episode], credits: Tensor, sampled: Sampled) -> tuple[Tensor, Stats]:
         """Credits (E, T) less the baseline, and how many groups there were; remembers the groups."""
         config = self.config
         learned = {index: group for index, each in enumerate(episodes) if (group := self._learned.of_late(each))}
@@ -222,19 +244,29 @@ class GRPO(Learner[Targets]):
                 "Play several from each start and pass their groups to terminate_episodes()."
             )
         advantages = torch.zeros_like(credits)
+        self._late_differ = False
         for index, group in learned.items():
             # After its last turn a group earned nothing more; an episode's credit is that of its every turn.
             after = group.credits[-1] if config.credit == "episode" else 0.0
             turns = len(episodes[index].turns)
             baseline = [*group.credits, *[after] * turns][:turns]
-            scale = group.deviation + 1e-4 if config.baseline == "std" else 1.0
-            advantages[index, :turns] = (credits[index, :turns] - credits.new_tensor(baseline)) / scale
+            above_group = credits[index, :turns] - credits.new_tensor(baseline)
+            above_group = above_group.masked_fill(~sampled.decides[index, :turns], 0.0)
+            # What differs by less is the rounding of rewards in float32.
+            if above_group.abs().max() <= torch.finfo(torch.float32).eps * credits.abs().max():
+                continue
+            self._late_differ = True
+            scale = group.deviation_with(above_group.tolist()) + 1e-4 if config.baseline == "std" else 1.0
+            advantages[index, :turns] = above_group / scale
         assert config.baseline != "none", "without a baseline nothing is compared"
         for members in groups:
-            advantages[members] = group_advantages(credits[members], config.baseline)
+            decides = sampled.decides[members]
+            advantages[members] = group_advantages(credits[members], config.baseline, decides)
             longest = max(len(episodes[index].turns) for index in members)
             of_group = credits[members, :longest]
-            earned = LearnedGroup(self.policy.weights_version, of_group.mean(0).tolist(), of_group.std(0).max().item())
+            deviations = of_group.std(0) * decides[:, :longest].any(0)
+            version = self.policy.weights_version
+            earned = LearnedGroup(version, of_group.mean(0).tolist(), deviations.tolist(), len(members))
             self._learned.add(episodes[members[0]].group, earned)
         flat = sum(not advantages[members].any() for members in groups)
         return advantages, {"groups": float(len(groups)), "flat_groups": flat / len(groups) if groups else math.nan}

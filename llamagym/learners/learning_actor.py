@@ -75,7 +75,10 @@ class LearningActor(Actor):
             calibrates_choices=policy.calibrates,
             has_prefix=bool(response_prefix),
             has_reference=config.init_kl_coef > 0,
-            sets_critic=bool({"value_learning_rate", "cliprange_value"} & set(config.given())),
+            sets_critic=any(
+                getattr(config, name, None) is not None for name in ("value_learning_rate", "cliprange_value")
+            ),
+            epochs_option=next((name for name in ("ppo_epochs", "epochs") if name in config.given()), ""),
         )
         self._alarms = Alarms(settings)
         self._buffer: list[Episode] = []
@@ -398,7 +401,8 @@ class LearningActor(Actor):
         seconds, tokens = zip(*ranks.gather_objects((self._acting_s, self._acted_tokens)), strict=True)
         stats |= {"act_s": max(seconds), "act_tokens": float(sum(tokens))}
         self._acting_s, self._acted_tokens = 0.0, 0
-        for alarm in self._alarms.check(stats):
+        offers_choices = any(turn.prompt.choices is not None for episode in batch for turn in episode.turns)
+        for alarm in self._alarms.check(stats, offers_choices):
             if ranks.is_main_process():
                 logger.warning(alarm)
         return stats

@@ -142,7 +142,7 @@ def typical_size(returns: Tensor) -> float:
     return sizes.median().item() if len(sizes) else 1.0
 
 
-def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
+def group_advantages(returns: Tensor, baseline: GroupBaseline, decides: Tensor | None = None) -> Tensor:
     """How much better each member of a group did than the others, step by step.
 
     "leave_one_out" subtracts the mean of the others (RLOO, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE;
@@ -155,6 +155,7 @@ def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
     Args:
         returns: What each member's step earned, float (G, T).
         baseline: Which one.
+        decides: True at steps that leave something to decide, bool (G, T): only these make up the deviation. None: all.
 
     Returns:
         Advantages, float (G, T).
@@ -172,7 +173,10 @@ def group_advantages(returns: Tensor, baseline: GroupBaseline) -> Tensor:
     above_others = centered * members / (members - 1)
     if baseline == "leave_one_out":
         return above_others
-    return above_others / (centered.std(0).max() + 1e-4)
+    deviations = centered.std(0)
+    if decides is not None:
+        deviations = deviations * decides.any(0)
+    return above_others / (deviations.max() + 1e-4)
 
 
 class PolicyLoss(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..conversation.episode import Episode
+from ..errors import ConfigError
 from ..options import check_arguments
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
@@ -64,6 +65,13 @@ class PPOConfig(LearnerConfig):
         self._require_one_of(["reward", "loss"], "kl_placement")
         if self.critic is not None:
             self._require_one_of(["lstd", "gradient"], "critic")
+        if self.critic == "lstd":
+            for name in ("value_learning_rate", "cliprange_value"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise ConfigError(
+                        f"{name}={value} has no effect with critic='lstd'. Leave it out, or pass critic='gradient'."
+                    )
 
     @property
     def kl_in_loss(self) -> bool:
@@ -179,11 +187,12 @@ class PPO(Learner[ValueTargets]):
         rows: list[int],
         sampled: Sampled,
         targets: ValueTargets,
+        bonus: float,
         by_decision: float,
         by_turn: float,
     ) -> tuple[Tensor, Stats]:
         """The policy's loss and the critic's."""
-        loss, stats = super()._loss(now, rows, sampled, targets, by_decision, by_turn)
+        loss, stats = super()._loss(now, rows, sampled, targets, bonus, by_decision, by_turn)
         if self.config.solves_for_values:
             return loss, stats
         every = torch.ones_like(now.values, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""Replay of the best recent episodes: supervised learning that goes on while rewards are learnt from.
+"""Replay of the best recent episodes: supervised learning that goes on while rewards are learned from.
 
-After each update, a few steps raise the likelihood of the replies that the best recent episodes took, as self-imitation
-does (Oh et al. 2018, https://arxiv.org/abs/1806.05635, without its critic). The likelihood is the policy's own, so
-choices are learnt as choices. The steps have an optimiser of their own: the learner's moments stay the learner's, and
-the learning rate is the weight of it all, since Adam does not feel a coefficient of the loss.
+An update ends with a few steps that raise the likelihood of the replies that the best recent episodes took, as
+self-imitation does (Oh et al. 2018, https://arxiv.org/abs/1806.05635, without its critic). The likelihood is the
+policy's own, so choices are learned as choices. The steps have an optimizer of their own: the learner's moments stay
+the learner's, and the learning rate is the weight of it all, since Adam does not feel a coefficient of the loss.
 
 Where rewards are a matter of luck, the best episodes are the lucky ones; replay is off by default.
 """
@@ -46,7 +46,7 @@ class ReplayConfig(Options):
     Attributes:
         episodes: The best of the recent episodes that are learnt from, by return with penalties; of equal ones, any.
         recent_updates: Episodes of this many last updates are recent.
-        steps: Optimiser steps after each update.
+        steps: Optimizer steps at the end of each update.
         batch_size: Turns per optimiser step, in whole contexts.
         learning_rate: Of Adam; it falls with the learner's at the end of a run (`cooldown`).
         max_grad_norm: Gradient clipping by norm.
@@ -152,7 +152,9 @@ class Replay:
         self._recent.append(self._best(episodes))
         self._lowest.append(min(map(_score, episodes)))
         kept = self.episodes
-        if _score(kept[0]) == min(self._lowest):
+        best, worst = _score(kept[0]), min(self._lowest)
+        # Rewards are sums of float32 numbers at best.
+        if best - worst <= torch.finfo(torch.float32).eps * max(abs(best), abs(worst)):
             return {}
         contexts = segments_of(kept)
         segments = [segment for segment in contexts if any(_teaches(turn) for turn in segment.turns)]

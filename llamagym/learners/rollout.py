@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -102,11 +101,6 @@ class Targets:
     def is_flat(self) -> bool:
         """Whether no turn did better or worse than another."""
         return not self.advantages.any()
-
-    @cached_property
-    def mean_size(self) -> float:
-        """Mean absolute advantage."""
-        return self.advantages.abs().mean().item()
 
 
 def collect(

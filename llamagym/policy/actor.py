@@ -117,13 +117,15 @@ class Actor(TextInterface):
 
     @property
     def current_episode_messages(self) -> list[Message]:
-        """The current conversation of environment 0, as chat messages."""
-        return self.conversation(0).messages
+        """The current conversation of environment 0, as chat messages; without one, how it would begin."""
+        conversation = self._conversations.get(0)
+        return (conversation or self.new_conversation()).messages
 
     @property
     def current_episode_rewards(self) -> list[float]:
         """The raw rewards so far of environment 0, one per turn."""
-        return [turn.reward for turn in self.conversation(0).turns]
+        conversation = self._conversations.get(0)
+        return [turn.reward for turn in conversation.turns] if conversation else []
 
     def conversation(self, env_id: Hashable) -> Conversation:
         """The current conversation of an environment; a new one if there is none."""

@@ -66,8 +66,8 @@ class EvaluationResult:
 
         No interval accounts for what was never met. If all returns are equal, and neither 0 nor 1, it has no width.
         Where a rare episode decides the mean, it covers the mean less often than it says: with 20 episodes of which one
-        in 50 earns a hundred times what others do, 3 times in 10 (`scripts/reliability/interval_coverage.py` measures
-        that). Then play more episodes.
+        in 50 earns a hundred times what others do, 3 times in 10. docs/training.md has a table of the coverage by the
+        kind and number of returns. Then play more episodes.
         """
         count, values = len(self.returns), set(self.returns)
         if count == 1:
