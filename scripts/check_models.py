@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import logging
 import multiprocessing
@@ -123,17 +124,76 @@ _SHARED = {
     "vocab_size_per_layer_input": 300,
     "hidden_size_per_layer_input": 8,
 }
+_NOTE = {
+    "num_key_value_heads": 4,
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "shared_experts_intermediate_size": 16,
+    "index_topk": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+}
+_EXP = {
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "hc_lowrank": 8,
+    "ple_embed_dim": 32,
+    "ngram_vocab_size_base": 256,
+    "split_ngram_parts": 1,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 MORE_SIZES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 50,
+        "cross_attn_k": 1,
+        **{
+            f"{part}_config": {name: value for name, value in SIZES.items() if name not in ("head_dim", "is_decoder")}
+            for part in ("patcher", "encoder", "decoder", "global")
+        },
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    },
     "dots1": {"n_shared_experts": 1},
+    "dots3_note": _NOTE,
+    "dots3_note_text": _NOTE,
     "gemma3n_text": _SHARED,
+    "gemma4": _SHARED,
     "gemma4_text": _SHARED,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
     "phi3": {"original_max_position_embeddings": 512},
     "phi4_multimodal": {"original_max_position_embeddings": 512},
+    "qwen4_exp": _EXP,
+    "qwen4_exp_text": _EXP,
+    "reformer": {
+        "attention_head_size": 8,
+        "feed_forward_size": 64,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh", "local", "lsh"],
+        "local_attn_chunk_length": 16,
+        "lsh_attn_chunk_length": 16,
+    },
+    # Its heads' sizes are rounded up to 64 in all.
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_blocks": 4, "qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
 }
 
 
@@ -148,10 +208,10 @@ def tiny_model(model_type: str) -> Any:
     Sizes that do not go together in an architecture are left at its defaults, in the order of `LEFT_OUT`.
     """
     errors = []
-    for left_out in LEFT_OUT:
+    for left_out, shrinks_others in itertools.product(LEFT_OUT, (False, True)):
         sizes = {name: value for name, value in SIZES.items() if name not in left_out}
         try:
-            model = built(model_type, {**sizes, **MORE_SIZES.get(model_type, {})})
+            model = built(model_type, {**sizes, **MORE_SIZES.get(model_type, {})}, shrinks_others)
             with torch.no_grad():
                 model(input_ids=torch.arange(5, 25)[None])
             return model
@@ -160,19 +220,30 @@ def tiny_model(model_type: str) -> Any:
     raise errors[0]
 
 
-def built(model_type: str, sizes: dict[str, Any]) -> Any:
-    """A random model of a type and of these sizes, as far as its config has them."""
+def built(model_type: str, sizes: dict[str, Any], shrinks_others: bool) -> Any:
+    """A random model of a type and of these sizes, as far as its config has them.
+
+    Args:
+        model_type: As transformers names it.
+        sizes: By the names that configs use.
+        shrinks_others: Whether they also hold for the other parts of a composite model, such as its vision tower.
+    """
     tokenizer = tiny_tokenizer("llama")
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id}
     tokens |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     kind = CONFIG_MAPPING[model_type]
     usual = kind()
-    text = usual.get_text_config()
+    text = usual.get_text_config(decoder=True)
     config = sized(type(text), {**sizes, **tokens})
     if text is not usual:
         # A composite model, of which the language model alone is used.
         of_text = next(name for name, part in vars(usual).items() if part is text)
-        config = kind(**{of_text: config})
+        others = {
+            name: sized(type(part), {**sizes, **tokens})
+            for name, part in vars(usual).items()
+            if isinstance(part, transformers.PreTrainedConfig) and part is not text
+        }
+        config = kind(**{**(others if shrinks_others else {}), of_text: config})
     with torch.device("meta"):
         weights = sum(w.numel() for w in transformers.AutoModelForCausalLM.from_config(config).parameters())
     if weights > MOST_WEIGHTS:
