@@ -171,24 +171,22 @@ def test_values_are_finite_where_features_repeat():
 
 
 def test_alternating_kinds_of_episodes_are_each_valued_by_their_own_kind():
-    """Two starts alternate, as in the environments of a vector; one earns 1,000, the other 1,001."""
+    """Two starts alternate, as in the environments of a vector; one earns 1,000, the other 1,100."""
     count = 64
     kinds = torch.arange(count) % 2
-    features, rewards = torch.eye(2)[kinds], 1000.0 + kinds.float()
+    features, rewards = torch.eye(2)[kinds], 1000.0 + 100.0 * kinds
     finals, bootstrapped = torch.zeros(count, 2), torch.zeros(count, dtype=torch.bool)
     halves = split(kinds.tolist(), np.random.default_rng(0))
     for kind in (0, 1):
         assert halves[kinds == kind].sum() == count // 4
 
     def error(halves: torch.Tensor) -> float:
-        head = ValueHead(2)
-        for _ in range(4):
-            fitted = fit(head, features, [1] * count, rewards, finals, bootstrapped, halves, 1.0, 0.95)
+        fitted = fit(ValueHead(2), features, [1] * count, rewards, finals, bootstrapped, halves, 1.0, 0.95)
         return (fitted.of_turns - rewards).abs().max().item()
 
-    assert error(halves) < 0.2
+    assert error(halves) < 15.0
     # The control: halves that hold one kind each value it by the other.
-    assert error(kinds) > 0.5
+    assert error(kinds) > 80.0
 
 
 def test_halves_are_seeded_and_share_every_start_evenly():

@@ -25,8 +25,12 @@ from .losses import discounted_returns
 # Strengths of the ridge penalty, in turns that confirm the previous weights. The strongest comes first: it is taken
 # where none predicts better.
 _PRIOR_TURNS = tuple(4.0**power for power in range(7, 0, -1))
-# The same for the constant: returns that grow as a whole are followed at once.
-_PRIOR_TURNS_OF_CONSTANT = 4.0
+# The same for the constant. A few returns are averaged with those before them; of more, the mean is followed at once.
+# What the constant does not explain is left to the features, and large weights of theirs make noise of every small
+# change of the model.
+_FEW_TURNS = 8
+_PRIOR_TURNS_OF_CONSTANT_IF_FEW = 4.0
+_PRIOR_TURNS_OF_CONSTANT = 0.01
 
 
 class Values(NamedTuple):
@@ -80,7 +84,8 @@ def fit(
     predicted = torch.empty(len(_PRIOR_TURNS), len(rows), dtype=torch.double)
     predicted_finals = torch.empty(len(_PRIOR_TURNS), len(lengths), dtype=torch.double)
     for half in (0, 1):
-        solutions = _solve(systems[1 - half], weights, _PRIOR_TURNS)
+        other_turns = int((half_of_turn != half).sum())
+        solutions = _solve(systems[1 - half], weights, _PRIOR_TURNS, other_turns)
         predicted[:, half_of_turn == half] = solutions @ rows[half_of_turn == half].T
         predicted_finals[:, halves == half] = solutions @ finals[halves == half].T
     errors = [
@@ -88,7 +93,8 @@ def fit(
         for values, of_finals in zip(predicted, predicted_finals, strict=True)
     ]
     best = int(torch.stack(errors).argmin())
-    fitted = _solve(systems[0] + systems[1], weights, _PRIOR_TURNS[best : best + 1])[0].to(head.summary.weight)
+    fitted = _solve(systems[0] + systems[1], weights, _PRIOR_TURNS[best : best + 1], len(rows))[0]
+    fitted = fitted.to(head.summary.weight)
     head.summary.weight.copy_(fitted[None, :-1])
     head.summary.bias.copy_(fitted[-1:])
     return Values(predicted[best].float(), predicted_finals[best].float())
@@ -165,11 +171,15 @@ def _returns(lengths: Sequence[int], rewards: Tensor, final_values: Tensor, gamm
     return discounted_returns(padded, gamma)[torch.arange(padded.shape[1]) <= last[:, None]]
 
 
-def _solve(system: Tensor, weights: Tensor, priors: Sequence[float]) -> Tensor:
-    """Solutions of a linear system, regularized towards the previous weights, one per strength, float64 (P, F)."""
+def _solve(system: Tensor, weights: Tensor, priors: Sequence[float], turns: int) -> Tensor:
+    """Solutions of a linear system of some turns, regularized towards the previous weights, one per strength.
+
+    Returns:
+        Float64 (P, F).
+    """
     matrix, target = system[:, :-1], system[:, -1]
     firmness = torch.tensor(priors).to(weights)[:, None].repeat(1, len(weights))
-    firmness[:, -1] = _PRIOR_TURNS_OF_CONSTANT
+    firmness[:, -1] = _PRIOR_TURNS_OF_CONSTANT_IF_FEW if turns < _FEW_TURNS else _PRIOR_TURNS_OF_CONSTANT
     residual = target - matrix @ weights
     # One after the other: after `torch.set_num_threads(2)`, MKL solves a batch of hundreds of equations wrongly.
     return weights + torch.stack([torch.linalg.solve(matrix + one.diag(), residual) for one in firmness])
