@@ -90,6 +90,7 @@ class UntilSolved(Callback):
     def __init__(self) -> None:
         """Nothing has happened yet."""
         self.latest: deque[float] = deque(maxlen=WINDOW)
+        self.is_solved = False
         self.turns = 0
         self.turns_to_first_reward: int | None = None
         self.updates = 0
@@ -101,7 +102,9 @@ class UntilSolved(Callback):
         self.latest.append(episode.total_reward)
         if episode.total_reward and self.turns_to_first_reward is None:
             self.turns_to_first_reward = self.turns
-        return sum(self.latest) < OPENINGS
+        # Other environments may end an episode in the same step, after the one that solves the task.
+        self.is_solved = self.is_solved or sum(self.latest) >= OPENINGS
+        return not self.is_solved
 
     def on_update(self, run: Any, statistics: dict[str, float]) -> None:
         """Remember the entropy."""
@@ -121,7 +124,7 @@ def run(seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "combination": [COLORS[position] for position in combination],
-        "is_solved": sum(progress.latest) >= OPENINGS,
+        "is_solved": progress.is_solved,
         "turns": progress.turns,
         "turns_to_first_reward": progress.turns_to_first_reward,
         "updates": progress.updates,
