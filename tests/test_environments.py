@@ -29,6 +29,7 @@ from llamagym import (
     evaluate,
     train,
 )
+from llamagym.training.wrapper import Copy
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 # Vector environments of every kind
@@ -213,9 +214,26 @@ class Hangs(CountdownEnv):
         return super().step(action)
 
     def close(self):
-        # Not the one in this process that shows its spaces.
-        if multiprocessing.parent_process() is not None:
-            self.wait()
+        # One in this process shows its spaces, and hangs as well.
+        if multiprocessing.parent_process() is None:
+            time.sleep(600)
+        self.wait()
+
+
+def test_a_close_that_hangs_in_this_process_is_left_behind(caplog):
+    env = Copy(Hangs(), 3, in_child=False, close_timeout=0.05)
+    env.close()
+    assert "Environment 3 did not close in this process within 0.05 seconds (env_timeout)" in caplog.text
+
+
+@pytest.mark.parametrize("env_timeout", [None, 30])
+def test_an_exit_in_close_keeps_the_result(env_timeout):
+    class Exits(CountdownEnv):
+        def close(self):
+            sys.exit(3)
+
+    result = train(make_agent(ChoiceAgent), Exits, episodes=4, num_envs=2, seed=0, env_timeout=env_timeout)
+    assert len(result.returns) == 4
 
 
 @pytest.mark.long

@@ -227,7 +227,7 @@ def opened(
     identities: list[dict[str, str]] = []
     makers = _makers(env, sum(counts))
     is_callers = isinstance(env, gymnasium.Env) and len(makers) == 1
-    made = [_numbered(make, number, is_callers, identities) for number, make in enumerate(makers)]
+    made = [_numbered(make, number, is_callers, identities, timeout) for number, make in enumerate(makers)]
     parts: list[Copies] = []
     failed = True
     with ExitStack() as stack:
@@ -282,6 +282,7 @@ def _numbered(
     number: int,
     is_callers: bool,
     identities: list[dict[str, str]],
+    timeout: float | None,
 ) -> Callable[[], Copy]:
     """A function that makes the environment with this number, and adds its identity to `identities`."""
     parent = os.getpid()
@@ -307,7 +308,14 @@ def _numbered(
             spec = env.spec or env.unwrapped.spec
         identity = _identity(spec, env.observation_space, env.action_space)
         identities.append({"class": type(env.unwrapped).__name__, **identity})
-        return Copy(env, number, in_child=not is_here, stays_open=is_callers and is_here)
+        return Copy(
+            env,
+            number,
+            in_child=not is_here,
+            stays_open=is_callers and is_here,
+            # The parent limits the time of other processes itself.
+            close_timeout=timeout if is_here else None,
+        )
 
     return made
 

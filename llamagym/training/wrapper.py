@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,14 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
     next one begins with the next reset.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], number: int, in_child: bool, stays_open: bool = False) -> None:
+    def __init__(
+        self,
+        env: gymnasium.Env[Any, Any],
+        number: int,
+        in_child: bool,
+        stays_open: bool = False,
+        close_timeout: float | None = None,
+    ) -> None:
         """Wrap an environment.
 
         Args:
@@ -37,9 +45,11 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             number: Its number.
             in_child: Whether it runs in a process of its own.
             stays_open: Whether closing the wrapper leaves it open, since it is the caller's.
+            close_timeout: Seconds that its close() may take; None sets no limit.
         """
         super().__init__(env)
         self._number, self._in_child, self._stays_open = number, in_child, stays_open
+        self._close_timeout = close_timeout
         self._observation: Any = None
         self._rests = False
 
@@ -73,9 +83,24 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Close the environment, unless it is the caller's. An error is logged: what it returned before is kept."""
         if self._stays_open:
             return
+        if self._close_timeout is None:
+            self._close_env()
+            return
+        # A thread cannot be ended, but it can be left behind: a daemon does not keep the program from ending.
+        closing = threading.Thread(target=self._close_env, daemon=True)
+        closing.start()
+        closing.join(self._close_timeout)
+        if closing.is_alive():
+            logger.error(
+                "Environment %d did not close in this process within %s seconds (env_timeout). It is left open.",
+                self._number,
+                self._close_timeout,
+            )
+
+    def _close_env(self) -> None:
         try:
-            super().close()
-        except Exception as error:  # whatever a user's environment raises
+            self.env.close()
+        except (Exception, SystemExit) as error:  # whatever a user's environment raises
             if self._in_child:
                 raise
             logger.warning("Environment %d raised %r in close(). What it returned is kept.", self._number, error)
