@@ -27,6 +27,15 @@ REMINDS = (
 NUMBERS = "{% for m in messages %}{{ '[Round ' ~ loop.index // 2 ~ ']' + m.content + eos_token }}{% endfor %}"
 # The number of earlier messages shows from the fourth turn on alone.
 LATE = MESSAGES + "{% if messages | length > 6 %}{{ '(long)' }}{% endif %}"
+FIFTH = MESSAGES + "{% if (messages | length // 2) % 5 == 4 %}{{ '(fifth)' }}{% endif %}"
+ENDS = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% if m.role == 'assistant' %}"
+LENGTH = ENDS + "{{ ' [' ~ m.content | length ~ ']' }}{% endif %}{{ eos_token }}{% endfor %}"
+ECHOES = ENDS + "{{ ' (you said: ' + m.content + ')' }}{% endif %}{{ eos_token }}{% endfor %}"
+QUOTES = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'user' and loop.index0 > 1 %}"
+    "{{ '[you said ' + messages[loop.index0 - 1].content + '] ' }}{% endif %}{{ m.content + eos_token }}{% endfor %}"
+)
+QUOTES_LETTERS = QUOTES.replace(".content + '] '", ".content[:5] + '] '")
 FORGETS = "{{ messages[-1].role + messages[-1].content }}"
 
 
@@ -76,7 +85,7 @@ def test_no_prompt_contains_words_of_the_probe():
     assert text.count("Be good.") == 3
 
 
-@pytest.mark.parametrize("template", [REMINDS, NUMBERS, LATE])
+@pytest.mark.parametrize("template", [REMINDS, NUMBERS, LATE, FIFTH])
 def test_rejects_a_template_whose_later_prompts_depend_on_earlier_turns(template: str):
     tokenizer = templated(template)
     with pytest.raises(ChatTemplateError, match=r"not append-only.*depends on earlier turns"):
@@ -85,8 +94,29 @@ def test_rejects_a_template_whose_later_prompts_depend_on_earlier_turns(template
     ChatTemplate(tokenizer, append_only=False)
 
 
+@pytest.mark.parametrize("messages", [8, 10, 12, 20, 60, 120])
+def test_rejects_a_template_that_changes_after_many_messages(messages: int):
+    template = MESSAGES + f"{{% if messages | length > {messages} %}}{{{{ '(long)' }}}}{{% endif %}}"
+    with pytest.raises(ChatTemplateError, match=r"depends on earlier turns, such as \d+\."):
+        ChatTemplate(templated(template))
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        (LENGTH, "depends on that reply"),
+        (QUOTES_LETTERS, "depends on that reply"),
+        (ECHOES, "repeats earlier replies"),
+        (QUOTES, "repeats earlier replies"),
+    ],
+)
+def test_rejects_a_template_whose_later_prompts_depend_on_the_last_reply(template: str, match: str):
+    with pytest.raises(ChatTemplateError, match=match):
+        ChatTemplate(templated(template))
+
+
 def test_rejects_a_template_that_drops_messages():
-    with pytest.raises(ChatTemplateError, match="drops earlier replies"):
+    with pytest.raises(ChatTemplateError, match="drops or changes earlier replies"):
         ChatTemplate(templated(FORGETS))
     with pytest.raises(ChatTemplateError, match="drops the user's message"):
         ChatTemplate(templated("{{ eos_token }}"), append_only=False)
