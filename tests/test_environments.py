@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -164,6 +164,108 @@ def test_final_observations_are_gymnasiums_in_same_step_only(mode):
         == [True] * 4
     )
     assert all(episode.info["final_obs"] == "the user's" for episode in kept.episodes)
+
+
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+def test_rejects_infos_of_a_reset_that_would_replace_the_final_ones(kind):
+    envs = kind([Counter] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(ConfigError, match=r"reset\(\) returns final_obs as info.*SAME_STEP.*DISABLED"):
+        train(make_agent(Seeing), envs, episodes=4)
+    envs.close()
+
+
+class Named(CountdownEnv):
+    """Returns infos whose names are not strings."""
+
+    info: ClassVar = {1: "x", (2, 3): 5, "success": True, "nested": {7: 8}}
+
+    def step(self, action):
+        return *super().step(action)[:4], dict(self.info)
+
+
+@pytest.mark.parametrize("env", [Named, lambda: SyncVectorEnv([Named] * 2)], ids=["own", "caller's"])
+def test_names_of_infos_may_be_of_any_type(env):
+    kept = Remembering()
+    env = env if env is Named else env()
+    train(make_agent(ChoiceAgent), env, episodes=4, num_envs=2, callbacks=kept)
+    assert all(episode.info == Named.info for episode in kept.episodes)
+
+
+def fails_with(error: Exception, method: str) -> type[CountdownEnv]:
+    def fail(self, *args, **given):
+        raise error
+
+    return type("Fails", (CountdownEnv,), {method: fail})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(
+    "error", [ValueError("illegal move e2e5"), KeyError("board"), AssertionError("no king"), TypeError("no board")]
+)
+def test_an_error_of_an_environment_in_a_callers_vector_environment_is_its_own(kind, method, error):
+    envs = kind([fails_with(error, method)] * 2)
+    with pytest.raises(type(error), match=error.args[0]) as caught:
+        train(make_agent(ChoiceAgent), envs, episodes=4)
+    assert not isinstance(caught.value, LlamaGymError)
+    envs.close()
+
+
+class Shows(CountdownEnv):
+    """Shows one value."""
+
+    def __init__(self, space: gym.Space, value: Any) -> None:
+        super().__init__()
+        self.observation_space, self.value = space, value
+
+    def reset(self, **given):
+        return self.value, super().reset(**given)[1]
+
+    def step(self, action):
+        return self.value, *super().step(action)[1:]
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "match"),
+    [
+        (gym.spaces.Box(-128, 127, (1,), np.int8), np.array([300]), r"observation is array\(\[300\]\).*type int8"),
+        (gym.spaces.Box(-9, 9, (1,), np.int16), [70_000], "type int16"),
+        (gym.spaces.MultiBinary(1), np.array([300]), "type int8"),
+        (gym.spaces.MultiDiscrete([5], dtype=np.int32), np.array([2**40]), "type int32"),
+        (gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), np.array([1e300]), "type float32"),
+        (gym.spaces.Dict(a=gym.spaces.MultiBinary(1)), {"a": np.array([300])}, r"observation\['a'\] is"),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array([1, 2, 2]), r"lacks observation\[2\]"),
+    ],
+)
+def test_rejects_observations_that_would_be_changed(space, value, match):
+    with pytest.raises(ConfigError, match=match):
+        evaluate("random", lambda: Shows(space, value), episodes=2, num_envs=2)
+
+
+@pytest.mark.parametrize(
+    ("space", "value"),
+    [
+        (gym.spaces.Box(-128, 127, (2,), np.int8), [1, 2]),
+        (gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), np.array([np.inf, 0.1])),
+        (gym.spaces.Box(-np.inf, np.inf, (1,), np.float16), np.array([np.nan])),
+        (gym.spaces.Discrete(3), 2),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array([1, 2])),
+        (gym.spaces.Text(3), "abc"),
+    ],
+)
+def test_observations_may_have_another_type_that_holds_the_same(space, value):
+    assert len(evaluate("random", lambda: Shows(space, value), episodes=2, num_envs=2).returns) == 2
+
+
+def test_infos_that_cannot_be_sent_are_logged_once(caplog):
+    class Unpicklable(CountdownEnv):
+        def step(self, action):
+            return *super().step(action)[:4], {"board": lambda: 1, "success": True}
+
+    result = train(make_agent(ChoiceAgent), Unpicklable, episodes=4, num_envs=2, env_timeout=30)
+    assert result.successes == [True] * 4
+    assert caplog.text.count("The infos ['board'] cannot be pickled") == 1
 
 
 # The end of a run

@@ -8,9 +8,11 @@ be saved or not.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,18 +26,20 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json
-from .copy_errors import failed_copy, unpacked
+from .copy_errors import unpacked
 from .env_processes import ProcessEnvs, exit_with_parent, named_if_lost
-from .infos import Info, put_finals, split
+from .infos import Info, check_names_of_same_step, lost_names, put_finals, split
 from .spec_copies import can_be_copied, copier
 from .wrapper import REPLAY, REST, Copy
+
+logger = logging.getLogger(__name__)
 
 EnvSource = str | gymnasium.Env | VectorEnv | Callable[[], gymnasium.Env]
 
 # More gain little.
 _COPIES = 64
-# What arrays raise at a value that they cannot hold.
-_MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError, AssertionError)
+# Gymnasium's functions that put values into arrays of a space.
+_ARRAY_FUNCTIONS = "gymnasium.vector.utils."
 
 
 class Copies:
@@ -64,6 +68,8 @@ class Copies:
         self._batch: Any = None
         # Such a vector environment returns the next episode's first observation where an episode has ended.
         self._resets_in_step = envs.unwrapped.autoreset_mode == AutoresetMode.SAME_STEP  # type: ignore[attr-defined]
+        # Names in infos that have been logged as lost.
+        self._lost: set[str] = set()
         self.action_space: gymnasium.Space[Any] = envs.single_action_space
 
     def reset(
@@ -97,7 +103,10 @@ class Copies:
         else:
             with self._observed():
                 observations, infos = self._envs.reset(seed=list(seeds), options=options or None)  # type: ignore[arg-type]
-        return list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
+        said = self._split(infos)
+        if self._resets_in_step:
+            check_names_of_same_step(said)
+        return list(iterate(self._envs.observation_space, observations)), said
 
     def send(self, actions: Sequence[Any]) -> None:
         """Take an action in each copy; those in processes of their own step while this one goes on."""
@@ -123,7 +132,7 @@ class Copies:
                 observations, rewards, terminated, truncated, infos = self._within(self._envs.step_wait)
             else:
                 observations, rewards, terminated, truncated, infos = self._envs.step(self._batch)
-        seen, said = list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
+        seen, said = list(iterate(self._envs.observation_space, observations)), self._split(infos)
         if self._resets_in_step:
             put_finals(seen, said, terminated | truncated)
         return seen, rewards, terminated, truncated, said
@@ -146,6 +155,18 @@ class Copies:
             self._envs.close(terminate=at_once, timeout=self._timeout)
         else:
             self._envs.close()
+
+    def _split(self, infos: Any) -> list[Info]:
+        """Each copy's info. What could not be sent from another process is logged once."""
+        lost = lost_names(infos) - self._lost
+        if lost:
+            self._lost |= lost
+            logger.warning(
+                "The infos %s cannot be pickled, so they do not arrive from the environments' processes. Return plain "
+                "values, or leave env_timeout and overlap out.",
+                sorted(lost),
+            )
+        return split(infos, self.count)
 
     def _named_if_lost(self) -> AbstractContextManager[None]:
         return named_if_lost(self._envs, self.rows.start)
@@ -173,11 +194,15 @@ class Copies:
 
 @contextmanager
 def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
-    """While open, values are put into arrays of a space; an error says that they do not fit."""
+    """While open, an error of putting values into arrays of a space says that they do not fit.
+
+    Errors of the environments of a caller's vector environment pass: they are raised elsewhere.
+    """
     try:
         yield
-    except _MISFIT as error:
-        if failed_copy(error) is not None:
+    except Exception as error:
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(module.startswith(_ARRAY_FUNCTIONS) for module in modules):
             raise
         raise ConfigError(
             f"{what} do not fit {space}: {error}. Fix the environment's space, or what does not fit."
