@@ -35,6 +35,8 @@ Returned = TypeVar("Returned")
 # Whole numbers are counted in 64 bits, all others end up in float32.
 _LARGEST_WHOLE, _LARGEST_NUMBER = 2**63 - 1, 3.4e38
 _LARGEST_RATE = 3.4e37
+# NumPy's kinds of types whose values are real numbers.
+_NUMBER_KINDS = "biuf"
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,9 @@ def as_number(value: object) -> float:
     if isinstance(value, np.ndarray):
         # Some releases of NumPy warn about float() of an array, others raise.
         value = value.item() if value.size == 1 else None
+    if isinstance(value, np.generic) and value.dtype.kind not in _NUMBER_KINDS:
+        # float() would drop imaginary parts, and read texts and times.
+        return math.nan
     # Python's and NumPy's numbers first: asking for the protocol takes ten times as long.
     if not isinstance(value, (float, int, np.number, np.bool_, SupportsFloat)) or isinstance(value, (str, complex)):
         return math.nan
@@ -284,14 +289,20 @@ def _statistic_name(name: object) -> str:
 
 
 def _statistic(name: str, value: Any) -> float | str:
-    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):
-        return value
-    if isinstance(value, np.integer):
-        return int(value)
-    is_array = isinstance(value, np.ndarray) and value.ndim > 0
-    if isinstance(value, (np.generic, SupportsFloat)) and not is_array:
+    if isinstance(value, str):
+        return str(value) if isinstance(value, np.str_) else value
+    if isinstance(value, (np.generic, np.ndarray)):
+        # float() would drop imaginary parts, and read texts and times.
+        is_number = value.ndim == 0 and value.dtype.kind in _NUMBER_KINDS
+    else:
+        is_number = isinstance(value, SupportsFloat)
+    if is_number:
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-            return float(value)
+            number = float(value)
+            if isinstance(value, np.integer):
+                return int(value)
+            is_plain = isinstance(value, (int, float)) and not isinstance(value, np.generic)
+            return value if is_plain else number
     raise ConfigError(
         f"The statistic {name!r} must be a number or a string, got {excerpt(value)} ({type(value).__name__})."
     )

@@ -269,15 +269,16 @@ def train(
             nonlocal has_warned
             taken = taken.with_others()
             counted = run.take(taken.ended, taken.stats, taken.turns)
+            own_stats = dict(taken.stats)
             _notify(all_callbacks, run, counted, taken.stats)
             progress.advance([episode.total_reward for episode in counted], taken.stats)
             if taken.stats:
                 if finds_copies:
-                    play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, taken.stats))
+                    play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, own_stats))
                 trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
                 if on_update is not None:
                     answer = on_update(taken.stats)
-                    make_plain_(taken.stats, "on_update")
+                    make_plain_(taken.stats, own_stats, "on_update")
                     if is_false(answer):
                         logger.warning("on_update returned False, which ends the training (in earlier versions: True).")
                         run.stop()
