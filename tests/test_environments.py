@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import FlattenObservation, NormalizeObservation, TimeLimit, TransformReward
+from gymnasium.wrappers import RecordEpisodeStatistics as RecordSingleStatistics
 from gymnasium.wrappers.vector import ClipReward, DictInfoToList, RecordEpisodeStatistics
 
 from llamagym import (
@@ -219,11 +223,11 @@ class Shows(CountdownEnv):
         super().__init__()
         self.observation_space, self.value = space, value
 
-    def reset(self, **given):
-        return self.value, super().reset(**given)[1]
+    def reset(self, *, seed=None, options=None):
+        return copy.copy(self.value), super().reset(seed=seed)[1]
 
     def step(self, action):
-        return self.value, *super().step(action)[1:]
+        return copy.copy(self.value), *super().step(action)[1:]
 
 
 @pytest.mark.parametrize(
@@ -595,13 +599,100 @@ def test_attributes_that_copies_do_not_have_are_logged(registered, attributes, c
     assert caplog.text.count("are not the same in them") == 1
 
 
+class Level(CountdownEnv):
+    """Is one step longer at each reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.level += 1
+        self.length = 2 + self.level
+        return super().reset(seed=seed)
+
+
+class Outer(gym.Env):
+    """Plays an environment of its own."""
+
+    observation_space, action_space = CountdownEnv.observation_space, CountdownEnv.action_space
+
+    def __init__(self) -> None:
+        self.inner = CountdownEnv(3)
+        self.inner.outer = self
+        self.tables = {}
+
+    def reset(self, *, seed=None, options=None):
+        return self.inner.reset(seed=seed)
+
+    def step(self, action):
+        return self.inner.step(action)
+
+
+def with_level(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = Level
+    return changed(gym.make(registered), level=20)
+
+
+def with_inner(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = Outer
+    env = gym.make(registered)
+    env.unwrapped.inner.length = 7
+    return env
+
+
+def with_other_rewards(registered: str) -> gym.Env:
+    env = TransformReward(gym.make(registered), abs)
+    env.func = lambda reward: 10 * reward
+    return env
+
+
+def with_statistics(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = functools.partial(Shows, gym.spaces.Box(-9, 9, (1,)), np.ones(1, np.float32))
+    env = NormalizeObservation(gym.make(registered))
+    for _ in range(3):
+        env.reset()
+    env.update_running_mean = False
+    return env
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (with_level, {"level"}),
+        (with_inner, {"inner"}),
+        (with_other_rewards, {"func"}),
+        (with_statistics, {"_update_running_mean", "obs_rms"}),
+    ],
+)
+def test_attributes_of_every_kind_that_copies_do_not_have_are_logged(registered, make, names, caplog):
+    env = make(registered)
+    evaluate("random", env, episodes=2, num_envs=2)
+    (text,) = re.findall("its attributes (.*) are not the same in them", caplog.text)
+    assert set(text.split(", ")) == names
+
+
+def plain(registered: str) -> gym.Env:
+    return gym.make(registered, options={"a": np.zeros(3)})
+
+
+def wrapped(registered: str) -> gym.Env:
+    return TransformReward(RecordSingleStatistics(FlattenObservation(TimeLimit(plain(registered), 5))), abs)
+
+
+def outer(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = Outer
+    return gym.make(registered)
+
+
+@pytest.mark.parametrize("make", [plain, wrapped, outer])
 @pytest.mark.parametrize("is_used", [False, True], ids=["as it was made", "after a reset"])
-def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, caplog, is_used):
-    env = gym.make(registered, options={"a": np.zeros(3)})
+def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, make, caplog, is_used):
+    env = make(registered)
     if is_used:
         env.reset(seed=3)
     with caplog.at_level(logging.WARNING):
-        train(make_agent(ChoiceAgent), env, episodes=2, num_envs=2)
+        evaluate("random", env, episodes=2, num_envs=2)
         evaluate("random", env, episodes=4)
     assert "are not the same in them" not in caplog.text
 
