@@ -29,7 +29,7 @@ from ..options import as_json
 from .copy_errors import unpacked
 from .env_processes import ProcessEnvs, exit_with_parent, named_if_lost
 from .infos import Info, check_names_of_same_step, lost_names, put_finals, split
-from .spec_copies import can_be_copied, copier
+from .spec_copies import can_be_copied, copier, is_recorder, layers
 from .wrapper import REPLAY, REST, Copy
 
 logger = logging.getLogger(__name__)
@@ -247,6 +247,8 @@ def opened(
     if isinstance(env, VectorEnv):
         _check_vector(env, in_processes)
         identity = _identity(env.spec, env.single_observation_space, env.single_action_space)
+        if isinstance(env.unwrapped, SyncVectorEnv):
+            identity |= _class_and_wrappers(env.unwrapped.envs[0])
         yield [Copies(env, identity=identity, can_replay=False)]
         return
     identities: list[dict[str, str]] = []
@@ -332,7 +334,7 @@ def _numbered(
             warnings.simplefilter("ignore")
             spec = env.spec or env.unwrapped.spec
         identity = _identity(spec, env.observation_space, env.action_space)
-        identities.append({"class": type(env.unwrapped).__name__, **identity})
+        identities.append(_class_and_wrappers(env) | identity)
         return Copy(
             env,
             number,
@@ -356,6 +358,18 @@ def _identity(
         options.pop("render_mode", None)
         identity |= {"id": spec.id, "options": str({name: _described(options[name]) for name in sorted(options)})}
     return identity
+
+
+def _class_and_wrappers(env: gymnasium.Env[Any, Any]) -> dict[str, str]:
+    """Names of an environment's class and of the wrappers that may change what it does, with recorded arguments."""
+    wrappers = []
+    for wrapper in layers(env):
+        if not isinstance(wrapper, gymnasium.Wrapper) or is_recorder(wrapper):
+            continue
+        arguments = getattr(wrapper, "_saved_kwargs", {})
+        described = ", ".join(f"{name}={_described(arguments[name])!r}" for name in sorted(arguments))
+        wrappers.append(f"{type(wrapper).__name__}({described})")
+    return {"class": type(env.unwrapped).__name__, "wrappers": ", ".join(wrappers)}
 
 
 def _described(option: Any) -> Any:

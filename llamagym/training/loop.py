@@ -148,7 +148,8 @@ def train(
             its own up, is granted in full.
         allow_changes: With `resume`: what may differ from the checkpoint, by the names that the error lists:
             "ppo_config_dict.learning_rate" for an option, "ppo_config_dict" for all of them, "environment", "choices",
-            "model". In another environment, or another number of environments, the episodes under way start again.
+            "model". In another environment, in another number of them, or if a judge is added or removed, the episodes
+            under way start again.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
             resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
             Without effect outside the main thread, since Python delivers signals there only.
@@ -234,6 +235,8 @@ def train(
                 "overlap": overlap,
                 "environment": parts[0].identity,
                 "system_prompt": agent.get_system_prompt(),
+                "chat_template": str(agent.tokenizer.chat_template),
+                "judge": judge is not None,
             }
             return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes)
 

@@ -90,18 +90,18 @@ def _differences_after_reset(
     other: gymnasium.Env[Any, Any],
 ) -> list[str]:
     """Names of attributes that differ between `given`, with the values of `env`, and `fresh`, but not by chance."""
-    values = [vars(layer) for layer in _layers(env)]
-    given_values = [vars(layer) for layer in _layers(given)]
+    values = [vars(layer) for layer in layers(env)]
+    given_values = [vars(layer) for layer in layers(given)]
     uncopied = []
     for index, name in different:
         try:
             given_values[index][name] = copy.deepcopy(values[index][name])
         except Exception:  # a connection, or whatever a user's class raises
             uncopied.append((index, name))
-    before = [dict(vars(layer)) for layer in _layers(fresh)]
+    before = [dict(vars(layer)) for layer in layers(fresh)]
     for each in (given, fresh, other):
         each.reset(seed=0)
-    after = [vars(layer) for layer in _layers(fresh)]
+    after = [vars(layer) for layer in layers(fresh)]
     by_chance = _differences(other, fresh)
     lost = [place for place in _differences(given, fresh) if place in different and place not in by_chance]
     for index, name in uncopied:
@@ -121,9 +121,8 @@ def _differences(
         levels: Levels of environments inside it that are compared.
     """
     different = []
-    for index, (layer, other_layer) in enumerate(zip(_layers(env), _layers(other), strict=False)):
-        is_gymnasium = type(layer).__module__.startswith("gymnasium.wrappers")
-        if is_gymnasium and type(layer).__name__ in _RECORDERS:
+    for index, (layer, other_layer) in enumerate(zip(layers(env), layers(other), strict=False)):
+        if is_recorder(layer):
             continue
         others = vars(other_layer)
         for name, value in vars(layer).items():
@@ -133,7 +132,12 @@ def _differences(
     return different
 
 
-def _layers(env: Any) -> Iterator[Any]:
+def is_recorder(wrapper: Any) -> bool:
+    """Whether a wrapper is one of Gymnasium's that change nothing in the environment."""
+    return type(wrapper).__module__.startswith("gymnasium.wrappers") and type(wrapper).__name__ in _RECORDERS
+
+
+def layers(env: Any) -> Iterator[Any]:
     """The environment's wrappers from the outside in, then itself."""
     while isinstance(env, gymnasium.Wrapper):
         yield env
