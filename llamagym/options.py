@@ -223,16 +223,18 @@ def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """
     text: Any = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise ConfigError(f"{name} must be a path, got {path!r} ({type(path).__name__}). Pass a str or pathlib.Path.")
+        raise ConfigError(
+            f"{name} must be a path, got {excerpt(path)} ({type(path).__name__}). Pass a str or pathlib.Path."
+        )
     if not text:
         raise ConfigError(f"{name}='' is not a folder and cannot be created: it is empty. Pass the path of a folder.")
     if "\0" in text:
-        raise ConfigError(f"{name}={text!r} contains a NUL byte, which no path can. Pass another path.")
+        raise ConfigError(f"{name}={excerpt(text)} contains a NUL byte, which no path can. Pass another path.")
     try:
         os.fsencode(text)
         return Path(os.path.abspath(Path(text).expanduser()))
     except (RuntimeError, OSError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{name}={text!r}: {error} Pass another path.") from error
+        raise ConfigError(f"{name}={excerpt(text)}: {error} Pass another path.") from error
 
 
 def as_number(value: object) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from gymnasium import spaces
 
 import llamagym
@@ -16,6 +18,7 @@ from llamagym import (
     AutoModelForCausalLMWithValueHead,
     ConfigError,
     EvalCallback,
+    EvaluationResult,
     GRPOConfig,
     LlamaGymError,
     PPOConfig,
@@ -37,7 +40,7 @@ from llamagym import (
     write_report,
 )
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 LIMIT = 1500
 WRONG: dict[str, Any] = {
@@ -50,6 +53,7 @@ WRONG: dict[str, Any] = {
     "no entries": {},
     "none": None,
 }
+WRONG_PATHS: dict[str, Any] = {"bytes": b"x", "nul": "a\0b", "surrogate": "\ud83d"}
 # Wrong values of another kind than the argument's, by what else is right.
 NUMBER = {"object", "nan", "digits", "no text", "no items", "no entries"}
 TEXT = {"object", "nan", "negative", "digits", "no items", "no entries"}
@@ -334,6 +338,85 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
     "preflight": ({}, {"observations": LIST | {"none"}}),
     "eval": ({}, {"greedy": ANY}),
 }
+
+
+PATH = {"object", "nan", "negative", "digits", "no text", "no items", "no entries", "bytes", "nul", "surrogate"}
+# Methods that read or write a folder, which is passed to what makes their right arguments.
+FILE_METHODS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, set[str]]]] = {
+    "save": (lambda folder: {"folder": folder / "new"}, {"folder": PATH | {"none"}}),
+    "save_pretrained": (
+        lambda folder: {"folder": folder / "new"},
+        {
+            "folder": PATH | {"none"},
+            "environment": TEXT | {"none", "bytes"},
+            "results": ANY - {"none", "no entries"},
+            "merged": ANY,
+        },
+    ),
+    "load": (
+        lambda folder: {"folder": folder / "agent"},
+        {"folder": PATH | {"none"}, "device": ANY, "dtype": ANY, "model": ANY - {"none"}, "options": set()},
+    ),
+    "save_checkpoint": (
+        lambda folder: {"folder": folder / "new"},
+        {"folder": PATH | {"none"}, "loop": ANY - {"none", "no entries"}, "facts": ANY - {"none", "no entries"}},
+    ),
+    "load_checkpoint": (
+        lambda folder: {"folder": folder / "checkpoint"},
+        {"folder": PATH | {"none"}, "keep_episodes": ANY, "allow_changes": ANY - {"no items"}},
+    ),
+    "sft_from_jsonl": (lambda folder: {}, {"path": PATH, "options": set()}),
+    "choices_for": (lambda folder: {"observation": "b"}, {"observation": set(), "info": INFO}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_base_model("llama").save_pretrained(folder / "base")
+    tiny_tokenizer("llama").save_pretrained(folder / "base")
+    agent = ChoiceAgent(*load_model_and_tokenizer(str(folder / "base"), "cpu", "float32"))
+    agent.save(folder / "agent")
+    agent.save_checkpoint(folder / "checkpoint")
+    return folder
+
+
+def test_the_table_has_every_argument_of_methods_that_use_files():
+    for name, (_, wrong) in FILE_METHODS.items():
+        assert set(wrong) == set(inspect.signature(getattr(ChoiceAgent, name)).parameters) - {"self"}, name
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"), [(method, argument) for method, (_, wrong) in FILE_METHODS.items() for argument in wrong]
+)
+def test_rejects_wrong_values_of_a_method_and_writes_nothing(method, argument, saved):
+    agent = make_agent(ChoiceAgent)
+    right, wrong = FILE_METHODS[method]
+    before = sorted(saved.rglob("*"))
+    for kind in sorted(wrong[argument]):
+        with pytest.raises(LlamaGymError) as caught:
+            getattr(agent, method)(**{**right(saved), argument: WRONG_PATHS.get(kind, WRONG.get(kind))})
+        assert len(str(caught.value)) < LIMIT, kind
+    assert sorted(saved.rglob("*")) == before
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), -1, [], {}, b"x", "lora"])
+def test_rejects_wrong_values_of_an_adapter_by_name(value):
+    with pytest.raises(ConfigError, match="peft_config must be"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"), value)
+
+
+@pytest.mark.parametrize("facts", [{"a": object()}, {"a": 10**5000}, {"a": b"x"}, {"a": torch.zeros(1)}])
+def test_rejects_facts_that_no_manifest_holds(facts, tmp_path):
+    with pytest.raises(ConfigError, match=r"facts=.*cannot be written as JSON"):
+        make_agent(ChoiceAgent).save_checkpoint(tmp_path / "new", facts=facts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("returns", [[], None, "12", 5])
+def test_rejects_a_result_without_returns(returns):
+    with pytest.raises(ConfigError, match="returns must be a list of at least one number"):
+        EvaluationResult(returns)
 
 
 @pytest.mark.parametrize(
