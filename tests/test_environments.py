@@ -364,6 +364,48 @@ def test_an_environment_that_ignores_sigterm_is_killed():
     assert multiprocessing.active_children() == []
 
 
+class WithServer(CountdownEnv):
+    """Starts a program of its own, then hangs at a step or kills itself."""
+
+    def __init__(self, folder: Path, is_killed: bool) -> None:
+        super().__init__()
+        self.is_killed = is_killed
+        if multiprocessing.parent_process() is not None:
+            server = subprocess.Popen(["sleep", "600"])
+            (folder / f"{server.pid}").touch()
+
+    def step(self, action):
+        if self.is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["killed", "hangs"])
+def test_what_an_environments_process_has_started_ends_with_it(is_killed, tmp_path):
+    error, timeout = (EnvironmentLostError, 30) if is_killed else (EnvironmentTimeoutError, 1)
+    with pytest.raises(error):
+        train(
+            make_agent(ChoiceAgent),
+            lambda: WithServer(tmp_path, is_killed),
+            episodes=2,
+            num_envs=2,
+            env_timeout=timeout,
+        )
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+
+
 class Killed(CountdownEnv):
     """Kills its own process at a step or a reset, as a system does that is out of memory."""
 
@@ -466,13 +508,15 @@ def test_an_environments_own_connection_error_is_its_own(is_callers):
 
 
 _ORPHANS = """
-import os, sys, time, signal
+import os, sys, time, signal, subprocess
 from llamagym import evaluate
 from tests.agents import CountdownEnv
 
 class Hangs(CountdownEnv):
     def step(self, action):
         print(os.getpid(), flush=True)
+        # It has the pipe, too.
+        subprocess.Popen(["sleep", "600"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
 

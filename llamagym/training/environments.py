@@ -27,7 +27,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json
 from .copy_errors import unpacked
-from .env_processes import ProcessEnvs, exit_with_parent, named_if_lost
+from .env_processes import ProcessEnvs, exit_with_parent, lead_group, named_if_lost
 from .infos import Info, check_names_of_same_step, lost_names, put_finals, split
 from .spec_copies import can_be_copied, copier, is_recorder, layers
 from .wrapper import REPLAY, REST, Copy
@@ -322,6 +322,7 @@ def _numbered(
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             # The caller's handler is for the parent.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            lead_group()
             exit_with_parent()
         env = make()
         if not isinstance(env, gymnasium.Env):
