@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamagym import ChatTemplateError, ConfigError
-from llamagym.conversation.chat_template import ChatTemplate
+from llamagym.conversation.chat_template import ChatTemplate, end_ids
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -141,6 +141,36 @@ def test_rejects_a_tokenizer_and_model_without_an_end_token(family: str, context
     without_end(tokenizer, model)
     with pytest.raises(ConfigError, match="end token"):
         WordAgent(model, tokenizer, context=context)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("</s>", r"eos_token_id of GenerationConfig must be .*got '</s>' \(str\)"),
+        ([1, 2.5], r"got \[1, 2\.5\] \(list\)"),
+    ],
+)
+def test_rejects_end_tokens_that_are_not_ids(ids, message):
+    tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
+    model.pretrained_model.generation_config.eos_token_id = ids
+    with pytest.raises(ConfigError, match=message):
+        WordAgent(model, tokenizer)
+
+
+def test_rejects_end_tokens_beyond_the_vocabulary():
+    tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
+    without_end(tokenizer, model)
+    model.pretrained_model.generation_config.eos_token_id = 1_000_000
+    with pytest.raises(ConfigError, match=r"the ids \[1000000\] are beyond its \d+ tokens"):
+        WordAgent(model, tokenizer)
+
+
+def test_end_tokens_may_be_a_tuple_and_unknown_ones_do_not_count():
+    tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
+    end = tokenizer.eos_token_id
+    model.pretrained_model.generation_config.eos_token_id = (end, 1_000_000)
+    assert end_ids(model.pretrained_model, tokenizer) == [end]
+    WordAgent(model, tokenizer)
 
 
 def test_an_end_token_of_the_model_alone_is_enough():

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ChatTemplateError, ConfigError
+from ..errors import ChatTemplateError, ConfigError, excerpt
 from .plain_text import PlainText
 
 # Plain words, which no template trims or escapes.
@@ -228,15 +228,18 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a reply: the tokenizer's and those of the model's generation defaults.
 
     Raises:
-        ConfigError: Neither names an id.
+        ConfigError: Neither names an id that the model has.
     """
-    found = _ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id")
+    named = _ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id")
+    known = len(model.get_input_embeddings().weight)
+    found = sorted(token for token in named if 0 <= token < known)
     if not found:
+        names = f"the ids {sorted(named)} are beyond its {known} tokens" if named else "both eos_token_id are None"
         raise ConfigError(
-            "Neither the tokenizer nor the model's generation_config names an end token, so no reply could end: both "
-            "eos_token_id are None. Set tokenizer.eos_token to the token that ends a message in the model's chats."
+            "Neither the tokenizer nor the model's generation_config names an end token that the model has, so no "
+            f"reply could end: {names}. Set tokenizer.eos_token to the token that ends a message in the model's chats."
         )
-    return sorted(found)
+    return found
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -275,6 +278,17 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _ids(owner: Any, role: str) -> set[int]:
-    """The ids that a configuration or a tokenizer names; none, one or several."""
+    """The ids that a configuration or a tokenizer names; none, one or several.
+
+    Raises:
+        ConfigError: One is not an int.
+    """
     found = getattr(owner, role, None)
-    return {one for one in (found if isinstance(found, list) else [found]) if one is not None}
+    several = found if isinstance(found, (list, tuple, set)) else [found]
+    ids = {one for one in several if one is not None}
+    if not all(isinstance(one, int) for one in ids):
+        raise ConfigError(
+            f"{role} of {type(owner).__name__} must be an int, a list of ints or None, got {excerpt(found)} "
+            f"({type(found).__name__}). Set it to the ids of tokens."
+        )
+    return ids
