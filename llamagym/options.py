@@ -49,6 +49,11 @@ class Options:
 
     advice: ClassVar[Mapping[str, str]] = {}
 
+    def __new__(cls: type[OptionsT], *_: Any, **options: Any) -> OptionsT:
+        """Check names, which a dataclass would reject by a TypeError without advice."""
+        cls._check_names(options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check types, and that numbers are not too large to compute with; all become Python's own."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -74,11 +79,20 @@ class Options:
             return options
         if not isinstance(options, Mapping):
             raise ConfigError(f"expected {cls.__name__} or a dictionary of its options, received {excerpt(options)}.")
+        cls._check_names(options)
+        return cls(**options)
+
+    @classmethod
+    def _check_names(cls, options: Mapping[Any, Any]) -> None:
+        """Rejects options that the configuration does not have.
+
+        Raises:
+            ConfigError: There is one.
+        """
         known = {field.name for field in fields(cls) if field.init}
         for key in options:
             if key not in known:
                 raise ConfigError(f"Unknown option {excerpt(key)} of {cls.__name__}. {cls._hint(str(key), known)}")
-        return cls(**options)
 
     def given(self) -> dict[str, Any]:
         """The options by name, as `from_dict` takes them."""

@@ -218,7 +218,11 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
     agent = ChoiceAgent(model, tokenizer, device, None, {"batch_size": 6}, **options)
     praised: list[float] = []
     callback = EvalCallback(
-        CountdownEnv, 4, every=1, best_dir=tmp_path / "best", on_best=lambda result: praised.append(result.mean)
+        CountdownEnv,
+        episodes=4,
+        every=1,
+        best_dir=tmp_path / "best",
+        on_best=lambda result: praised.append(result.mean),
     )
     result = train(agent, CountdownEnv, episodes=12, num_envs=2, seed=0, callbacks=[Noise(), callback])
     means = [measured.mean for _, measured in callback.results]
@@ -237,7 +241,7 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
 
 def test_evaluations_come_after_so_many_updates_or_episodes_and_at_the_end():
     def updates(episodes: int, **options: int) -> list[int]:
-        callback = EvalCallback(CountdownEnv, 1, **options)
+        callback = EvalCallback(CountdownEnv, episodes=1, **options)
         train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=episodes, num_envs=2, seed=0, callbacks=callback)
         return [update for update, _ in callback.results]
 
@@ -255,16 +259,16 @@ def test_evaluating_changes_nothing_that_is_learnt(tmp_path):
         train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, callbacks=callbacks)
         return [weight.detach().clone() for weight in agent.policy.model.parameters()]
 
-    sampled = EvalCallback(CountdownEnv, 3, every=1, greedy=False)
+    sampled = EvalCallback(CountdownEnv, episodes=3, every=1, greedy=False)
     for one, other in zip(weights([]), weights([sampled]), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_resumed_run_remembers_which_was_the_best(tmp_path):
     where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
-    first = EvalCallback(CountdownEnv, 2, every=1)
+    first = EvalCallback(CountdownEnv, episodes=2, every=1)
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=[Noise(), first], **where)
-    again, stop = EvalCallback(CountdownEnv, 2, every=100), Recorder(stop_at="step 14")
+    again, stop = EvalCallback(CountdownEnv, episodes=2, every=100), Recorder(stop_at="step 14")
     train(
         make_agent(ChoiceAgent, **SMALL),
         CountdownEnv,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +21,13 @@ from llamagym import (
     ConfigError,
     EvalCallback,
     EvaluationResult,
+    GenerationConfig,
     GRPOConfig,
     LlamaGymError,
     PPOConfig,
     PPOTrainer,
     Progress,
+    ReinforceConfig,
     Run,
     ScoreCallback,
     StopOnReturn,
@@ -287,11 +291,20 @@ def test_rejects_arguments_by_position_with_their_keywords(name):
         call.function(*by_position, **{f"{keywords[0]}x": 1})
 
 
+@pytest.mark.parametrize("config", [GRPOConfig, GenerationConfig, PPOConfig, ReinforceConfig])
+def test_configurations_reject_unknown_options_with_a_hint(config):
+    name = next(iter(inspect.signature(config).parameters))
+    with pytest.raises(ConfigError, match=rf"Unknown option '{name}x' of {config.__name__}\. Did you mean '{name}'"):
+        config(**{f"{name}x": 1})
+    assert copy.deepcopy(pickle.loads(pickle.dumps(config()))) == config()
+
+
 def test_train_and_evaluate_take_agent_and_environment_by_position():
     for function in (train, evaluate):
         names = list(inspect.signature(function).parameters)
         assert names[:2] == ["agent", "env"]
         assert keyword_only(function) == names[2:]
+    assert keyword_only(EvalCallback) == list(inspect.signature(EvalCallback).parameters)[1:]
     with pytest.raises(ConfigError, match=r"train\(\) takes agent and env by position, got 3 more arguments"):
         train("agent", "FrozenLake-v1", 10, 2, 0)
 

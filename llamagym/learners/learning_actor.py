@@ -315,7 +315,8 @@ class LearningActor(Actor):
             final_infos: The info after the last step, for a `format_observation` that takes it.
             terminated: Which of them reached a final state, after which nothing is earned. Takes precedence: an episode
                 that was terminated and truncated at once is terminated; one that is neither was cut off by the loop.
-                None: those that were not truncated.
+                None: those that were not truncated. An episode that was both then counts as cut off, since
+                `truncated` alone does not say it: loops of earlier versions should pass this, too.
 
         Returns:
             Statistics of the update, or an empty dictionary if none ran.
