@@ -6,8 +6,9 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ from llamagym import (
     train,
     write_report,
 )
+from llamagym.learners.replay import ReplayConfig
+from llamagym.learners.sft import WarmStartConfig
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -239,9 +242,9 @@ CALLS = {
         write_report, lambda: {"runs": ["nowhere"], "path": "unused"}, {"runs": ANY, "path": FOLDER | {"none"}}
     ),
 }
-# Numbers, whose wrong values `test_misuse.py` and `test_any_option.py` try, one option after the other.
 CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "PPOConfig", "ReinforceConfig"}
-# What the library makes for users to read, and what takes no argument or any.
+# What the library makes for users to read, except for `EvaluationResult`, which tests of its own check; and what takes
+# no argument or any.
 RECORDS = {"EvaluationResult", "PlayedEpisode", "Score", "TrainingResult"}
 WITHOUT_ARGUMENTS = {"Callback", "Tracker", "is_main_process", "main_process_first"}
 TAKE_ANYTHING = {"gather_objects"}
@@ -289,6 +292,47 @@ def test_rejects_arguments_by_position_with_their_keywords(name):
         call.function(*by_position, 5, "x")
     with pytest.raises(ConfigError, match=rf"\(\) has no argument '{keywords[0]}x'\. Did you mean '{keywords[0]}'"):
         call.function(*by_position, **{f"{keywords[0]}x": 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (config, option.name)
+        for config in (*map(vars(llamagym).get, sorted(CONFIGURATIONS)), ReplayConfig, WarmStartConfig)
+        for option in fields(config)
+    ],
+    ids=lambda part: part if isinstance(part, str) else part.__name__,
+)
+def test_configurations_reject_wrong_values_of_every_option_by_its_name(config, option):
+    may_be_none = type(None) in get_args(get_type_hints(config)[option])
+    for kind, value in WRONG.items():
+        if kind == "none" and may_be_none:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            config(**{option: value})
+        assert option in str(caught.value), kind
+        assert len(str(caught.value)) < LIMIT, kind
+
+
+@pytest.mark.parametrize("argument", ["queries", "responses", "scores"])
+@pytest.mark.parametrize("is_item", [False, True], ids=["itself", "an item"])
+def test_a_trainer_rejects_wrong_samples(argument, is_item):
+    right = {"queries": [torch.tensor([1, 2])] * 2, "responses": [torch.tensor([3])] * 2, "scores": [0.0, 1.0]}
+    trainer = PPOTrainer(PPOConfig(batch_size=2, mini_batch_size=2), tiny_model("llama"))
+    # Any finite number is a score.
+    for kind in sorted(ANY - {"negative"}):
+        value = [WRONG[kind], right[argument][1]] if is_item else WRONG[kind]
+        with pytest.raises(LlamaGymError) as caught:
+            trainer.step(**{**right, argument: value})
+        assert len(str(caught.value)) < LIMIT, kind
+
+
+@pytest.mark.parametrize("value", [10**5000, b"x", None, [], 1.5], ids=range(5))
+def test_a_model_with_a_value_head_rejects_what_is_not_a_path(value):
+    with pytest.raises(LlamaGymError):
+        AutoModelForCausalLMWithValueHead.from_pretrained(value)
+    with pytest.raises(LlamaGymError):
+        tiny_model("llama").save_pretrained(value)
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, GenerationConfig, PPOConfig, ReinforceConfig])

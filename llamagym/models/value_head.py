@@ -335,8 +335,12 @@ def _source(name: str | Path) -> str:
     """The folder or hub id of a model's name, with `~` written out.
 
     Raises:
-        ModelLoadError: It can only be a path and nothing is there, or it is a file.
+        ModelLoadError: It is not a name, it can only be a path and nothing is there, or it is a file.
     """
+    if not isinstance(name, (str, Path)):
+        raise ModelLoadError(
+            f"The model must be a folder, a hub id or a loaded model, got {excerpt(name)} ({type(name).__name__})."
+        )
     path = local_path(name)
     if path is None:
         return str(name)
