@@ -240,6 +240,8 @@ class Shows(CountdownEnv):
         (gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), np.array([1e300]), "type float32"),
         (gym.spaces.Dict(a=gym.spaces.MultiBinary(1)), {"a": np.array([300])}, r"observation\['a'\] is"),
         (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array([1, 2, 2]), r"lacks observation\[2\]"),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array(1), "observations do not fit Tuple"),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), (1,), "observations do not fit Tuple"),
     ],
 )
 def test_rejects_observations_that_would_be_changed(space, value, match):
@@ -255,6 +257,7 @@ def test_rejects_observations_that_would_be_changed(space, value, match):
         (gym.spaces.Box(-np.inf, np.inf, (1,), np.float16), np.array([np.nan])),
         (gym.spaces.Discrete(3), 2),
         (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array([1, 2])),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3), gym.spaces.MultiDiscrete([3, 3])]), (1, np.array([1, 2]))),
         (gym.spaces.Text(3), "abc"),
     ],
 )

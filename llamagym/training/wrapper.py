@@ -159,10 +159,9 @@ def _parts(
     """The parts of an observation with their paths and spaces; None where the space lacks one."""
     if isinstance(space, spaces.Dict) and isinstance(observation, Mapping):
         items = [(key, space.spaces.get(key), part) for key, part in observation.items()]
-    elif isinstance(space, spaces.Tuple) and isinstance(observation, (tuple, list, np.ndarray)):
-        items = [
-            (index, part_space, part) for index, (part_space, part) in enumerate(zip_longest(space.spaces, observation))
-        ]
+    elif isinstance(space, spaces.Tuple) and _is_sequence(observation):
+        pairs = zip_longest(space.spaces, observation)
+        items = [(index, part_space, part) for index, (part_space, part) in enumerate(pairs)]
     else:
         yield path, space, observation
         return
@@ -174,6 +173,13 @@ def _parts(
             yield from _parts(part_space, part, inner)
 
 
+def _is_sequence(observation: Any) -> bool:
+    """Whether an observation has parts by their positions."""
+    if isinstance(observation, np.ndarray):
+        return observation.ndim > 0
+    return isinstance(observation, (tuple, list))
+
+
 def _holds(dtype: Any, numbers: Any) -> bool:
     """Whether a type has these numbers, up to rounding; also if they are no numbers, which Gymnasium rejects."""
     if getattr(numbers, "dtype", None) == dtype:
@@ -182,7 +188,7 @@ def _holds(dtype: Any, numbers: Any) -> bool:
         values = np.asarray(numbers)
     except ValueError:  # lists of different lengths
         return True
-    if values.dtype.kind not in "iuf" or not np.can_cast(values.dtype, dtype, "same_kind"):
+    if values.dtype == dtype or values.dtype.kind not in "iuf" or not np.can_cast(values.dtype, dtype, "same_kind"):
         return True
     with np.errstate(over="ignore"):
         received = values.astype(dtype)
