@@ -168,8 +168,9 @@ class Agent(LearningActor):
             from .learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
 
         config = WarmStartConfig.from_dict(options)
+        path = self.demonstrations if path is None else user_path(path)
         end = self.chat_template.closing_id(end_ids(self.policy.model.pretrained_model, self.tokenizer))
-        episodes = read_demonstrations(path or self.demonstrations, self.new_conversation, self.response_prefix, end)
+        episodes = read_demonstrations(path, self.new_conversation, self.response_prefix, end)
         with self.learner.undone_on_error():
             stats = fine_tune(self.policy, self.tokenizer, episodes, config)
         self.learner.reset_optimizer()
@@ -228,6 +229,7 @@ class Agent(LearningActor):
             ConfigError: `merged` is asked for where there is nothing that can be merged, or the path is invalid.
             CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
+        check_arguments(Agent.save_pretrained, {"environment": environment, "results": results, "merged": merged})
         if not ranks.is_main_process():
             return
         with written_whole(folder, KIND) as whole:
@@ -257,6 +259,7 @@ class Agent(LearningActor):
             ModelLoadError: The adapter's base is missing, or the device is.
         """
         folder = user_path(folder, "folder")
+        check_arguments(Agent.load, {"device": device, "dtype": dtype, "model": model})
         device = resolve_device(device)
         # What the caller passes may be invalid, too.
         passes = (MissingBaseError, *((ConfigError,) if options or dtype != "auto" else ()))

@@ -35,6 +35,8 @@ Returned = TypeVar("Returned")
 # Whole numbers are counted in 64 bits, all others end up in float32.
 _LARGEST_WHOLE, _LARGEST_NUMBER = 2**63 - 1, 3.4e38
 _LARGEST_RATE = 3.4e37
+# NumPy's kinds of types whose values are real numbers.
+_NUMBER_KINDS = "biuf"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Options:
     """
 
     advice: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls: type[OptionsT], *_: Any, **options: Any) -> OptionsT:
+        """Check names, which a dataclass would reject by a TypeError without advice."""
+        cls._check_names(options)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check types, and that numbers are not too large to compute with; all become Python's own."""
@@ -72,11 +79,20 @@ class Options:
             return options
         if not isinstance(options, Mapping):
             raise ConfigError(f"expected {cls.__name__} or a dictionary of its options, received {excerpt(options)}.")
+        cls._check_names(options)
+        return cls(**options)
+
+    @classmethod
+    def _check_names(cls, options: Mapping[Any, Any]) -> None:
+        """Rejects options that the configuration does not have.
+
+        Raises:
+            ConfigError: There is one.
+        """
         known = {field.name for field in fields(cls) if field.init}
         for key in options:
             if key not in known:
                 raise ConfigError(f"Unknown option {excerpt(key)} of {cls.__name__}. {cls._hint(str(key), known)}")
-        return cls(**options)
 
     def given(self) -> dict[str, Any]:
         """The options by name, as `from_dict` takes them."""
@@ -221,16 +237,18 @@ def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """
     text: Any = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise ConfigError(f"{name} must be a path, got {path!r} ({type(path).__name__}). Pass a str or pathlib.Path.")
+        raise ConfigError(
+            f"{name} must be a path, got {excerpt(path)} ({type(path).__name__}). Pass a str or pathlib.Path."
+        )
     if not text:
         raise ConfigError(f"{name}='' is not a folder and cannot be created: it is empty. Pass the path of a folder.")
     if "\0" in text:
-        raise ConfigError(f"{name}={text!r} contains a NUL byte, which no path can. Pass another path.")
+        raise ConfigError(f"{name}={excerpt(text)} contains a NUL byte, which no path can. Pass another path.")
     try:
         os.fsencode(text)
         return Path(os.path.abspath(Path(text).expanduser()))
     except (RuntimeError, OSError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{name}={text!r}: {error} Pass another path.") from error
+        raise ConfigError(f"{name}={excerpt(text)}: {error} Pass another path.") from error
 
 
 def as_number(value: object) -> float:
@@ -242,6 +260,9 @@ def as_number(value: object) -> float:
     if isinstance(value, np.ndarray):
         # Some releases of NumPy warn about float() of an array, others raise.
         value = value.item() if value.size == 1 else None
+    if isinstance(value, np.generic) and value.dtype.kind not in _NUMBER_KINDS:
+        # float() would drop imaginary parts, and read texts and times.
+        return math.nan
     # Python's and NumPy's numbers first: asking for the protocol takes ten times as long.
     if not isinstance(value, (float, int, np.number, np.bool_, SupportsFloat)) or isinstance(value, (str, complex)):
         return math.nan
@@ -284,14 +305,20 @@ def _statistic_name(name: object) -> str:
 
 
 def _statistic(name: str, value: Any) -> float | str:
-    if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):
-        return value
-    if isinstance(value, np.integer):
-        return int(value)
-    is_array = isinstance(value, np.ndarray) and value.ndim > 0
-    if isinstance(value, (np.generic, SupportsFloat)) and not is_array:
+    if isinstance(value, str):
+        return str(value) if isinstance(value, np.str_) else value
+    if isinstance(value, (np.generic, np.ndarray)):
+        # float() would drop imaginary parts, and read texts and times.
+        is_number = value.ndim == 0 and value.dtype.kind in _NUMBER_KINDS
+    else:
+        is_number = isinstance(value, SupportsFloat)
+    if is_number:
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-            return float(value)
+            number = float(value)
+            if isinstance(value, np.integer):
+                return int(value)
+            is_plain = isinstance(value, (int, float)) and not isinstance(value, np.generic)
+            return value if is_plain else number
     raise ConfigError(
         f"The statistic {name!r} must be a number or a string, got {excerpt(value)} ({type(value).__name__})."
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from llamagym import Callback, ConfigError, EvalCallback, StopOnReturn, evaluate, load_model_and_tokenizer, train
+from llamagym.models import state_files
 from llamagym.models.checkpoints import newest
 from llamagym.models.state_files import read_state
+from llamagym.training import callback_state
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -215,7 +218,11 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
     agent = ChoiceAgent(model, tokenizer, device, None, {"batch_size": 6}, **options)
     praised: list[float] = []
     callback = EvalCallback(
-        CountdownEnv, 4, every=1, best_dir=tmp_path / "best", on_best=lambda result: praised.append(result.mean)
+        CountdownEnv,
+        episodes=4,
+        every=1,
+        best_dir=tmp_path / "best",
+        on_best=lambda result: praised.append(result.mean),
     )
     result = train(agent, CountdownEnv, episodes=12, num_envs=2, seed=0, callbacks=[Noise(), callback])
     means = [measured.mean for _, measured in callback.results]
@@ -234,7 +241,7 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
 
 def test_evaluations_come_after_so_many_updates_or_episodes_and_at_the_end():
     def updates(episodes: int, **options: int) -> list[int]:
-        callback = EvalCallback(CountdownEnv, 1, **options)
+        callback = EvalCallback(CountdownEnv, episodes=1, **options)
         train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=episodes, num_envs=2, seed=0, callbacks=callback)
         return [update for update, _ in callback.results]
 
@@ -252,16 +259,16 @@ def test_evaluating_changes_nothing_that_is_learnt(tmp_path):
         train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, callbacks=callbacks)
         return [weight.detach().clone() for weight in agent.policy.model.parameters()]
 
-    sampled = EvalCallback(CountdownEnv, 3, every=1, greedy=False)
+    sampled = EvalCallback(CountdownEnv, episodes=3, every=1, greedy=False)
     for one, other in zip(weights([]), weights([sampled]), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_resumed_run_remembers_which_was_the_best(tmp_path):
     where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
-    first = EvalCallback(CountdownEnv, 2, every=1)
+    first = EvalCallback(CountdownEnv, episodes=2, every=1)
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=[Noise(), first], **where)
-    again, stop = EvalCallback(CountdownEnv, 2, every=100), Recorder(stop_at="step 14")
+    again, stop = EvalCallback(CountdownEnv, episodes=2, every=100), Recorder(stop_at="step 14")
     train(
         make_agent(ChoiceAgent, **SMALL),
         CountdownEnv,
@@ -377,6 +384,13 @@ def test_the_error_of_the_training_is_raised_though_the_state_cannot_be_saved(tm
     assert "its state could not be saved: cannot write the checkpoint" in caplog.text
 
 
+def nested(levels: int) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for _ in range(levels):
+        state = {"a": state}
+    return state
+
+
 class Stated(Callback):
     """Has a state, and adds it to the statistics."""
 
@@ -400,7 +414,22 @@ class Stated(Callback):
         ({"by": {3: 1}}, r"Stated\.state_dict\(\)/by has the key 3 \(int\)\. Use strings"),
         ({"raw": b"x"}, r"Stated\.state_dict\(\)/raw is a bytes"),
         (None, r"Stated\.state_dict\(\) must be a dictionary, got NoneType"),
+        ({"w": {"__tensor__": "x"}}, r"/w has '__tensor__' as its only key, which is reserved"),
+        ({"w": [{"__number__": "5"}]}, r"/w/0 has '__number__' as its only key"),
+        (
+            {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+            r"Two tensors would be saved as Stated\.state_dict\(\)/a/b",
+        ),
+        ({"n": 10**5000}, r"/n is an int of 16610 bits"),
+        ({10**5000: 1}, r"has the key <int of 16610 bits>"),
+        (nested(3000), r"has more than 100 levels, or contains itself"),
+        ({"w": torch.ones(1, dtype=torch.complex64)}, r"/w is a tensor that cannot be saved \(torch\.complex64"),
+        ({"w": torch.ones(1, dtype=torch.uint16)}, r"torch\.uint16"),
+        ({"w": torch.eye(2).to_sparse()}, r"torch\.sparse_coo"),
+        ({"w": torch.ones(1, device="meta")}, r"on meta"),
+        ({"w": np.complex64(1j)}, r"/w is a complex, which cannot be saved"),
     ],
+    ids=range(15),
 )
 def test_a_state_that_cannot_be_saved_is_named(state, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
@@ -431,6 +460,13 @@ def test_states_may_hold_arrays_and_tensors(tmp_path):
         ({"mine": {1}}, r"'mine' must be .*\(set\)"),
         ({"mine": None}, r"'mine' must be .*\(NoneType\)"),
         ({"mine": np.zeros(2)}, r"'mine' must be .*\(ndarray\)"),
+        ({"mine": np.array(1j)}, r"'mine' must be .*\(ndarray\)"),
+        ({"mine": np.complex64(1 + 2j)}, r"'mine' must be .*\(complex64\)"),
+        ({"mine": np.bytes_(b"7")}, r"'mine' must be .*\(bytes_\)"),
+        ({"mine": np.timedelta64(5, "s")}, r"'mine' must be .*\(timedelta64\)"),
+        ({"mine": 10**5000}, r"'mine' must be .*got <int of 16610 bits>"),
+        ({"turns": 0}, r"\['turns'\] are the library's own and keep their values"),
+        ({"episodes": "x", "step": 9, "minutes": -1}, r"\['step', 'minutes', 'episodes'\] are the library's own"),
         ({3: 1.0}, r"must be a string, got 3 \(int\)"),
     ],
 )
@@ -443,6 +479,36 @@ def test_statistics_that_are_not_numbers_or_strings_are_named(stats, message, tm
     # The update itself is in the checkpoint.
     result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, resume=True, **where)
     assert len(result.updates) == 1 + 2
+
+
+class Removing(Callback):
+    """Removes the statistics of the update."""
+
+    stops_on_error = False
+
+    def on_update(self, run, stats):
+        stats.clear()
+
+
+def test_callbacks_cannot_change_what_the_loop_needs(tmp_path, caplog):
+    def run(**options: Any) -> Any:
+        return train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, seed=0, **options)
+
+    plain, result = run(), run(callbacks=Removing(), checkpoint_dir=tmp_path)
+    assert [list(stats) for stats in result.updates] == [list(stats) for stats in plain.updates]
+    assert "are the library's own and keep their values" in caplog.text
+    assert newest(tmp_path) is not None
+
+
+def test_callbacks_may_change_what_others_have_added():
+    both = [Stated({}, {"mine": 1}), Stated({}, {"mine": 2})]
+    result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=both)
+    assert result.updates[0]["mine"] == 2
+
+
+def test_states_may_hold_every_type_of_tensor_that_checkpoints_have():
+    assert set(callback_state._DTYPES) == set(state_files._DTYPES)
+    assert set(callback_state._RESERVED_KEYS) == {state_files._TENSOR, state_files._NUMBER}
 
 
 def test_statistics_become_plain_numbers():

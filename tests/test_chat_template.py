@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamagym import ChatTemplateError, ConfigError
-from llamagym.conversation.chat_template import ChatTemplate
+from llamagym.conversation.chat_template import ChatTemplate, end_ids
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -27,6 +27,15 @@ REMINDS = (
 NUMBERS = "{% for m in messages %}{{ '[Round ' ~ loop.index // 2 ~ ']' + m.content + eos_token }}{% endfor %}"
 # The number of earlier messages shows from the fourth turn on alone.
 LATE = MESSAGES + "{% if messages | length > 6 %}{{ '(long)' }}{% endif %}"
+FIFTH = MESSAGES + "{% if (messages | length // 2) % 5 == 4 %}{{ '(fifth)' }}{% endif %}"
+ENDS = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% if m.role == 'assistant' %}"
+LENGTH = ENDS + "{{ ' [' ~ m.content | length ~ ']' }}{% endif %}{{ eos_token }}{% endfor %}"
+ECHOES = ENDS + "{{ ' (you said: ' + m.content + ')' }}{% endif %}{{ eos_token }}{% endfor %}"
+QUOTES = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'user' and loop.index0 > 1 %}"
+    "{{ '[you said ' + messages[loop.index0 - 1].content + '] ' }}{% endif %}{{ m.content + eos_token }}{% endfor %}"
+)
+QUOTES_LETTERS = QUOTES.replace(".content + '] '", ".content[:5] + '] '")
 FORGETS = "{{ messages[-1].role + messages[-1].content }}"
 
 
@@ -76,7 +85,7 @@ def test_no_prompt_contains_words_of_the_probe():
     assert text.count("Be good.") == 3
 
 
-@pytest.mark.parametrize("template", [REMINDS, NUMBERS, LATE])
+@pytest.mark.parametrize("template", [REMINDS, NUMBERS, LATE, FIFTH])
 def test_rejects_a_template_whose_later_prompts_depend_on_earlier_turns(template: str):
     tokenizer = templated(template)
     with pytest.raises(ChatTemplateError, match=r"not append-only.*depends on earlier turns"):
@@ -85,8 +94,29 @@ def test_rejects_a_template_whose_later_prompts_depend_on_earlier_turns(template
     ChatTemplate(tokenizer, append_only=False)
 
 
+@pytest.mark.parametrize("messages", [8, 10, 12, 20, 60, 120])
+def test_rejects_a_template_that_changes_after_many_messages(messages: int):
+    template = MESSAGES + f"{{% if messages | length > {messages} %}}{{{{ '(long)' }}}}{{% endif %}}"
+    with pytest.raises(ChatTemplateError, match=r"depends on earlier turns, such as \d+\."):
+        ChatTemplate(templated(template))
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        (LENGTH, "depends on that reply"),
+        (QUOTES_LETTERS, "depends on that reply"),
+        (ECHOES, "repeats earlier replies"),
+        (QUOTES, "repeats earlier replies"),
+    ],
+)
+def test_rejects_a_template_whose_later_prompts_depend_on_the_last_reply(template: str, match: str):
+    with pytest.raises(ChatTemplateError, match=match):
+        ChatTemplate(templated(template))
+
+
 def test_rejects_a_template_that_drops_messages():
-    with pytest.raises(ChatTemplateError, match="drops earlier replies"):
+    with pytest.raises(ChatTemplateError, match="drops or changes earlier replies"):
         ChatTemplate(templated(FORGETS))
     with pytest.raises(ChatTemplateError, match="drops the user's message"):
         ChatTemplate(templated("{{ eos_token }}"), append_only=False)
@@ -111,6 +141,36 @@ def test_rejects_a_tokenizer_and_model_without_an_end_token(family: str, context
     without_end(tokenizer, model)
     with pytest.raises(ConfigError, match="end token"):
         WordAgent(model, tokenizer, context=context)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("</s>", r"eos_token_id of GenerationConfig must be .*got '</s>' \(str\)"),
+        ([1, 2.5], r"got \[1, 2\.5\] \(list\)"),
+    ],
+)
+def test_rejects_end_tokens_that_are_not_ids(ids, message):
+    tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
+    model.pretrained_model.generation_config.eos_token_id = ids
+    with pytest.raises(ConfigError, match=message):
+        WordAgent(model, tokenizer)
+
+
+def test_rejects_end_tokens_beyond_the_vocabulary():
+    tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
+    without_end(tokenizer, model)
+    model.pretrained_model.generation_config.eos_token_id = 1_000_000
+    with pytest.raises(ConfigError, match=r"the ids \[1000000\] are beyond its \d+ tokens"):
+        WordAgent(model, tokenizer)
+
+
+def test_end_tokens_may_be_a_tuple_and_unknown_ones_do_not_count():
+    tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
+    end = tokenizer.eos_token_id
+    model.pretrained_model.generation_config.eos_token_id = (end, 1_000_000)
+    assert end_ids(model.pretrained_model, tokenizer) == [end]
+    WordAgent(model, tokenizer)
 
 
 def test_an_end_token_of_the_model_alone_is_enough():

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import FlattenObservation, NormalizeObservation, TimeLimit, TransformReward
+from gymnasium.wrappers import RecordEpisodeStatistics as RecordSingleStatistics
 from gymnasium.wrappers.vector import ClipReward, DictInfoToList, RecordEpisodeStatistics
 
 from llamagym import (
@@ -29,6 +33,7 @@ from llamagym import (
     evaluate,
     train,
 )
+from llamagym.training.wrapper import Copy
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 # Vector environments of every kind
@@ -165,6 +170,111 @@ def test_final_observations_are_gymnasiums_in_same_step_only(mode):
     assert all(episode.info["final_obs"] == "the user's" for episode in kept.episodes)
 
 
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+def test_rejects_infos_of_a_reset_that_would_replace_the_final_ones(kind):
+    envs = kind([Counter] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(ConfigError, match=r"reset\(\) returns final_obs as info.*SAME_STEP.*DISABLED"):
+        train(make_agent(Seeing), envs, episodes=4)
+    envs.close()
+
+
+class Named(CountdownEnv):
+    """Returns infos whose names are not strings."""
+
+    info: ClassVar = {1: "x", (2, 3): 5, "success": True, "nested": {7: 8}}
+
+    def step(self, action):
+        return *super().step(action)[:4], dict(self.info)
+
+
+@pytest.mark.parametrize("env", [Named, lambda: SyncVectorEnv([Named] * 2)], ids=["own", "caller's"])
+def test_names_of_infos_may_be_of_any_type(env):
+    kept = Remembering()
+    env = env if env is Named else env()
+    train(make_agent(ChoiceAgent), env, episodes=4, num_envs=2, callbacks=kept)
+    assert all(episode.info == Named.info for episode in kept.episodes)
+
+
+def fails_with(error: Exception, method: str) -> type[CountdownEnv]:
+    def fail(self, *args, **given):
+        raise error
+
+    return type("Fails", (CountdownEnv,), {method: fail})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(
+    "error", [ValueError("illegal move e2e5"), KeyError("board"), AssertionError("no king"), TypeError("no board")]
+)
+def test_an_error_of_an_environment_in_a_callers_vector_environment_is_its_own(kind, method, error):
+    envs = kind([fails_with(error, method)] * 2)
+    with pytest.raises(type(error), match=error.args[0]) as caught:
+        train(make_agent(ChoiceAgent), envs, episodes=4)
+    assert not isinstance(caught.value, LlamaGymError)
+    envs.close()
+
+
+class Shows(CountdownEnv):
+    """Shows one value."""
+
+    def __init__(self, space: gym.Space, value: Any) -> None:
+        super().__init__()
+        self.observation_space, self.value = space, value
+
+    def reset(self, *, seed=None, options=None):
+        return copy.copy(self.value), super().reset(seed=seed)[1]
+
+    def step(self, action):
+        return copy.copy(self.value), *super().step(action)[1:]
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "match"),
+    [
+        (gym.spaces.Box(-128, 127, (1,), np.int8), np.array([300]), r"observation is array\(\[300\]\).*type int8"),
+        (gym.spaces.Box(-9, 9, (1,), np.int16), [70_000], "type int16"),
+        (gym.spaces.MultiBinary(1), np.array([300]), "type int8"),
+        (gym.spaces.MultiDiscrete([5], dtype=np.int32), np.array([2**40]), "type int32"),
+        (gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), np.array([1e300]), "type float32"),
+        (gym.spaces.Dict(a=gym.spaces.MultiBinary(1)), {"a": np.array([300])}, r"observation\['a'\] is"),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array([1, 2, 2]), r"lacks observation\[2\]"),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array(1), "observations do not fit Tuple"),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), (1,), "observations do not fit Tuple"),
+    ],
+)
+def test_rejects_observations_that_would_be_changed(space, value, match):
+    with pytest.raises(ConfigError, match=match):
+        evaluate("random", lambda: Shows(space, value), episodes=2, num_envs=2)
+
+
+@pytest.mark.parametrize(
+    ("space", "value"),
+    [
+        (gym.spaces.Box(-128, 127, (2,), np.int8), [1, 2]),
+        (gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), np.array([np.inf, 0.1])),
+        (gym.spaces.Box(-np.inf, np.inf, (1,), np.float16), np.array([np.nan])),
+        (gym.spaces.Discrete(3), 2),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), np.array([1, 2])),
+        (gym.spaces.Tuple([gym.spaces.Discrete(3), gym.spaces.MultiDiscrete([3, 3])]), (1, np.array([1, 2]))),
+        (gym.spaces.Text(3), "abc"),
+    ],
+)
+def test_observations_may_have_another_type_that_holds_the_same(space, value):
+    assert len(evaluate("random", lambda: Shows(space, value), episodes=2, num_envs=2).returns) == 2
+
+
+def test_infos_that_cannot_be_sent_are_logged_once(caplog):
+    class Unpicklable(CountdownEnv):
+        def step(self, action):
+            return *super().step(action)[:4], {"board": lambda: 1, "success": True}
+
+    result = train(make_agent(ChoiceAgent), Unpicklable, episodes=4, num_envs=2, env_timeout=30)
+    assert result.successes == [True] * 4
+    assert caplog.text.count("The infos ['board'] cannot be pickled") == 1
+
+
 # The end of a run
 
 
@@ -213,9 +323,26 @@ class Hangs(CountdownEnv):
         return super().step(action)
 
     def close(self):
-        # Not the one in this process that shows its spaces.
-        if multiprocessing.parent_process() is not None:
-            self.wait()
+        # One in this process shows its spaces, and hangs as well.
+        if multiprocessing.parent_process() is None:
+            time.sleep(600)
+        self.wait()
+
+
+def test_a_close_that_hangs_in_this_process_is_left_behind(caplog):
+    env = Copy(Hangs(), 3, in_child=False, close_timeout=0.05)
+    env.close()
+    assert "Environment 3 did not close in this process within 0.05 seconds (env_timeout)" in caplog.text
+
+
+@pytest.mark.parametrize("env_timeout", [None, 30])
+def test_an_exit_in_close_keeps_the_result(env_timeout):
+    class Exits(CountdownEnv):
+        def close(self):
+            sys.exit(3)
+
+    result = train(make_agent(ChoiceAgent), Exits, episodes=4, num_envs=2, seed=0, env_timeout=env_timeout)
+    assert len(result.returns) == 4
 
 
 @pytest.mark.long
@@ -238,6 +365,48 @@ def test_an_environment_that_ignores_sigterm_is_killed():
             make_agent(ChoiceAgent), type("Hangs", (Hangs,), {"at_step": True}), episodes=4, num_envs=2, env_timeout=1.5
         )
     assert multiprocessing.active_children() == []
+
+
+class WithServer(CountdownEnv):
+    """Starts a program of its own, then hangs at a step or kills itself."""
+
+    def __init__(self, folder: Path, is_killed: bool) -> None:
+        super().__init__()
+        self.is_killed = is_killed
+        if multiprocessing.parent_process() is not None:
+            server = subprocess.Popen(["sleep", "600"])
+            (folder / f"{server.pid}").touch()
+
+    def step(self, action):
+        if self.is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["killed", "hangs"])
+def test_what_an_environments_process_has_started_ends_with_it(is_killed, tmp_path):
+    error, timeout = (EnvironmentLostError, 30) if is_killed else (EnvironmentTimeoutError, 1)
+    with pytest.raises(error):
+        train(
+            make_agent(ChoiceAgent),
+            lambda: WithServer(tmp_path, is_killed),
+            episodes=2,
+            num_envs=2,
+            env_timeout=timeout,
+        )
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
 
 
 class Killed(CountdownEnv):
@@ -342,13 +511,15 @@ def test_an_environments_own_connection_error_is_its_own(is_callers):
 
 
 _ORPHANS = """
-import os, sys, time, signal
+import os, sys, time, signal, subprocess
 from llamagym import evaluate
 from tests.agents import CountdownEnv
 
 class Hangs(CountdownEnv):
     def step(self, action):
         print(os.getpid(), flush=True)
+        # It has the pipe, too.
+        subprocess.Popen(["sleep", "600"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
 
@@ -475,13 +646,100 @@ def test_attributes_that_copies_do_not_have_are_logged(registered, attributes, c
     assert caplog.text.count("are not the same in them") == 1
 
 
+class Level(CountdownEnv):
+    """Is one step longer at each reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.level += 1
+        self.length = 2 + self.level
+        return super().reset(seed=seed)
+
+
+class Outer(gym.Env):
+    """Plays an environment of its own."""
+
+    observation_space, action_space = CountdownEnv.observation_space, CountdownEnv.action_space
+
+    def __init__(self) -> None:
+        self.inner = CountdownEnv(3)
+        self.inner.outer = self
+        self.tables = {}
+
+    def reset(self, *, seed=None, options=None):
+        return self.inner.reset(seed=seed)
+
+    def step(self, action):
+        return self.inner.step(action)
+
+
+def with_level(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = Level
+    return changed(gym.make(registered), level=20)
+
+
+def with_inner(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = Outer
+    env = gym.make(registered)
+    env.unwrapped.inner.length = 7
+    return env
+
+
+def with_other_rewards(registered: str) -> gym.Env:
+    env = TransformReward(gym.make(registered), abs)
+    env.func = lambda reward: 10 * reward
+    return env
+
+
+def with_statistics(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = functools.partial(Shows, gym.spaces.Box(-9, 9, (1,)), np.ones(1, np.float32))
+    env = NormalizeObservation(gym.make(registered))
+    for _ in range(3):
+        env.reset()
+    env.update_running_mean = False
+    return env
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (with_level, {"level"}),
+        (with_inner, {"inner"}),
+        (with_other_rewards, {"func"}),
+        (with_statistics, {"_update_running_mean", "obs_rms"}),
+    ],
+)
+def test_attributes_of_every_kind_that_copies_do_not_have_are_logged(registered, make, names, caplog):
+    env = make(registered)
+    evaluate("random", env, episodes=2, num_envs=2)
+    (text,) = re.findall("its attributes (.*) are not the same in them", caplog.text)
+    assert set(text.split(", ")) == names
+
+
+def plain(registered: str) -> gym.Env:
+    return gym.make(registered, options={"a": np.zeros(3)})
+
+
+def wrapped(registered: str) -> gym.Env:
+    return TransformReward(RecordSingleStatistics(FlattenObservation(TimeLimit(plain(registered), 5))), abs)
+
+
+def outer(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = Outer
+    return gym.make(registered)
+
+
+@pytest.mark.parametrize("make", [plain, wrapped, outer])
 @pytest.mark.parametrize("is_used", [False, True], ids=["as it was made", "after a reset"])
-def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, caplog, is_used):
-    env = gym.make(registered, options={"a": np.zeros(3)})
+def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, make, caplog, is_used):
+    env = make(registered)
     if is_used:
         env.reset(seed=3)
     with caplog.at_level(logging.WARNING):
-        train(make_agent(ChoiceAgent), env, episodes=2, num_envs=2)
+        evaluate("random", env, episodes=2, num_envs=2)
         evaluate("random", env, episodes=4)
     assert "are not the same in them" not in caplog.text
 

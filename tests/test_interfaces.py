@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
+import torch
 from gymnasium import spaces
 
 import llamagym
@@ -16,11 +21,14 @@ from llamagym import (
     AutoModelForCausalLMWithValueHead,
     ConfigError,
     EvalCallback,
+    EvaluationResult,
+    GenerationConfig,
     GRPOConfig,
     LlamaGymError,
     PPOConfig,
     PPOTrainer,
     Progress,
+    ReinforceConfig,
     Run,
     ScoreCallback,
     StopOnReturn,
@@ -36,8 +44,10 @@ from llamagym import (
     train,
     write_report,
 )
+from llamagym.learners.replay import ReplayConfig
+from llamagym.learners.sft import WarmStartConfig
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 LIMIT = 1500
 WRONG: dict[str, Any] = {
@@ -50,6 +60,7 @@ WRONG: dict[str, Any] = {
     "no entries": {},
     "none": None,
 }
+WRONG_PATHS: dict[str, Any] = {"bytes": b"x", "nul": "a\0b", "surrogate": "\ud83d"}
 # Wrong values of another kind than the argument's, by what else is right.
 NUMBER = {"object", "nan", "digits", "no text", "no items", "no entries"}
 TEXT = {"object", "nan", "negative", "digits", "no items", "no entries"}
@@ -231,9 +242,9 @@ CALLS = {
         write_report, lambda: {"runs": ["nowhere"], "path": "unused"}, {"runs": ANY, "path": FOLDER | {"none"}}
     ),
 }
-# Numbers, whose wrong values `test_misuse.py` and `test_any_option.py` try, one option after the other.
 CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "PPOConfig", "ReinforceConfig"}
-# What the library makes for users to read, and what takes no argument or any.
+# What the library makes for users to read, except for `EvaluationResult`, which tests of its own check; and what takes
+# no argument or any.
 RECORDS = {"EvaluationResult", "PlayedEpisode", "Score", "TrainingResult"}
 WITHOUT_ARGUMENTS = {"Callback", "Tracker", "is_main_process", "main_process_first"}
 TAKE_ANYTHING = {"gather_objects"}
@@ -283,11 +294,61 @@ def test_rejects_arguments_by_position_with_their_keywords(name):
         call.function(*by_position, **{f"{keywords[0]}x": 1})
 
 
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (config, option.name)
+        for config in (*map(vars(llamagym).get, sorted(CONFIGURATIONS)), ReplayConfig, WarmStartConfig)
+        for option in fields(config)
+    ],
+    ids=lambda part: part if isinstance(part, str) else part.__name__,
+)
+def test_configurations_reject_wrong_values_of_every_option_by_its_name(config, option):
+    may_be_none = type(None) in get_args(get_type_hints(config)[option])
+    for kind, value in WRONG.items():
+        if kind == "none" and may_be_none:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            config(**{option: value})
+        assert option in str(caught.value), kind
+        assert len(str(caught.value)) < LIMIT, kind
+
+
+@pytest.mark.parametrize("argument", ["queries", "responses", "scores"])
+@pytest.mark.parametrize("is_item", [False, True], ids=["itself", "an item"])
+def test_a_trainer_rejects_wrong_samples(argument, is_item):
+    right = {"queries": [torch.tensor([1, 2])] * 2, "responses": [torch.tensor([3])] * 2, "scores": [0.0, 1.0]}
+    trainer = PPOTrainer(PPOConfig(batch_size=2, mini_batch_size=2), tiny_model("llama"))
+    # Any finite number is a score.
+    for kind in sorted(ANY - {"negative"}):
+        value = [WRONG[kind], right[argument][1]] if is_item else WRONG[kind]
+        with pytest.raises(LlamaGymError) as caught:
+            trainer.step(**{**right, argument: value})
+        assert len(str(caught.value)) < LIMIT, kind
+
+
+@pytest.mark.parametrize("value", [10**5000, b"x", None, [], 1.5], ids=range(5))
+def test_a_model_with_a_value_head_rejects_what_is_not_a_path(value):
+    with pytest.raises(LlamaGymError):
+        AutoModelForCausalLMWithValueHead.from_pretrained(value)
+    with pytest.raises(LlamaGymError):
+        tiny_model("llama").save_pretrained(value)
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, GenerationConfig, PPOConfig, ReinforceConfig])
+def test_configurations_reject_unknown_options_with_a_hint(config):
+    name = next(iter(inspect.signature(config).parameters))
+    with pytest.raises(ConfigError, match=rf"Unknown option '{name}x' of {config.__name__}\. Did you mean '{name}'"):
+        config(**{f"{name}x": 1})
+    assert copy.deepcopy(pickle.loads(pickle.dumps(config()))) == config()
+
+
 def test_train_and_evaluate_take_agent_and_environment_by_position():
     for function in (train, evaluate):
         names = list(inspect.signature(function).parameters)
         assert names[:2] == ["agent", "env"]
         assert keyword_only(function) == names[2:]
+    assert keyword_only(EvalCallback) == list(inspect.signature(EvalCallback).parameters)[1:]
     with pytest.raises(ConfigError, match=r"train\(\) takes agent and env by position, got 3 more arguments"):
         train("agent", "FrozenLake-v1", 10, 2, 0)
 
@@ -334,6 +395,85 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
     "preflight": ({}, {"observations": LIST | {"none"}}),
     "eval": ({}, {"greedy": ANY}),
 }
+
+
+PATH = {"object", "nan", "negative", "digits", "no text", "no items", "no entries", "bytes", "nul", "surrogate"}
+# Methods that read or write a folder, which is passed to what makes their right arguments.
+FILE_METHODS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, set[str]]]] = {
+    "save": (lambda folder: {"folder": folder / "new"}, {"folder": PATH | {"none"}}),
+    "save_pretrained": (
+        lambda folder: {"folder": folder / "new"},
+        {
+            "folder": PATH | {"none"},
+            "environment": TEXT | {"none", "bytes"},
+            "results": ANY - {"none", "no entries"},
+            "merged": ANY,
+        },
+    ),
+    "load": (
+        lambda folder: {"folder": folder / "agent"},
+        {"folder": PATH | {"none"}, "device": ANY, "dtype": ANY, "model": ANY - {"none"}, "options": set()},
+    ),
+    "save_checkpoint": (
+        lambda folder: {"folder": folder / "new"},
+        {"folder": PATH | {"none"}, "loop": ANY - {"none", "no entries"}, "facts": ANY - {"none", "no entries"}},
+    ),
+    "load_checkpoint": (
+        lambda folder: {"folder": folder / "checkpoint"},
+        {"folder": PATH | {"none"}, "keep_episodes": ANY, "allow_changes": ANY - {"no items"}},
+    ),
+    "sft_from_jsonl": (lambda folder: {}, {"path": PATH, "options": set()}),
+    "choices_for": (lambda folder: {"observation": "b"}, {"observation": set(), "info": INFO}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_base_model("llama").save_pretrained(folder / "base")
+    tiny_tokenizer("llama").save_pretrained(folder / "base")
+    agent = ChoiceAgent(*load_model_and_tokenizer(str(folder / "base"), "cpu", "float32"))
+    agent.save(folder / "agent")
+    agent.save_checkpoint(folder / "checkpoint")
+    return folder
+
+
+def test_the_table_has_every_argument_of_methods_that_use_files():
+    for name, (_, wrong) in FILE_METHODS.items():
+        assert set(wrong) == set(inspect.signature(getattr(ChoiceAgent, name)).parameters) - {"self"}, name
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"), [(method, argument) for method, (_, wrong) in FILE_METHODS.items() for argument in wrong]
+)
+def test_rejects_wrong_values_of_a_method_and_writes_nothing(method, argument, saved):
+    agent = make_agent(ChoiceAgent)
+    right, wrong = FILE_METHODS[method]
+    before = sorted(saved.rglob("*"))
+    for kind in sorted(wrong[argument]):
+        with pytest.raises(LlamaGymError) as caught:
+            getattr(agent, method)(**{**right(saved), argument: WRONG_PATHS.get(kind, WRONG.get(kind))})
+        assert len(str(caught.value)) < LIMIT, kind
+    assert sorted(saved.rglob("*")) == before
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), -1, [], {}, b"x", "lora"])
+def test_rejects_wrong_values_of_an_adapter_by_name(value):
+    with pytest.raises(ConfigError, match="peft_config must be"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"), value)
+
+
+@pytest.mark.parametrize("facts", [{"a": object()}, {"a": 10**5000}, {"a": b"x"}, {"a": torch.zeros(1)}])
+def test_rejects_facts_that_no_manifest_holds(facts, tmp_path):
+    with pytest.raises(ConfigError, match=r"facts=.*cannot be written as JSON"):
+        make_agent(ChoiceAgent).save_checkpoint(tmp_path / "new", facts=facts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("returns", [[], None, "12", 5])
+def test_rejects_a_result_without_returns(returns):
+    with pytest.raises(ConfigError, match="returns must be a list of at least one number"):
+        EvaluationResult(returns)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -28,6 +31,17 @@ SPACES = {
     "dict": spaces.Dict(go=spaces.Discrete(2), how=spaces.Tuple([spaces.Box(-1, 1, (1,)), spaces.Text(3)])),
     "tuple": spaces.Tuple([spaces.Discrete(2), spaces.Text(5)]),
 }
+
+
+class Unequal:
+    """Cannot be compared."""
+
+    def __eq__(self, other):  # noqa: D105
+        raise RuntimeError("no")
+
+    __hash__ = None
+
+
 MANY_DIGITS = "9" * 5000
 DEEP = "[" * 100_000
 
@@ -78,15 +92,60 @@ def test_rejects_reply_that_names_no_action(reply):
         parse_choice(reply, WALK)
 
 
-@pytest.mark.parametrize(("reply", "action"), [("2.", 2), ("(1)", 1), ("option 1: yes", 1), ('{"action": 2}', 2)])
+@pytest.mark.parametrize(
+    ("reply", "action"),
+    [("2.", 2), ("(1)", 1), ("option 1: yes", 1), ("I take...2", 2), ("1 or 1", 1), ('{"action": 2}', 2)],
+)
 def test_numbers_may_be_names(reply, action):
     assert parse_choice(reply, {"1": 1, "2": 2}) == action
 
 
-@pytest.mark.parametrize("reply", ["-1", "1.5", "12", "2,5", "1-2", "x1"])
+NUMBERS = [
+    *["-1", "1.5", "12", "2,5", "x1", ".5", "-.5", "5e-1", "1e-2", "2E+1", "5e\u22121"],
+    *["1'000", "1\u2019000", "1 000", "1\u202f000", "1,000"],
+]
+
+
+@pytest.mark.parametrize("reply", NUMBERS)
 def test_number_inside_another_number_is_not_named(reply):
-    with pytest.raises(ActionParseError):
-        parse_choice(reply, {"1": 1, "2": 2})
+    with pytest.raises(ActionParseError, match="names no action"):
+        parse_choice(reply, {"1": 1, "2": 2, "5": 5, "000": 0})
+
+
+def test_a_range_names_both_of_its_ends():
+    with pytest.raises(ActionParseError, match="several"):
+        parse_choice("1-2", {"1": 1, "2": 2})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (100_000.0, 100_000.9),
+        (torch.tensor([1, 2]), torch.tensor([1, 3])),
+        (torch.zeros(2), torch.zeros(3)),
+        (np.array(["left"]), np.array(["right"])),
+        (np.zeros(2, dtype=np.int8), np.zeros(2, dtype=np.int16)),
+        ({"at": np.array([1000000])}, {"at": np.array([1000005])}),
+        ([1, (2,)], [1, (3,)]),
+        (Unequal(), Unequal()),
+    ],
+)
+def test_actions_that_differ_are_several(one, other):
+    with pytest.raises(ActionParseError, match="several"):
+        parse_choice("a or b", {"a": one, "b": other})
+    assert parse_choice("a", {"a": one, "b": other}) is one
+
+
+@pytest.mark.parametrize("action", [torch.tensor([1, 2]), np.array(["left"]), {"at": np.ones(2)}, [1, (2.5,)], "x"])
+def test_actions_that_are_equal_are_one(action):
+    assert parse_choice("a or b", {"a": action, "b": copy.deepcopy(action)}) is action
+
+
+def test_choices_of_any_number_are_looked_for_with_patterns_compiled_once(monkeypatch):
+    actions = {f"move {number}": number for number in range(1024)}
+    parse_choice("move 7", actions)
+    monkeypatch.setattr(re, "compile", lambda *args, **kwargs: pytest.fail("compiled again"))
+    assert parse_choice("move 8", actions) == 8
 
 
 def test_several_names_of_one_action_are_one_action():
@@ -119,6 +178,8 @@ def test_every_json_object_of_a_reply_is_read(reply, space, action):
         ('{"action": 1} or {"action": 2}', spaces.Discrete(3)),
         ('{"action": [0, 1]} or {"action": [1, 1]}', spaces.MultiDiscrete([2, 3])),
         ('{"to": 0} {"to": 1}', spaces.Dict(to=spaces.Discrete(2))),
+        ('{"action": [1000000]} no, {"action": [1000005]}', spaces.MultiDiscrete([2_000_000])),
+        ('{"action": 100000.0} or {"action": 100000.9}', spaces.Box(-1e6, 1e6, (1,), np.float64)),
     ],
 )
 def test_rejects_reply_that_means_several_actions(reply, space):

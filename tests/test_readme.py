@@ -101,6 +101,15 @@ def table(header: str) -> dict[str, object]:
     return shown
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_loops_pass_on_both_flags(page):
+    """Without `terminated` an episode that was terminated and truncated at once counts as cut off."""
+    calls = re.findall(r"terminate_episodes?\(([^)]*)\)", page.read_text(encoding="utf-8"))
+    assert [call for call in calls if "truncated=truncated" in call and "terminated=" not in call] == []
+
+
 def test_every_option_of_ppo_stands_there_with_its_default():
     assert table("option") == {field.name: field.default for field in fields(PPOConfig)}
 

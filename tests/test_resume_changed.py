@@ -7,10 +7,21 @@ from typing import Any, ClassVar
 
 import gymnasium as gym
 import pytest
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit, TransformReward
 
 from llamagym import CheckpointError, ConfigError, train
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 from tests.resumed_run import SIZES, DiceEnv
+
+
+class Vector:
+    """Makes vector environments of a source."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __call__(self) -> Any:
+        return gym.vector.SyncVectorEnv([self._source] * 2)
 
 
 class Changing(ChoiceAgent):
@@ -41,9 +52,7 @@ def before_the_end(folder: Any, **options: Any) -> None:
     going_on(folder, on_update=lambda stats: False, **options)
 
 
-@pytest.mark.parametrize(
-    "is_vector", [False, pytest.param(True, marks=pytest.mark.long)], ids=["played again", "vector environment"]
-)
+@pytest.mark.parametrize("is_vector", [False, True], ids=["played again", "vector environment"])
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -58,10 +67,6 @@ def test_rejects_other_choices(tmp_path, before, after, message, is_vector):
         return gym.vector.SyncVectorEnv([DiceEnv] * 2) if is_vector else DiceEnv
 
     before_the_end(tmp_path, offered=before, env=env())
-    if is_vector and before and after:
-        # Its episodes cannot be played again, and another observation may offer other choices.
-        going_on(tmp_path, after, env(), resume=True)
-        return
     with pytest.raises(CheckpointError, match=message):
         going_on(tmp_path, after, env(), resume=True)
     _, result = going_on(tmp_path, after, env(), resume=True, allow_changes=["choices"])
@@ -81,6 +86,62 @@ def test_choices_that_depend_on_the_observation_are_the_same(tmp_path):
 
     run(on_update=lambda stats: False)
     assert len(run(resume=True).returns) == 20
+
+
+class Scaled(gym.RewardWrapper):
+    def reward(self, reward):
+        return 100 * reward
+
+
+class Flipped(gym.ActionWrapper):
+    def action(self, action):
+        return 2 - action
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (DiceEnv, lambda: Scaled(DiceEnv()), r"wrappers was '' and is now 'Scaled\(\)'"),
+        (lambda: Scaled(Flipped(DiceEnv())), lambda: Flipped(Scaled(DiceEnv())), r"was 'Scaled\(\), Flipped\(\)'"),
+        (DiceEnv, lambda: TimeLimit(DiceEnv(), 2), r"is now 'TimeLimit\(max_episode_steps=2\)'"),
+        (lambda: TransformReward(DiceEnv(), abs), DiceEnv, r"was \"TransformReward\(func='builtin_function"),
+        (Vector(DiceEnv), Vector(lambda: Scaled(DiceEnv())), r"wrappers was '' and is now 'Scaled\(\)'"),
+    ],
+    ids=["reward", "order", "time limit", "removed", "vector environment"],
+)
+def test_rejects_other_wrappers(tmp_path, before, after, message):
+    def made(source: Any) -> Any:
+        return source() if isinstance(source, Vector) else source
+
+    before_the_end(tmp_path, env=made(before))
+    with pytest.raises(CheckpointError, match=message):
+        going_on(tmp_path, env=made(after), resume=True)
+
+
+def test_wrappers_that_only_record_may_change(tmp_path):
+    before_the_end(tmp_path)
+    going_on(tmp_path, env=lambda: RecordEpisodeStatistics(DiceEnv()), resume=True)
+
+
+def test_rejects_another_chat_template(tmp_path, monkeypatch):
+    before_the_end(tmp_path)
+    usual = Changing.__init__
+
+    def changed(self, model, tokenizer, *args, **options):
+        tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+        usual(self, model, tokenizer, *args, **options)
+
+    monkeypatch.setattr(Changing, "__init__", changed)
+    with pytest.raises(CheckpointError, match=r"chat_template was .* and is now .*allow_changes=\['chat_template'\]"):
+        going_on(tmp_path, resume=True)
+
+
+def test_rejects_another_judge_and_starts_episodes_again_if_it_is_allowed(tmp_path):
+    before_the_end(tmp_path)
+    with pytest.raises(CheckpointError, match="judge was False and is now True"):
+        going_on(tmp_path, judge=lambda episode: 5.0, resume=True)
+    _, result = going_on(tmp_path, judge=lambda episode: 5.0, resume=True, allow_changes=["judge"])
+    assert len(result.returns) == 8
 
 
 class CoinEnv(DiceEnv):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llamagym import Callback, ConfigError, EvaluationResult, Score, ScoreCallback, train
@@ -181,9 +182,15 @@ def test_a_score_by_evaluate_brings_its_standard_error():
     assert [stats["standard_error"] for stats in updates] == [0.5, 0.5, 0.5]
 
 
-def test_rejects_a_score_that_is_not_a_number():
-    with pytest.raises(ConfigError, match=r"returned \{'mean': 1\} \(dict\)\. Return a number"):
-        scored(lambda agent: {"mean": 1})
+@pytest.mark.parametrize(
+    "value", [{"mean": 1}, "7", np.complex64(1 + 2j), np.bytes_(b"7"), 10**5000, None, np.zeros(2)], ids=range(7)
+)
+def test_rejects_a_score_that_is_not_a_number(value):
+    with pytest.raises(ConfigError, match=rf"returned .* \({type(value).__name__}\)\. Return a number"):
+        scored(lambda agent: value)
+
+
+def test_rejects_an_interval_of_scores_below_1():
     with pytest.raises(ConfigError, match="every=0"):
         ScoreCallback(lambda agent: 0.0, every=0)
 

@@ -10,11 +10,17 @@ from llamagym import ActionParseError, ConfigError, name_actions, parse_action
 
 ALL = {
     "discrete": (spaces.Discrete(3, start=-1), "1", 1, ["3", "1.0", "true", "one", ""]),
-    "multi": (spaces.MultiDiscrete([2, 3]), "[1, 2]", [1, 2], ["[2, 0]", "[1]", "[0.5, 1]", "1"]),
+    "multi": (spaces.MultiDiscrete([2, 3]), "[1, 2]", [1, 2], ["[2, 0]", "[1]", "[0.5, 1]", "1", "[true, 1]"]),
     "binary": (spaces.MultiBinary(2), "[0, 1]", [0, 1], ["[0, 2]", "[0]"]),
-    "box": (spaces.Box(-1, 1, (2,)), "[0.5, -1]", [0.5, -1], ["[2, 0]", '["a", "b"]', "[[0], [0, 0]]"]),
+    "box": (spaces.Box(-1, 1, (2,)), "[0.5, -1]", [0.5, -1], ["[2, 0]", '["a", "b"]', "[[0], [0, 0]]", "[true, 0.5]"]),
     "one number": (spaces.Box(-1, 1, (1,)), "0.25", [0.25], ["2", "x"]),
     "bytes": (spaces.Box(0, 255, (1,), np.uint8), "7", [7], ["-1", "256", "1.5"]),
+    "64 bits": (
+        spaces.Box(0, 2**64 - 1, (1,), np.uint64),
+        "18446744073709551615",
+        [2**64 - 1],
+        ["18446744073709551616"],
+    ),
     "text": (spaces.Text(5), " yes ", "yes", ["much too long"]),
     "dict": (
         spaces.Dict(go=spaces.Discrete(2), say=spaces.Text(5)),
@@ -23,6 +29,12 @@ ALL = {
         ['{"go": 2, "say": "yes"}', '{"go": 1}', "go", '{"go": 1, "say": 3}'],
     ),
     "tuple": (spaces.Tuple([spaces.Discrete(2), spaces.Text(5)]), '[1, "yes"]', (1, "yes"), ["[1]", "3"]),
+    "texts": (
+        spaces.Tuple([spaces.Text(5), spaces.Text(5)]),
+        '["a", "b"]',
+        ("a", "b"),
+        ["no", '{"action": {"a": 1, "b": 2}}'],
+    ),
 }
 
 

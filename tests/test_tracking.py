@@ -277,7 +277,7 @@ def test_a_tilde_is_the_home_folder_everywhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(elsewhere)
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
-    best = EvalCallback(CountdownEnv, 2, every=1, best_dir="~/best")
+    best = EvalCallback(CountdownEnv, episodes=2, every=1, best_dir="~/best")
     monkeypatch.setattr(agent, "save", lambda folder: Path(folder).mkdir(exist_ok=True))
     trackers = MultiTracker(
         CsvTracker("~/a/m.csv"), JsonlTracker("~/b/m.jsonl"), TranscriptTracker("~/c/t.jsonl", agent)
@@ -303,7 +303,7 @@ def test_an_environment_may_change_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
     monkeypatch.setattr(agent, "save", lambda folder: Path(folder).mkdir(exist_ok=True))
-    best = EvalCallback(CountdownEnv, 2, every=1, best_dir="best")
+    best = EvalCallback(CountdownEnv, episodes=2, every=1, best_dir="best")
     trackers = MultiTracker(CsvTracker("m.csv"), JsonlTracker("m.jsonl"))
     options = {"run_dir": "run", "checkpoint_dir": "checkpoints", "checkpoint_every": 1, "callbacks": best}
     result = train(agent, Wandering, episodes=4, num_envs=2, seed=0, tracker=trackers, log_with=["csv"], **options)

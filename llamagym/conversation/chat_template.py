@@ -5,7 +5,7 @@ message, the user's message, the generation prompt) is found by rendering a conv
 taking what follows the last reply. So a template that rewrites earlier turns, as Qwen3's does with its thinking blocks,
 still gives an append-only conversation: earlier turns stay as the model saw them. A template that shows the system
 prompt in the last message only, as Mistral's does, shows it in each new message. Where the text after a reply depends
-on earlier turns, the template is rejected.
+on that reply or on earlier turns, the template is rejected.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ChatTemplateError, ConfigError
+from ..errors import ChatTemplateError, ConfigError, excerpt
 from .plain_text import PlainText
 
 # Plain words, which no template trims or escapes.
 _SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
-_OTHER_USER = "otherprobe"
+_OTHER_USER, _OTHER_REPLY = "otherprobe", "anotherandlongerreply"
+# Numbers of earlier turns that templates are tried with: those that count turns do so from few on, or by small periods.
+_EARLIER_TURNS = (*range(1, 9), 16, 32, 64)
 
 Message = dict[str, str]
 
@@ -31,7 +33,7 @@ class ChatTemplate:
 
     Raises:
         ChatTemplateError: The tokenizer has no template, it fails or drops messages, or what follows a reply depends on
-            earlier turns (only where `append_only`).
+            that reply or on earlier turns (only where `append_only`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_only: bool = True) -> None:
@@ -144,7 +146,9 @@ class ChatTemplate:
             ) from error
         return rendered
 
-    def _delta(self, system: str, user: str, first: str = _USER, earlier: Sequence[Message] = ()) -> str:
+    def _delta(
+        self, system: str, user: str, first: str = _USER, earlier: Sequence[Message] = (), reply: str = _REPLY
+    ) -> str:
         """Text that the template puts after a reply when the message `user` follows.
 
         Args:
@@ -152,8 +156,8 @@ class ChatTemplate:
             user: The message that follows the reply.
             first: The conversation's first message.
             earlier: Replies and messages between the first message and the last reply.
+            reply: The last reply.
         """
-        reply = _REPLY
         while reply in user or reply in system:
             reply += "x"
         messages = [
@@ -162,14 +166,15 @@ class ChatTemplate:
             {"role": "assistant", "content": reply},
             {"role": "user", "content": user},
         ]
-        _, found, after = self._render(messages).rpartition(reply)
-        if not found:
+        _, *after = self._render(messages).split(reply)
+        if len(after) != 1:
+            what = "repeats" if after else "drops or changes"
             raise ChatTemplateError(
-                f"The chat template of {self._tokenizer.name_or_path!r} drops earlier replies, so a conversation "
+                f"The chat template of {self._tokenizer.name_or_path!r} {what} earlier replies, so a conversation "
                 "cannot be appended to. Pass context='turn' to show one observation at a time, or set another "
                 "tokenizer.chat_template."
             )
-        return after
+        return after[0]
 
     def _probe_system_role(self) -> bool:
         try:
@@ -179,19 +184,27 @@ class ChatTemplate:
         return _SYSTEM in rendered
 
     def _check_append_only(self) -> None:
-        """Compare what follows a reply in conversations whose earlier turns differ in number and words."""
+        """Compares what follows a reply in conversations whose replies and earlier turns differ.
+
+        Raises:
+            ChatTemplateError: It differs.
+        """
         turn = [{"role": "assistant", "content": _OTHER_USER}, {"role": "user", "content": _OTHER_USER}]
         for system in (_SYSTEM, ""):
             expected = self._delta(system, _USER)
-            for first, earlier in ((_OTHER_USER, []), (_USER, turn), (_USER, [*turn, *turn])):
-                received = self._delta(system, _USER, first, earlier)
-                if received != expected:
-                    raise ChatTemplateError(
-                        f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: what it puts "
-                        f"after a reply depends on earlier turns. It renders {expected!r} after one turn and "
-                        f"{received!r} after {1 + len(earlier) // 2} others. Pass context='turn' to show one "
-                        "observation at a time, or set another tokenizer.chat_template."
-                    )
+            self._require_same(expected, self._delta(system, _USER, reply=_OTHER_REPLY), "that reply")
+            self._require_same(expected, self._delta(system, _USER, _OTHER_USER), "earlier turns")
+            for count in _EARLIER_TURNS:
+                received = self._delta(system, _USER, earlier=count * turn)
+                self._require_same(expected, received, f"earlier turns, such as {count}")
+
+    def _require_same(self, expected: str, received: str, cause: str) -> None:
+        if received != expected:
+            raise ChatTemplateError(
+                f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: what it puts after a reply "
+                f"depends on {cause}. It renders {expected!r} and {received!r}. Pass context='turn' to show one "
+                "observation at a time, or set another tokenizer.chat_template."
+            )
 
 
 def _after(end: str, text: str) -> str:
@@ -215,15 +228,18 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a reply: the tokenizer's and those of the model's generation defaults.
 
     Raises:
-        ConfigError: Neither names an id.
+        ConfigError: Neither names an id that the model has.
     """
-    found = _ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id")
+    named = _ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id")
+    known = len(model.get_input_embeddings().weight)
+    found = sorted(token for token in named if 0 <= token < known)
     if not found:
+        names = f"the ids {sorted(named)} are beyond its {known} tokens" if named else "both eos_token_id are None"
         raise ConfigError(
-            "Neither the tokenizer nor the model's generation_config names an end token, so no reply could end: both "
-            "eos_token_id are None. Set tokenizer.eos_token to the token that ends a message in the model's chats."
+            "Neither the tokenizer nor the model's generation_config names an end token that the model has, so no "
+            f"reply could end: {names}. Set tokenizer.eos_token to the token that ends a message in the model's chats."
         )
-    return sorted(found)
+    return found
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -262,6 +278,17 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _ids(owner: Any, role: str) -> set[int]:
-    """The ids that a configuration or a tokenizer names; none, one or several."""
+    """The ids that a configuration or a tokenizer names; none, one or several.
+
+    Raises:
+        ConfigError: One is not an int.
+    """
     found = getattr(owner, role, None)
-    return {one for one in (found if isinstance(found, list) else [found]) if one is not None}
+    several = found if isinstance(found, (list, tuple, set)) else [found]
+    ids = {one for one in several if one is not None}
+    if not all(isinstance(one, int) for one in ids):
+        raise ConfigError(
+            f"{role} of {type(owner).__name__} must be an int, a list of ints or None, got {excerpt(found)} "
+            f"({type(found).__name__}). Set it to the ids of tokens."
+        )
+    return ids

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
-
-from gymnasium.utils.env_checker import data_equivalence
 
 from ..errors import ActionParseError, ConfigError, excerpt
 
@@ -19,9 +18,15 @@ _WINDOW, _LONGEST_TOKEN = 4096, 9
 # Objects that are never closed are read to the end of the reply, each from its own beginning. So that time stays linear
 # such reads are bounded by this many times the length of the reply.
 _MOST_READS = 32
-# A name is not found inside a longer word. A number is not found inside a longer number, such as 1 in -1 or in 1.5.
+# A name is not found inside a longer word.
 _BEFORE_NAME, _AFTER_NAME = r"(?<!\w)", r"(?!\w)"
-_BEFORE_NUMBER, _AFTER_NUMBER = r"(?<!\w)(?<!\d[.,])(?<!(?<!\w)[-\u2212])", r"(?!\w)(?![.,]\d)"
+# A number is not found inside a longer number: 1 in -1, 1.5, 1e-1, 1'000 or 1 000, or 5 in .5.
+_SPACES, _THOUSANDS = r"[ \u00a0\u2009\u202f]", r"\d{3}(?!\d)"
+_BEFORE_NUMBER = (
+    r"(?<!\w)(?<!\d[.,'\u2019])(?<!(?<![\w.])\.)(?<!(?<!\w)[-\u2212])(?<!\d[eE][-+\u2212])"
+    rf"(?<!\d{_SPACES}(?={_THOUSANDS}))"
+)
+_AFTER_NUMBER = rf"(?!\w)(?![.,'\u2019]\d)(?!{_SPACES}{_THOUSANDS})"
 
 
 def find_json(reply: str) -> dict[str, Any] | None:
@@ -64,7 +69,7 @@ def parse_choice(reply: str, actions: Mapping[str, T], json_key: str = "action")
     check_json_key(json_key, "json_key")
     said = [found[json_key] for found in json_objects(reply) if json_key in found]
     try:
-        texts = [str(value) for value in said] or [reply]
+        texts = list(dict.fromkeys(map(str, said))) or [reply]
     except (RecursionError, ValueError):
         # Deeply nested lists and numbers with thousands of digits have no text.
         texts = []
@@ -112,8 +117,27 @@ def _may_be_cut(valid: int, size: int, available: int) -> bool:
 
 
 def all_equal(actions: Sequence[Any]) -> bool:
-    """Whether actions of any type, arrays among them, are equal to the first."""
-    return all(data_equivalence(actions[0], action) for action in actions[1:])
+    """Whether actions of any type, arrays among them, are equal to the first, in type and value."""
+    return all(_is_equal(actions[0], action) for action in actions[1:])
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    for name in ("shape", "dtype"):
+        if getattr(one, name, None) != getattr(other, name, None):
+            return False
+    try:
+        same = one == other
+        return bool(same.all() if hasattr(same, "all") else same)
+    except Exception:  # whatever a user's class raises
+        return False
 
 
 def check_reply(reply: object) -> None:
@@ -148,10 +172,8 @@ def _check_actions(actions: object) -> None:
 def _named_in(text: str, names: Mapping[str, Any]) -> set[str]:
     """The names that a text holds, without those that occur inside longer names only."""
     found = []
-    for name in names:
-        before = _BEFORE_NUMBER if name[0].isdecimal() else _BEFORE_NAME
-        after = _AFTER_NUMBER if name[-1].isdecimal() else _AFTER_NAME
-        for match in re.finditer(before + re.escape(name) + after, text, flags=re.IGNORECASE):
+    for name, pattern in _patterns(tuple(names)):
+        for match in pattern.finditer(text):
             found.append((match.start(), -match.end(), name))
     kept = set()
     last_start, last_end = -1, -1
@@ -162,6 +184,17 @@ def _named_in(text: str, names: Mapping[str, Any]) -> set[str]:
             kept.add(name)
             last_start, last_end = start, end
     return kept
+
+
+@lru_cache(maxsize=32)
+def _patterns(names: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
+    """The names with what finds each in a text; `re` itself remembers few patterns."""
+    patterns = []
+    for name in names:
+        before = _BEFORE_NUMBER if name[0].isdecimal() else _BEFORE_NAME
+        after = _AFTER_NUMBER if name[-1].isdecimal() else _AFTER_NAME
+        patterns.append((name, re.compile(before + re.escape(name) + after, flags=re.IGNORECASE)))
+    return patterns
 
 
 def _fail(problem: str, names: list[str]) -> NoReturn:

@@ -169,24 +169,25 @@ def _as_action(said: Any, space: spaces.Space[Any]) -> Any:
     if isinstance(space, spaces.Dict):
         return {name: _as_action(said[name], part) for name, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
+        if not isinstance(said, list):
+            return None
         return tuple(_as_action(item, part) for item, part in zip(said, space.spaces, strict=True))
     if isinstance(space, spaces.Text):
         return said if isinstance(said, str) else None
     if isinstance(space, spaces.Discrete):
         # int() would take 1.7, True and "1_0" as well.
         return int(said) if isinstance(said, int) and not isinstance(said, bool) else None
-    numbers = np.array(said)
+    # As objects, since NumPy would make floats of large integers, and integers of True.
+    numbers = np.array(said, dtype=object)
     has_fractions = space.dtype is not None and space.dtype.kind == "f"
     if numbers.ndim == 0 and space.shape == (1,):
         numbers = numbers.reshape(1)
-    if numbers.dtype.kind not in ("if" if has_fractions else "i") or numbers.shape != space.shape:
-        return None
-    # JSON reads 1e999 as infinity, which an unbounded space contains.
-    if not np.isfinite(numbers).all():
+    kinds = (int, float) if has_fractions else (int,)
+    if numbers.shape != space.shape or not all(type(number) in kinds for number in numbers.flat):
         return None
     with np.errstate(over="ignore"):
         action = numbers.astype(space.dtype)
-    # Numbers beyond the type's range would come out as others.
+    # Numbers beyond the type's range would come out as others, and JSON reads 1e999 as infinity.
     is_exact = np.isfinite(action).all() if has_fractions else (action == numbers).all()
     return action if is_exact else None
 

@@ -19,6 +19,7 @@ _REMOVED = {
     "use_score_scaling": "Scale rewards before assign_reward(); advantages are normalised by whiten_advantages.",
     "use_score_norm": "Normalise rewards before assign_reward(); advantages are normalised by whiten_advantages.",
     "whiten_rewards": "Drop it: whiten_advantages normalises what the policy learns from.",
+    "use_target_kl": "Set target_kl: 0.03 by default, None for none.",
     "ratio_threshold": "Pass target_kl: it bounds how far an update may go.",
     "log_with": _OWN_TRACKER,
     "tracker_project_name": _OWN_TRACKER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,14 +16,14 @@ from ..conversation.arguments import check_flags, environment_ids, informed, lis
 from ..conversation.chat_template import ChatTemplate
 from ..conversation.episode import Context, Conversation, Episode, commonest_reply, renumbered
 from ..conversation.records import IdTable, episode_from, episode_record
-from ..errors import EpisodeError, excerpt
+from ..errors import ConfigError, EpisodeError, excerpt
 from ..models import checkpoints
 from ..models.atomic import written_whole
 from ..models.lock import alone
 from ..models.lora import extension_undone_on_error
 from ..models.quantization import computing_dtype
 from ..models.state_files import check_alike, named_on_error, read_state, write_state
-from ..options import as_json, as_number, user_path
+from ..options import as_json, as_number, check_arguments, user_path
 from ..policy.actor import Actor
 from ..policy.policy import Policy
 from . import ranks
@@ -131,12 +132,21 @@ class LearningActor(Actor):
             ConfigError: The path is invalid.
             CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
+        for name, given in (("loop", loop), ("facts", facts)):
+            if not (given is None or isinstance(given, Mapping)):
+                raise ConfigError(
+                    f"{name} must be a dictionary or None, got {excerpt(given)} ({type(given).__name__})."
+                )
+        about = {"options": self._identity, **as_json(dict(facts or {}))}
+        try:
+            json.dumps(about)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"facts={excerpt(facts)} cannot be written as JSON: {error}.") from error
         self.policy.drop_caches()
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": as_json(dict(loop or {}))}
         of_others = ranks.gather_objects(own)[1:]
         if ranks.is_main_process():
-            about = {"options": self._identity, **as_json(dict(facts or {}))}
             with written_whole(folder, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather_objects(None)
@@ -165,6 +175,8 @@ class LearningActor(Actor):
                 other options; nothing has changed.
         """
         folder = user_path(folder, "folder")
+        given = {"keep_episodes": keep_episodes, "allow_changes": allow_changes}
+        check_arguments(LearningActor.load_checkpoint, given)
         with named_on_error(folder):
             folder = checkpoints.find(folder)
         checkpoints.check_options(folder, "options", self._identity, _FREE, _FIXED, allow_changes)
@@ -306,7 +318,8 @@ class LearningActor(Actor):
             final_infos: The info after the last step, for a `format_observation` that takes it.
             terminated: Which of them reached a final state, after which nothing is earned. Takes precedence: an episode
                 that was terminated and truncated at once is terminated; one that is neither was cut off by the loop.
-                None: those that were not truncated.
+                None: those that were not truncated. An episode that was both then counts as cut off, since
+                `truncated` alone does not say it: loops of earlier versions should pass this, too.
 
         Returns:
             Statistics of the update, or an empty dictionary if none ran.

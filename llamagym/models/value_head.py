@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import ModelLoadError, excerpt
+from ..errors import ConfigError, ModelLoadError, excerpt
 from .hub import (
     ADAPTER_CONFIG,
     check_model_file,
@@ -183,10 +183,16 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             The model, in evaluation mode: dropout, which would make old and new policy differ, is off.
 
         Raises:
+            ConfigError: `peft_config` is not a configuration of PEFT.
             ModelLoadError: Weights are missing or do not fit, the adapter finds no module, or `peft_config` meets a
                 model that already has an adapter.
         """
         source = pretrained_model_name_or_path
+        if not (peft_config is None or hasattr(peft_config, "peft_type")):
+            raise ConfigError(
+                f"peft_config must be a configuration of PEFT or None, got {excerpt(peft_config)} "
+                f"({type(peft_config).__name__}). Pass one such as peft.LoraConfig()."
+            )
         kwargs = {key: value for key, value in kwargs.items() if key != "token" or value is not None}
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if is_quantized(load_in_8bit, load_in_4bit, device_type, peft_config):
@@ -329,8 +335,12 @@ def _source(name: str | Path) -> str:
     """The folder or hub id of a model's name, with `~` written out.
 
     Raises:
-        ModelLoadError: It can only be a path and nothing is there, or it is a file.
+        ModelLoadError: It is not a name, it can only be a path and nothing is there, or it is a file.
     """
+    if not isinstance(name, (str, Path)):
+        raise ModelLoadError(
+            f"The model must be a folder, a hub id or a loaded model, got {excerpt(name)} ({type(name).__name__})."
+        )
     path = local_path(name)
     if path is None:
         return str(name)

@@ -220,6 +220,7 @@ class Actor(TextInterface):
 
     def choices_for(self, observation: Any, info: Mapping[str, Any] | None = None) -> list[str] | None:
         """The replies allowed, without those that `info["action_mask"]` rules out; None for free text."""
+        (info,) = informed([info], [0])
         offered = self.get_action_choices(observation, **self._told("get_action_choices", info))
         mask = None if info is None else info.get("action_mask")
         return offered if offered is None or mask is None else self._masking.possible(offered, mask)

@@ -10,12 +10,15 @@ import numpy as np
 
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
-from ..models.state_files import require_saveable
-from ..options import as_json, as_statistics, check_arguments, require_positive
+from ..options import as_statistics, check_arguments, require_positive
+from .callback_state import saveable_state
 from .played import PlayedEpisode
 from .run import Run
 
 logger = logging.getLogger(__name__)
+
+# Names that an update's statistics get when they are logged.
+_NAMES_OF_TRACKERS = ("step", "minutes")
 
 
 class Callback:
@@ -47,7 +50,7 @@ class Callback:
         """After an episode has ended; `episode` holds all that was read, said, done and earned in it."""
 
     def on_update(self, run: Run, stats: Stats) -> bool | None:
-        """After an update; numbers and strings that are added to `stats` are logged and kept with its own."""
+        """After an update; numbers and strings added to `stats` by new names are logged and kept with its own."""
 
     def on_training_end(self, run: Run) -> None:
         """After the last step, whatever ended the training: `run.is_over` is False after an error or a signal."""
@@ -113,12 +116,13 @@ class Callbacks:
 
     def on_update(self, run: Run, stats: Stats) -> bool:
         """Call each; False if one returns False. Statistics that callbacks added become Python's own numbers."""
+        own = dict(stats)
 
         def update(callback: Callback) -> bool | None:
             try:
                 return callback.on_update(run, stats)
             finally:
-                make_plain_(stats, f"{type(callback).__name__}.on_update()")
+                make_plain_(stats, own, f"{type(callback).__name__}.on_update()")
 
         return self._call("on_update", update)
 
@@ -132,11 +136,7 @@ class Callbacks:
 
         def save(callback: Callback) -> None:
             name = type(callback).__name__
-            state = as_json(callback.state_dict())
-            if not isinstance(state, dict):
-                raise ConfigError(f"{name}.state_dict() must be a dictionary, got {type(state).__name__}.")
-            require_saveable(state, f"{name}.state_dict()")
-            states.append([name, state])
+            states.append([name, saveable_state(callback.state_dict(), f"{name}.state_dict()")])
 
         self._call("state_dict", save)
         return {"callbacks": states}
@@ -187,16 +187,23 @@ def is_false(answer: object) -> bool:
     return isinstance(answer, (bool, np.bool_)) and not answer
 
 
-def make_plain_(stats: Stats, owner: str) -> None:
+def make_plain_(stats: Stats, own: Stats, owner: str) -> None:
     """Makes Python's own numbers of statistics that users added, so that they can be logged and saved.
 
     Args:
         stats: Of an update.
+        own: Those of the update itself, which users may not change: the loop and checkpoints depend on them.
         owner: What has added to them, for the error.
 
     Raises:
-        ConfigError: Some are neither numbers nor strings; they are dropped, so that the rest can be saved.
+        ConfigError: Some are neither numbers nor strings, or have names of the library's own; they are dropped, so that
+            the rest can be saved.
     """
+    taken = [name for name in _NAMES_OF_TRACKERS if stats.pop(name, None) is not None]
+    for name, value in own.items():
+        if stats.get(name) is not value:
+            taken.append(name)
+            stats[name] = value
     faults: list[str] = []
     for name in list(stats):
         value = stats.pop(name)
@@ -204,5 +211,7 @@ def make_plain_(stats: Stats, owner: str) -> None:
             stats.update(as_statistics({name: value}))
         except ConfigError as fault:
             faults.append(str(fault))
+    if taken:
+        faults.insert(0, f"{excerpt(taken)} are the library's own and keep their values: use other names.")
     if faults:
-        raise ConfigError(f"{owner} set statistics of an update that are not numbers or strings: {' '.join(faults)}")
+        raise ConfigError(f"{owner} set statistics of an update that cannot be logged: {' '.join(faults)}")

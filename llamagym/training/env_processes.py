@@ -1,4 +1,8 @@
-"""Environments in processes of their own: none outlives its run, however it hangs, and one that is lost is named."""
+"""Environments in processes of their own: none outlives its run, however it hangs, and one that is lost is named.
+
+Each process leads a process group, so that what an environment has started itself, such as a game's server, is ended
+with it.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +67,31 @@ def named_if_lost(envs: VectorEnv, first: int) -> Iterator[None]:
         ) from error
 
 
+def lead_group() -> None:
+    """Make this process the leader of a process group of its own, where the system has such groups."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+
+
+def _signal_group(process: Any, number: signal.Signals) -> None:
+    """Send a signal to an environment's process and all that it has started."""
+    if hasattr(os, "killpg"):
+        # No group has this number if it was not made yet, or is empty.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+    if process.is_alive():
+        process.terminate() if number == signal.SIGTERM else process.kill()
+
+
 def exit_with_parent() -> None:
-    """End this process some time after its parent has ended, even if its environment hangs."""
+    """End this process, and what it has started, some time after its parent has ended, even if it hangs."""
 
     def watch(parent: Any) -> None:
         parent.join()
         # An environment that does not hang is closed meanwhile: its process notices by itself.
         time.sleep(_GRACE_S)
+        if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     parent = multiprocessing.parent_process()
@@ -113,6 +135,10 @@ class ProcessEnvs(AsyncVectorEnv):
         finally:
             late = self._numbers(lambda process: process.is_alive())
             self._kill_late()
+            # What the others started, and did not end, lives on: they had the time to.
+            for process in self.processes:
+                if process.exitcode != 0:
+                    _signal_group(process, signal.SIGKILL)
             for pipe in self._pipes():
                 pipe.close()
         if terminate:
@@ -130,11 +156,11 @@ class ProcessEnvs(AsyncVectorEnv):
         """End the processes that are still running, those that ignore SIGTERM too."""
         for process in self.processes:
             if process.is_alive():
-                process.terminate()
+                _signal_group(process, signal.SIGTERM)
         self._wait_for_ends(_GRACE_S)
         for process in self.processes:
             if process.is_alive():
-                process.kill()
+                _signal_group(process, signal.SIGKILL)
             process.join()
 
     def _pipes(self) -> list[Any]:

@@ -8,9 +8,11 @@ be saved or not.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,18 +26,20 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
 from ..options import as_json
-from .copy_errors import failed_copy, unpacked
-from .env_processes import ProcessEnvs, exit_with_parent, named_if_lost
-from .infos import Info, put_finals, split
-from .spec_copies import can_be_copied, copier
+from .copy_errors import unpacked
+from .env_processes import ProcessEnvs, exit_with_parent, lead_group, named_if_lost
+from .infos import Info, check_names_of_same_step, lost_names, put_finals, split
+from .spec_copies import can_be_copied, copier, is_recorder, layers
 from .wrapper import REPLAY, REST, Copy
+
+logger = logging.getLogger(__name__)
 
 EnvSource = str | gymnasium.Env | VectorEnv | Callable[[], gymnasium.Env]
 
 # More gain little.
 _COPIES = 64
-# What arrays raise at a value that they cannot hold.
-_MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError, AssertionError)
+# Gymnasium's functions that put values into arrays of a space.
+_ARRAY_FUNCTIONS = "gymnasium.vector.utils."
 
 
 class Copies:
@@ -64,6 +68,8 @@ class Copies:
         self._batch: Any = None
         # Such a vector environment returns the next episode's first observation where an episode has ended.
         self._resets_in_step = envs.unwrapped.autoreset_mode == AutoresetMode.SAME_STEP  # type: ignore[attr-defined]
+        # Names in infos that have been logged as lost.
+        self._lost: set[str] = set()
         self.action_space: gymnasium.Space[Any] = envs.single_action_space
 
     def reset(
@@ -97,7 +103,10 @@ class Copies:
         else:
             with self._observed():
                 observations, infos = self._envs.reset(seed=list(seeds), options=options or None)  # type: ignore[arg-type]
-        return list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
+        said = self._split(infos)
+        if self._resets_in_step:
+            check_names_of_same_step(said)
+        return list(iterate(self._envs.observation_space, observations)), said
 
     def send(self, actions: Sequence[Any]) -> None:
         """Take an action in each copy; those in processes of their own step while this one goes on."""
@@ -123,7 +132,7 @@ class Copies:
                 observations, rewards, terminated, truncated, infos = self._within(self._envs.step_wait)
             else:
                 observations, rewards, terminated, truncated, infos = self._envs.step(self._batch)
-        seen, said = list(iterate(self._envs.observation_space, observations)), split(infos, self.count)
+        seen, said = list(iterate(self._envs.observation_space, observations)), self._split(infos)
         if self._resets_in_step:
             put_finals(seen, said, terminated | truncated)
         return seen, rewards, terminated, truncated, said
@@ -146,6 +155,18 @@ class Copies:
             self._envs.close(terminate=at_once, timeout=self._timeout)
         else:
             self._envs.close()
+
+    def _split(self, infos: Any) -> list[Info]:
+        """Each copy's info. What could not be sent from another process is logged once."""
+        lost = lost_names(infos) - self._lost
+        if lost:
+            self._lost |= lost
+            logger.warning(
+                "The infos %s cannot be pickled, so they do not arrive from the environments' processes. Return plain "
+                "values, or leave env_timeout and overlap out.",
+                sorted(lost),
+            )
+        return split(infos, self.count)
 
     def _named_if_lost(self) -> AbstractContextManager[None]:
         return named_if_lost(self._envs, self.rows.start)
@@ -173,11 +194,15 @@ class Copies:
 
 @contextmanager
 def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
-    """While open, values are put into arrays of a space; an error says that they do not fit."""
+    """While open, an error of putting values into arrays of a space says that they do not fit.
+
+    Errors of the environments of a caller's vector environment pass: they are raised elsewhere.
+    """
     try:
         yield
-    except _MISFIT as error:
-        if failed_copy(error) is not None:
+    except Exception as error:
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(module.startswith(_ARRAY_FUNCTIONS) for module in modules):
             raise
         raise ConfigError(
             f"{what} do not fit {space}: {error}. Fix the environment's space, or what does not fit."
@@ -222,12 +247,14 @@ def opened(
     if isinstance(env, VectorEnv):
         _check_vector(env, in_processes)
         identity = _identity(env.spec, env.single_observation_space, env.single_action_space)
+        if isinstance(env.unwrapped, SyncVectorEnv):
+            identity |= _class_and_wrappers(env.unwrapped.envs[0])
         yield [Copies(env, identity=identity, can_replay=False)]
         return
     identities: list[dict[str, str]] = []
     makers = _makers(env, sum(counts))
     is_callers = isinstance(env, gymnasium.Env) and len(makers) == 1
-    made = [_numbered(make, number, is_callers, identities) for number, make in enumerate(makers)]
+    made = [_numbered(make, number, is_callers, identities, timeout) for number, make in enumerate(makers)]
     parts: list[Copies] = []
     failed = True
     with ExitStack() as stack:
@@ -282,6 +309,7 @@ def _numbered(
     number: int,
     is_callers: bool,
     identities: list[dict[str, str]],
+    timeout: float | None,
 ) -> Callable[[], Copy]:
     """A function that makes the environment with this number, and adds its identity to `identities`."""
     parent = os.getpid()
@@ -294,6 +322,7 @@ def _numbered(
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             # The caller's handler is for the parent.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            lead_group()
             exit_with_parent()
         env = make()
         if not isinstance(env, gymnasium.Env):
@@ -306,8 +335,15 @@ def _numbered(
             warnings.simplefilter("ignore")
             spec = env.spec or env.unwrapped.spec
         identity = _identity(spec, env.observation_space, env.action_space)
-        identities.append({"class": type(env.unwrapped).__name__, **identity})
-        return Copy(env, number, in_child=not is_here, stays_open=is_callers and is_here)
+        identities.append(_class_and_wrappers(env) | identity)
+        return Copy(
+            env,
+            number,
+            in_child=not is_here,
+            stays_open=is_callers and is_here,
+            # The parent limits the time of other processes itself.
+            close_timeout=timeout if is_here else None,
+        )
 
     return made
 
@@ -323,6 +359,18 @@ def _identity(
         options.pop("render_mode", None)
         identity |= {"id": spec.id, "options": str({name: _described(options[name]) for name in sorted(options)})}
     return identity
+
+
+def _class_and_wrappers(env: gymnasium.Env[Any, Any]) -> dict[str, str]:
+    """Names of an environment's class and of the wrappers that may change what it does, with recorded arguments."""
+    wrappers = []
+    for wrapper in layers(env):
+        if not isinstance(wrapper, gymnasium.Wrapper) or is_recorder(wrapper):
+            continue
+        arguments = getattr(wrapper, "_saved_kwargs", {})
+        described = ", ".join(f"{name}={_described(arguments[name])!r}" for name in sorted(arguments))
+        wrappers.append(f"{type(wrapper).__name__}({described})")
+    return {"class": type(env.unwrapped).__name__, "wrappers": ", ".join(wrappers)}
 
 
 def _described(option: Any) -> Any:

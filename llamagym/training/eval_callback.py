@@ -36,12 +36,12 @@ class EvalCallback(Callback):
         best_update: The update that it was measured after.
     """
 
-    @explains_wrong_calls(positional=3)
+    @explains_wrong_calls(positional=2)
     def __init__(
         self,
         env: EnvSource,
-        episodes: int = 64,
         *,
+        episodes: int = 64,
         every: int | None = None,
         every_episodes: int | None = None,
         best_dir: str | Path | None = None,

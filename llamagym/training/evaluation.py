@@ -45,6 +45,18 @@ class EvaluationResult:
     invalid: list[int] = field(default_factory=list)
     successes: list[bool | None] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Checks that there are returns.
+
+        Raises:
+            ConfigError: There are none.
+        """
+        if not isinstance(self.returns, Sequence) or isinstance(self.returns, str) or not self.returns:
+            raise ConfigError(
+                f"returns must be a list of at least one number, got {excerpt(self.returns)} "
+                f"({type(self.returns).__name__})."
+            )
+
     @property
     def mean(self) -> float:
         """Mean return."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ConfigError
+
 Info = dict[str, Any]
 
 # Under which a copy's info travels as one object.
@@ -17,12 +19,15 @@ _KEY = "llamagym_info"
 class _Whole:
     """An info as it is: those of several copies may differ in what one array cannot hold."""
 
-    def __init__(self, info: Info) -> None:
+    def __init__(self, info: Info, lost: Sequence[str] = ()) -> None:
         self.info = info
+        # Names of what could not be sent from another process.
+        self.lost = lost
 
-    def __reduce__(self) -> tuple[type[_Whole], tuple[Info]]:
-        # What cannot travel between processes stays behind.
-        return _Whole, ({name: value for name, value in self.info.items() if _is_picklable(value)},)
+    def __reduce__(self) -> tuple[type[_Whole], tuple[Info, list[str]]]:
+        kept = {name: value for name, value in self.info.items() if _is_picklable((name, value))}
+        lost = [str(name) for name in self.info if name not in kept]
+        return _Whole, (kept, lost)
 
 
 def whole(info: Info) -> Info:
@@ -40,8 +45,9 @@ def split(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
         # As gymnasium's wrapper DictInfoToList makes them.
         return [dict(info) for info in infos]
     said: list[Info] = [{} for _ in range(count)]
+    masks = {f"_{name}" for name in infos}
     for name, values in infos.items():
-        if name.startswith("_") and name[1:] in infos:
+        if name in masks:
             continue
         parts = split(values, count) if isinstance(values, Mapping) else values
         is_there = infos.get(f"_{name}", np.ones(count, dtype=bool))
@@ -51,6 +57,30 @@ def split(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
             else:
                 said[index][name] = parts[index]
     return said
+
+
+def lost_names(infos: Mapping[str, Any] | Sequence[Info]) -> set[str]:
+    """Names of what could not be sent from an environment's process."""
+    sent = infos.get(_KEY, ()) if isinstance(infos, Mapping) else ()
+    return {name for info in sent if info is not None for name in info.lost}
+
+
+def check_names_of_same_step(infos: Sequence[Info]) -> None:
+    """Rejects infos of a reset that would replace an episode's last observation and info in autoreset mode SAME_STEP.
+
+    Args:
+        infos: One per environment.
+
+    Raises:
+        ConfigError: One has a name that Gymnasium uses.
+    """
+    names = [name for name in ("final_obs", "final_info") if any(name in info for info in infos)]
+    if names:
+        raise ConfigError(
+            f"The environment's reset() returns {' and '.join(names)} as info. In the autoreset mode SAME_STEP "
+            "Gymnasium uses these names for an episode's last observation and info. Rename them, or pass "
+            "autoreset_mode=AutoresetMode.DISABLED to the vector environment."
+        )
 
 
 def put_finals(observations: list[Any], infos: list[Info], ended: Sequence[bool]) -> None:

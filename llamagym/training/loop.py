@@ -148,7 +148,8 @@ def train(
             its own up, is granted in full.
         allow_changes: With `resume`: what may differ from the checkpoint, by the names that the error lists:
             "ppo_config_dict.learning_rate" for an option, "ppo_config_dict" for all of them, "environment", "choices",
-            "model". In another environment, or another number of environments, the episodes under way start again.
+            "model". In another environment, in another number of them, or if a judge is added or removed, the episodes
+            under way start again.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
             resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
             Without effect outside the main thread, since Python delivers signals there only.
@@ -234,6 +235,8 @@ def train(
                 "overlap": overlap,
                 "environment": parts[0].identity,
                 "system_prompt": agent.get_system_prompt(),
+                "chat_template": str(agent.tokenizer.chat_template),
+                "judge": judge is not None,
             }
             return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes)
 
@@ -269,15 +272,16 @@ def train(
             nonlocal has_warned
             taken = taken.with_others()
             counted = run.take(taken.ended, taken.stats, taken.turns)
+            own_stats = dict(taken.stats)
             _notify(all_callbacks, run, counted, taken.stats)
             progress.advance([episode.total_reward for episode in counted], taken.stats)
             if taken.stats:
                 if finds_copies:
-                    play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, taken.stats))
+                    play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, own_stats))
                 trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
                 if on_update is not None:
                     answer = on_update(taken.stats)
-                    make_plain_(taken.stats, "on_update")
+                    make_plain_(taken.stats, own_stats, "on_update")
                     if is_false(answer):
                         logger.warning("on_update returned False, which ends the training (in earlier versions: True).")
                         run.stop()

@@ -115,6 +115,8 @@ class Play:
         self._rewards: list[list[float]] = [[] for _ in self._ids]
         self._observations: list[Any] = [None] * count
         self._infos: list[Info] = [{}] * count
+        # How each episode began, where it cannot be played again.
+        self._firsts: list[tuple[Any, Info]] = [(None, {})] * count
         # By the number of a group: how its first episode to end began, and how many have ended.
         self._starts: dict[int, tuple[str, int]] = {}
         self._has_warned = False
@@ -285,8 +287,17 @@ class Play:
             "texts": [
                 None if over else text for text, over in zip(self._texts(), self._over | self._at_rest, strict=True)
             ],
-            "choices": self._choices_record(),
+            "choices": self._choices_record(list(zip(self._observations, self._infos, strict=True))),
+            "first": None if self._parts[0].can_replay else self._first_record(),
             "told_to_rest": self._told_to_rest.tolist(),
+        }
+
+    def _first_record(self) -> dict[str, Any]:
+        """What the episodes under way showed first, and the choices offered there."""
+        assert isinstance(self._agent, Agent)
+        return {
+            "texts": [self._agent.text_of(*first) for first in self._firsts],
+            "choices": self._choices_record(self._firsts),
         }
 
     def resume(self, state: Mapping[str, Any], starts_again: bool = False, may_change_choices: bool = False) -> None:
@@ -356,14 +367,20 @@ class Play:
                 for i in np.flatnonzero(mine).tolist():
                     self._observations[copies.rows.start + i] = observations[i]
                     self._infos[copies.rows.start + i] = infos[i]
+                    if not copies.can_replay:
+                        self._firsts[copies.rows.start + i] = (observations[i], infos[i])
 
     def _texts(self) -> list[str]:
         """What each copy shows, in words."""
         assert isinstance(self._agent, Agent)
         return [self._agent.text_of(*seen) for seen in zip(self._observations, self._infos, strict=True)]
 
-    def _choices_record(self) -> dict[str, Any]:
-        """The choices that each environment's observation offers: distinct lists, and the index of each one's list."""
+    def _choices_record(self, seen: Sequence[tuple[Any, Info]]) -> dict[str, Any]:
+        """The choices that each environment's observation offers: distinct lists, and the index of each one's list.
+
+        Args:
+            seen: Each environment's observation and info.
+        """
         assert isinstance(self._agent, Agent)
         distinct: dict[tuple[str, ...] | None, int] = {}
         indices: list[int | None] = []
@@ -371,7 +388,7 @@ class Play:
             if is_paused:
                 indices.append(None)
                 continue
-            choices = self._agent.choices_for(self._observations[i], self._infos[i])
+            choices = self._agent.choices_for(*seen[i])
             key = None if choices is None else tuple(choices)
             indices.append(distinct.setdefault(key, len(distinct)))
         lists = [None if choices is None else list(choices) for choices in distinct]
@@ -382,19 +399,23 @@ class Play:
 
         Args:
             state: What `state_dict` returned.
-            is_replayed: Whether the environments have been brought back to where they stood. Otherwise only free text
-                can be told from choices.
+            is_replayed: Whether the environments have been brought back to where they stood. Otherwise the beginnings
+                of episodes are compared, which have the same seeds.
 
         Raises:
             CheckpointError: It does.
         """
         if "choices" not in state:  # of an earlier version
             return
-        saved, now = state["choices"], self._choices_record()
-        if is_replayed:
-            texts = self._texts()
+        saved, saved_texts = state["choices"], state["texts"]
+        first = state.get("first")
+        if not is_replayed and first is not None:
+            saved, saved_texts = first["choices"], first["texts"]
+        now, texts = self._choices_record(list(zip(self._observations, self._infos, strict=True))), self._texts()
+        # Of other numbers of environments none are the same.
+        if len(saved_texts) == len(texts):
             for i, (old, new) in enumerate(zip(saved["indices"], now["indices"], strict=True)):
-                if old is not None and new is not None and texts[i] == state["texts"][i]:
+                if old is not None and new is not None and texts[i] == saved_texts[i]:
                     _require_same_choices(saved["lists"][old], now["lists"][new])
         # Some agents offer choices for some observations only, so one of each kind on both sides is no difference.
         were_free = {choices is None for choices in saved["lists"]}

@@ -91,7 +91,8 @@ class SavedRun:
             logger.info("No checkpoint in %s; starting a new run", self.root)
             return None
         changed = check_options(path, "train", self._options, fixed={"seed"}, allowed=self._allow_changes)
-        starts_again = any(name.split(".")[0] in ("num_envs", "group_size", "environment") for name in changed)
+        restarting = ("num_envs", "group_size", "environment", "judge")
+        starts_again = any(name.split(".")[0] in restarting for name in changed)
         # Those of older versions have no id: they are never deleted.
         self._run = str(verify(path, KIND, checksums=False).get("run", self._run))
         loop = self._agent.load_checkpoint(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..agent import Agent
-from ..errors import ConfigError
+from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
-from ..options import check_arguments, require_positive, require_text
+from ..options import as_number, check_arguments, require_positive, require_text
 from .callbacks import Callback
 from .evaluation import EvaluationResult
 from .run import Run
@@ -94,11 +97,12 @@ class ScoreCallback(Callback):
         result = self._function(run.agent)
         if isinstance(result, EvaluationResult):
             return Score(result.mean, result.standard_error)
-        try:
-            # float() would read a text, too.
-            return Score(float(None if isinstance(result, str) else result))
-        except (TypeError, ValueError) as error:
+        # NaN stands for what is no number, unless it was returned itself.
+        is_nan = isinstance(result, (float, np.floating)) and math.isnan(result)
+        score = as_number(result)
+        if math.isnan(score) and not is_nan:
             raise ConfigError(
-                f"The score function returned {result!r} ({type(result).__name__}). Return a number, or the result of "
-                "llamagym.evaluate()."
-            ) from error
+                f"The score function returned {excerpt(result)} ({type(result).__name__}). Return a number, or the "
+                "result of llamagym.evaluate()."
+            )
+        return Score(score)

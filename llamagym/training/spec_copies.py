@@ -7,17 +7,25 @@ import logging
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from ..errors import ConfigError
+from .wrapper import Copy
 
 logger = logging.getLogger(__name__)
 
-# Set by a reset, and different in each environment.
-_RANDOM_STATE = {"_np_random", "_np_random_seed"}
+# Attributes that differ between equal environments: generators of random numbers, and what Gymnasium caches.
+_UNCOMPARED = {"_np_random", "_np_random_seed", "env", "_cached_spec"}
+# Gymnasium's wrappers that record what happens and change nothing in it.
+_RECORDERS = ("OrderEnforcing", "PassiveEnvChecker", "RecordEpisodeStatistics", "RecordVideo")
+# How many levels of environments inside environments are compared.
+_INNER_LEVELS = 3
+# Seconds that an environment made for a comparison has to close.
+_CLOSE_S = 5.0
 
 
 def can_be_copied(env: gymnasium.Env[Any, Any]) -> bool:
@@ -28,23 +36,12 @@ def can_be_copied(env: gymnasium.Env[Any, Any]) -> bool:
 
 def copier(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]]:
     """A function that makes an environment like `env`; its first call logs which attributes a copy does not have."""
-    spec = env.spec
     is_first = True
 
     def copied() -> gymnasium.Env[Any, Any]:
         nonlocal is_first
-        try:
-            made = gymnasium.make(copy.deepcopy(spec))  # type: ignore[arg-type]
-        except (gymnasium.error.Error, AttributeError, ImportError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{env} cannot be made again from its spec: {error} Pass a function that makes it, or num_envs=1 to "
-                "use it itself."
-            ) from error
-        lost = _different_attributes(env, made) if is_first else []
-        if lost:
-            # What a reset sets anyway is not lost.
-            set_by_reset = _set_by_reset(made)
-            lost = [name for name in lost if name not in set_by_reset]
+        made = _made_from_spec(env)
+        lost = _lost_attributes(env, made) if is_first else []
         if lost:
             logger.warning(
                 "Several environments are made from the spec of %s, and its attributes %s are not the same in them. "
@@ -58,34 +55,89 @@ def copier(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]
     return copied
 
 
-def _different_attributes(env: gymnasium.Env[Any, Any], made: gymnasium.Env[Any, Any]) -> list[str]:
-    """Names of attributes, of an environment or its wrappers, that a copy does not have or has with other values."""
-    names: dict[str, None] = {}
-    for one, other in zip(_layers(env), _layers(made), strict=False):
-        others = vars(other)
-        is_gymnasium = type(one).__module__.startswith("gymnasium.wrappers")
-        for name, value in vars(one).items():
-            # Gymnasium's own wrappers count steps.
-            is_same = name in others and (is_gymnasium or _is_alike(value, others[name]))
-            if not is_same and name not in _RANDOM_STATE:
-                names[name] = None
-    return list(names)
-
-
-def _set_by_reset(env: gymnasium.Env[Any, Any]) -> set[str]:
-    """Names of attributes, of an environment or its wrappers, that a reset sets to something else."""
-    before = [dict(vars(layer)) for layer in _layers(env)]
+def _made_from_spec(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     try:
-        env.reset()
-    except Exception:  # the run's own reset shows what is wrong
-        return set()
-    changed: set[str] = set()
-    for old, layer in zip(before, _layers(env), strict=True):
-        changed |= {name for name, value in vars(layer).items() if name not in old or old[name] is not value}
-    return changed
+        return gymnasium.make(copy.deepcopy(env.spec))  # type: ignore[arg-type]
+    except (gymnasium.error.Error, AttributeError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{env} cannot be made again from its spec: {error} Pass a function that makes it, or num_envs=1 to use it "
+            "itself."
+        ) from error
 
 
-def _layers(env: Any) -> Iterator[Any]:
+def _lost_attributes(env: gymnasium.Env[Any, Any], made: gymnasium.Env[Any, Any]) -> list[str]:
+    """Names of attributes, of an environment or its wrappers, that an environment from its spec lacks after a reset."""
+    different = _differences(env, made)
+    if not different:
+        return []
+    # What a reset sets is not lost: an environment that is given the values becomes the same as one that is not. A
+    # third one shows what differs by chance.
+    given, fresh, other = (_made_from_spec(env) for _ in range(3))
+    try:
+        return _differences_after_reset(env, different, given, fresh, other)
+    except Exception:  # whatever a user's reset() raises; the run's own reset shows it
+        return list(dict.fromkeys(name for _, name in different))
+    finally:
+        for each in (given, fresh, other):
+            Copy(each, 0, in_child=False, close_timeout=_CLOSE_S).close()
+
+
+def _differences_after_reset(
+    env: gymnasium.Env[Any, Any],
+    different: list[tuple[int, str]],
+    given: gymnasium.Env[Any, Any],
+    fresh: gymnasium.Env[Any, Any],
+    other: gymnasium.Env[Any, Any],
+) -> list[str]:
+    """Names of attributes that differ between `given`, with the values of `env`, and `fresh`, but not by chance."""
+    values = [vars(layer) for layer in layers(env)]
+    given_values = [vars(layer) for layer in layers(given)]
+    uncopied = []
+    for index, name in different:
+        try:
+            given_values[index][name] = copy.deepcopy(values[index][name])
+        except Exception:  # a connection, or whatever a user's class raises
+            uncopied.append((index, name))
+    before = [dict(vars(layer)) for layer in layers(fresh)]
+    for each in (given, fresh, other):
+        each.reset(seed=0)
+    after = [vars(layer) for layer in layers(fresh)]
+    by_chance = _differences(other, fresh)
+    lost = [place for place in _differences(given, fresh) if place in different and place not in by_chance]
+    for index, name in uncopied:
+        if after[index].get(name) is before[index].get(name):
+            lost.append((index, name))
+    return list(dict.fromkeys(name for _, name in lost))
+
+
+def _differences(
+    env: gymnasium.Env[Any, Any], other: gymnasium.Env[Any, Any], levels: int = _INNER_LEVELS
+) -> list[tuple[int, str]]:
+    """Attributes that another environment lacks or has with other values: the wrapper's number and the name.
+
+    Args:
+        env: The environment, whose wrappers are numbered from the outside in, itself the last.
+        other: The other environment.
+        levels: Levels of environments inside it that are compared.
+    """
+    different = []
+    for index, (layer, other_layer) in enumerate(zip(layers(env), layers(other), strict=False)):
+        if is_recorder(layer):
+            continue
+        others = vars(other_layer)
+        for name, value in vars(layer).items():
+            is_same = name in _UNCOMPARED or (name in others and _is_alike(value, others[name], levels))
+            if not is_same:
+                different.append((index, name))
+    return different
+
+
+def is_recorder(wrapper: Any) -> bool:
+    """Whether a wrapper is one of Gymnasium's that change nothing in the environment."""
+    return type(wrapper).__module__.startswith("gymnasium.wrappers") and type(wrapper).__name__ in _RECORDERS
+
+
+def layers(env: Any) -> Iterator[Any]:
     """The environment's wrappers from the outside in, then itself."""
     while isinstance(env, gymnasium.Wrapper):
         yield env
@@ -93,10 +145,16 @@ def _layers(env: Any) -> Iterator[Any]:
     yield env
 
 
-def _is_alike(value: Any, other: Any) -> bool:
+def _is_alike(value: Any, other: Any, levels: int) -> bool:
     """Whether two values are the same, as far as can be known."""
-    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | gymnasium.Env):
+    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
         return True
+    if isinstance(value, gymnasium.Env):
+        return type(value) is type(other) and (levels == 0 or not _differences(value, other, levels - 1))
+    if isinstance(value, MethodType):
+        return isinstance(other, MethodType) and value.__func__ is other.__func__
+    if isinstance(value, FunctionType):
+        return isinstance(other, FunctionType) and _is_same_function(value, other)
     try:
         if value == other:
             return True
@@ -106,3 +164,14 @@ def _is_alike(value: Any, other: Any) -> bool:
         return pickle.dumps(value) == pickle.dumps(other)
     except Exception:
         return type(value) is type(other) and not callable(value)
+
+
+def _is_same_function(function: FunctionType, other: FunctionType) -> bool:
+    """Whether two functions have the same code and values; environments in them are compared elsewhere."""
+    if function is other:
+        return True
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    other_cells = [cell.cell_contents for cell in other.__closure__ or ()]
+    if function.__code__ != other.__code__ or function.__defaults__ != other.__defaults__:
+        return False
+    return all(_is_alike(*pair, levels=0) for pair in zip(cells, other_cells, strict=True))

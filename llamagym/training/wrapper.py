@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium import spaces
 
-from ..errors import ConfigError
+from ..errors import ConfigError, excerpt
 from ..options import as_number
 from .copy_errors import RemoteError, marked
 from .infos import whole
@@ -20,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # The options of a reset that say which actions to play again, and which copies are to rest.
 REPLAY, REST = "llamagym_replay", "llamagym_rest"
+# Spaces whose elements are numbers.
+_NUMBERS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
 class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -29,7 +34,14 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
     next one begins with the next reset.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], number: int, in_child: bool, stays_open: bool = False) -> None:
+    def __init__(
+        self,
+        env: gymnasium.Env[Any, Any],
+        number: int,
+        in_child: bool,
+        stays_open: bool = False,
+        close_timeout: float | None = None,
+    ) -> None:
         """Wrap an environment.
 
         Args:
@@ -37,9 +49,11 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             number: Its number.
             in_child: Whether it runs in a process of its own.
             stays_open: Whether closing the wrapper leaves it open, since it is the caller's.
+            close_timeout: Seconds that its close() may take; None sets no limit.
         """
         super().__init__(env)
         self._number, self._in_child, self._stays_open = number, in_child, stays_open
+        self._close_timeout = close_timeout
         self._observation: Any = None
         self._rests = False
 
@@ -73,9 +87,24 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Close the environment, unless it is the caller's. An error is logged: what it returned before is kept."""
         if self._stays_open:
             return
+        if self._close_timeout is None:
+            self._close_env()
+            return
+        # A thread cannot be ended, but it can be left behind: a daemon does not keep the program from ending.
+        closing = threading.Thread(target=self._close_env, daemon=True)
+        closing.start()
+        closing.join(self._close_timeout)
+        if closing.is_alive():
+            logger.error(
+                "Environment %d did not close in this process within %s seconds (env_timeout). It is left open.",
+                self._number,
+                self._close_timeout,
+            )
+
+    def _close_env(self) -> None:
         try:
-            super().close()
-        except Exception as error:  # whatever a user's environment raises
+            self.env.close()
+        except (Exception, SystemExit) as error:  # whatever a user's environment raises
             if self._in_child:
                 raise
             logger.warning("Environment %d raised %r in close(). What it returned is kept.", self._number, error)
@@ -103,34 +132,69 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def _require_in_space(space: gymnasium.Space[Any], observation: Any) -> None:
-    """Reject an observation with parts that its space lacks: vector environments would drop them silently.
+    """Reject an observation that a vector environment would change silently.
 
     Raises:
-        ConfigError: There are such parts.
+        ConfigError: It has parts that its space lacks, or numbers beyond the space's type.
     """
-    if parts := list(_parts_beyond(space, observation, "observation")):
+    lacking = []
+    for path, part_space, part in _parts(space, observation, "observation"):
+        if part_space is None:
+            lacking.append(path)
+        elif isinstance(part_space, _NUMBERS) and not _holds(part_space.dtype, part):
+            raise ConfigError(
+                f"{path} is {excerpt(part)}, which the type {part_space.dtype} of its space cannot hold. Give the "
+                "space a larger type (dtype)."
+            )
+    if lacking:
         raise ConfigError(
-            f"The observation_space lacks {', '.join(parts)}, which the environment returned. Add them to the space, "
+            f"The observation_space lacks {', '.join(lacking)}, which the environment returned. Add them to the space, "
             "or return them as info."
         )
 
 
-def _parts_beyond(space: gymnasium.Space[Any], observation: Any, path: str) -> Iterator[str]:
-    """The parts of an observation that its space lacks."""
+def _parts(
+    space: gymnasium.Space[Any], observation: Any, path: str
+) -> Iterator[tuple[str, gymnasium.Space[Any] | None, Any]]:
+    """The parts of an observation with their paths and spaces; None where the space lacks one."""
     if isinstance(space, spaces.Dict) and isinstance(observation, Mapping):
-        for key, part in observation.items():
-            inner = f"{path}[{key!r}]"
-            if key in space.spaces:
-                yield from _parts_beyond(space.spaces[key], part, inner)
-            else:
-                yield inner
-    elif isinstance(space, spaces.Tuple) and isinstance(observation, (tuple, list)):
-        for index, part in enumerate(observation):
-            inner = f"{path}[{index}]"
-            if index < len(space.spaces):
-                yield from _parts_beyond(space.spaces[index], part, inner)
-            else:
-                yield inner
+        items = [(key, space.spaces.get(key), part) for key, part in observation.items()]
+    elif isinstance(space, spaces.Tuple) and _is_sequence(observation):
+        pairs = zip_longest(space.spaces, observation)
+        items = [(index, part_space, part) for index, (part_space, part) in enumerate(pairs)]
+    else:
+        yield path, space, observation
+        return
+    for key, part_space, part in items:
+        inner = f"{path}[{key!r}]"
+        if part_space is None:
+            yield inner, None, part
+        else:
+            yield from _parts(part_space, part, inner)
+
+
+def _is_sequence(observation: Any) -> bool:
+    """Whether an observation has parts by their positions."""
+    if isinstance(observation, np.ndarray):
+        return observation.ndim > 0
+    return isinstance(observation, (tuple, list))
+
+
+def _holds(dtype: Any, numbers: Any) -> bool:
+    """Whether a type has these numbers, up to rounding; also if they are no numbers, which Gymnasium rejects."""
+    if getattr(numbers, "dtype", None) == dtype:
+        return True
+    try:
+        values = np.asarray(numbers)
+    except ValueError:  # lists of different lengths
+        return True
+    if values.dtype == dtype or values.dtype.kind not in "iuf" or not np.can_cast(values.dtype, dtype, "same_kind"):
+        return True
+    with np.errstate(over="ignore"):
+        received = values.astype(dtype)
+    if dtype.kind == "f":
+        return bool((np.isfinite(received) == np.isfinite(values)).all())
+    return bool((received == values).all())
 
 
 def _strange(method: str, returned: Any, expected: str) -> ConfigError:
