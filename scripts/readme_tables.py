@@ -54,6 +54,7 @@ PAGES: dict[Path, Sections] = {
         "shortfalls": learning_tables.shortfalls,
         "ablations": learning_tables.ablations,
         "comparisons": learning_tables.comparisons,
+        "sparse-rewards": learning_tables.sparse_rewards,
         "workloads": speed_tables.workloads,
         "end-to-end": speed_tables.end_to_end,
         "benchmarks": speed_tables.benchmarks,

@@ -9,6 +9,7 @@ from runs import (
     BATCH_SIZES,
     COMPARISONS,
     RESULTS,
+    SPARSE_REWARDS,
     TITLES,
     Run,
     half_width,
@@ -195,6 +196,18 @@ def batch_sizes() -> str:
         minutes_of_one_core = [f"{run['processor_minutes']:.0f}" for run in runs]
         cells = [f"{int(name):,}", ", ".join(returns), ", ".join(updates), ", ".join(minutes_of_one_core)]
         lines.append(table_row(*cells))
+    return "\n".join(lines)
+
+
+def sparse_rewards() -> str:
+    """Turns until a task with rare rewards is solved: a version of the library a line, its seeds side by side."""
+    lines = ["| version, by seed | turns to the first reward | turns to solve | updates |", "|---|---|---|---|"]
+    found = runs_by_name(SPARSE_REWARDS)
+    for name in ("before", "now"):
+        runs = found[name]
+        links = " ".join(f"[{run['seed']}](../scripts/benchmarks/results/sparse-rewards/{run['file']})" for run in runs)
+        cells = [", ".join(f"{run[key]:,}" for run in runs) for key in ("turns_to_first_reward", "turns", "updates")]
+        lines.append(table_row(f"{runs[0]['llamagym'][:7]} {links}", *cells))
     return "\n".join(lines)
 
 
