@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
 from llamagym.models.checkpoints import newest, path_of
 from llamagym.models.paths import file_inside, user_folder
-from llamagym.training.tracking import CsvTracker, JsonlTracker, default_tracker
+from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, default_tracker
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.killed import killed_at
 from tests.resumed_run import SIZES, DiceEnv
@@ -247,6 +248,94 @@ def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
     with pytest.raises(ConfigError, match=rf"{name}' is a link, or not a file"):
         learning(tmp_path / "run", episodes=20, log_with=["csv"], resume=True)
     assert (tmp_path / "precious").read_text() == "mine\n" * 1000
+
+
+@pytest.mark.parametrize("settings", ['{"my": "settings"}', '{"llamagym": {"episodes": 100}}', '{"llamagym": "0.2"}'])
+def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, settings):
+    (tmp_path / "config.json").write_text(settings)
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
+    before = tree(tmp_path)
+    for start in (lambda: learning(tmp_path, resume=True), lambda: default_tracker(tmp_path, {})):
+        with pytest.raises(ConfigError, match="holds files that are not of a run"):
+            start()
+    assert tree(tmp_path) == before
+
+
+def test_a_folder_of_checkpoints_alone_becomes_a_run_s(tmp_path):
+    learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
+    assert len(learning(tmp_path, resume=True).returns) == 16
+    assert len(learning(tmp_path, resume=True).returns) == 28
+
+
+def test_a_run_is_not_resumed_in_the_folder_of_another(tmp_path):
+    learning(tmp_path / "a", episodes=4)
+    learning(tmp_path / "b", episodes=20)
+    before = tree(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"run_dir='.*b' belongs to the run \w+, but the newest checkpoint in '.*a/che"
+    ):
+        learning(tmp_path / "b", checkpoint_dir=tmp_path / "a" / "checkpoints", resume=True)
+    assert tree(tmp_path) == before
+    # A new folder takes the run, and can be resumed with it again.
+    for _ in range(2):
+        learning(tmp_path / "c", checkpoint_dir=tmp_path / "a" / "checkpoints", resume=True)
+
+
+@pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])
+@pytest.mark.parametrize("updates", [0, 2])
+def test_a_resumed_run_drops_nothing_from_the_file_of_another(tmp_path, caplog, kind, updates):
+    own = kind(tmp_path / "own")
+    precious = kind(tmp_path / "precious")
+    for step in range(50):
+        precious.log({"precious": float(step)}, step)
+    for step in range(updates):
+        own.log({"a": float(step)}, step)
+    position = {**own.position()}
+    own.log({"a": 9.0}, 9)
+    before = (tmp_path / "precious").read_bytes()
+    for saved in (position, 3, None, {"size": 3}, {"size": True, "sha256": []}, {}):
+        with pytest.raises(CheckpointError, match="precious"):
+            precious.rewind(saved)
+    # A run goes on and appends to the file.
+    MultiTracker(precious).rewind([position])
+    assert "is not the file of the checkpoint" in caplog.text
+    assert (tmp_path / "precious").read_bytes() == before
+    own.rewind(position)
+    assert own.position() == position
+    for tracker in (own, precious):
+        tracker.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["a;b\n1;2,3\n4;5,6,7\n", "a,a,b\n1,2,3\n", "step,a,a\n1,2,3\n", "step,a\n1,2,3\n", "x\n"]
+)
+def test_a_table_that_cannot_be_continued_without_a_loss_is_rejected(tmp_path, text):
+    (tmp_path / "data.csv").write_text(text)
+    with pytest.raises(ConfigError, match=r"data.csv' cannot be read as a table: .*Move it away"):
+        CsvTracker(tmp_path / "data.csv")
+    assert (tmp_path / "data.csv").read_text() == text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs the limits of Unix")
+@pytest.mark.parametrize("new", [{}, {"c": 7.0}], ids=["append", "rewrite"])
+def test_a_line_of_a_table_that_a_full_disk_cut_is_dropped(tmp_path, new):
+    import resource  # of Unix
+
+    table = CsvTracker(tmp_path / "metrics.csv")
+    table.log({"a": 1.0, "b": 2.0}, 1)
+    position, soft_and_hard = table.position(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.csv").stat().st_size + 4, soft_and_hard[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            table.log({"a": 3.0, "b": 4.0, **new}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+        signal.signal(signal.SIGXFSZ, before)
+    assert table.position() == position
+    table.log({"a": 5.0, "b": 6.0}, 3)
+    assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,2.0\n3,5.0,6.0\n"
 
 
 def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):

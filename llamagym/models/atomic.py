@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -41,6 +42,8 @@ SCHEMA = 1
 
 _PIECE = 2**20
 _SCRATCH, _ASIDE = ".writing-", ".replaced-"
+_SCRATCH_FILE = ".llamagym-"
+_SCRATCH_FILE_PATTERN = re.compile(rf"{re.escape(_SCRATCH_FILE)}.+-[0-9a-f]{{8}}")
 # Only a temporary folder that contains this file is ours to remove.
 _OWNER = "llamagym"
 # What is an hour old was left by a process that was killed.
@@ -101,7 +104,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: The disk is full, or cannot be written; then the older version is as it was.
     """
-    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    _remove_stale_files(path)
+    scratch = path.with_name(f"{_SCRATCH_FILE}{path.name}-{secrets.token_hex(4)}")
     try:
         # Text may hold half of a character pair, such as a file's name that is not UTF-8.
         write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
@@ -110,6 +114,20 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def is_scratch_file(name: str) -> bool:
+    """Whether a file's name is one that `replace_file` gives to temporary files."""
+    return _SCRATCH_FILE_PATTERN.fullmatch(name) is not None
+
+
+def _remove_stale_files(path: Path) -> None:
+    """Deletes temporary files that killed processes left when they replaced a file."""
+    for scratch in path.parent.glob(f"{_SCRATCH_FILE}*"):
+        belongs = is_scratch_file(scratch.name) and scratch.name.startswith(f"{_SCRATCH_FILE}{path.name}-")
+        with suppress(OSError):  # another process deletes it too
+            if belongs and time.time() - scratch.lstat().st_mtime > _STALE_S:
+                scratch.unlink()
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> None:

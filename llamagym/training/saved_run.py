@@ -28,6 +28,7 @@ class SavedRun:
 
     Attributes:
         root: The folder of the checkpoints.
+        run_id: Distinguishes the checkpoints of this run from those of others in the same folder.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class SavedRun:
         play: Play,
         options: Mapping[str, Any],
         allow_changes: Collection[str] = (),
+        run_id: str = "",
     ) -> None:
         """Keep the newest `keep` checkpoints, and the best, in a folder.
 
@@ -48,13 +50,13 @@ class SavedRun:
             play: Where.
             options: What the run must be resumed with.
             allow_changes: Names of what may differ all the same; see `train`.
+            run_id: Id of the run, unless checkpoints have one; empty draws one.
         """
         self.root = root
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
         self._allow_changes = allow_changes
         self._latest = -1
-        # Tells the checkpoints of this run from those of others in the same folder.
-        self._run = secrets.token_hex(8)
+        self.run_id = run_id or secrets.token_hex(8)
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
         """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
@@ -66,7 +68,7 @@ class SavedRun:
             "turns": turns,
             "updates": len(updates),
             "train": self._options,
-            "run": self._run,
+            "run": self.run_id,
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
         path = path_of(self.root, turns)
@@ -77,7 +79,7 @@ class SavedRun:
                 f"{error} Older checkpoints are as they were; make room, or pass another checkpoint_dir."
             ) from error
         if ranks.is_main_process():
-            prune(self.root, self._keep, path, self._run)
+            prune(self.root, self._keep, path, self.run_id)
 
     def read(self) -> dict[str, Any] | None:
         """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
@@ -93,7 +95,7 @@ class SavedRun:
         changed = check_options(path, "train", self._options, fixed={"seed"}, allowed=self._allow_changes)
         starts_again = any(name.split(".")[0] in ("num_envs", "group_size", "environment") for name in changed)
         # Those of older versions have no id: they are never deleted.
-        self._run = str(verify(path, KIND, checksums=False).get("run", self._run))
+        self.run_id = str(verify(path, KIND, checksums=False).get("run", self.run_id))
         loop = self._agent.load_checkpoint(
             path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
