@@ -27,8 +27,9 @@ from ...options import as_number, check_arguments, json_safe, require_text, user
 # Of a run: transcripts, spread evenly over what was recorded; alarms; settings; characters of a text and of a setting.
 _TRANSCRIPTS, _ALARMS, _SETTINGS, _CHARACTERS, _SETTING_CHARACTERS = 200, 200, 200, 2000, 500
 _NAME_CHARACTERS = 100
-# What only a page of ours contains.
-_DATA_ELEMENT = '<script type="application/json" id="data">'
+# Identifies a report in the first characters of a page. Elements further down occur in pages of others, too.
+_GENERATOR = '<meta name="generator" content="llamagym report">'
+_HEAD_CHARACTERS = 1000
 
 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
@@ -49,7 +50,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     target = user_path(path)
     if os.path.lexists(target) and not _is_report(target):
         raise ConfigError(f"{str(target)!r} exists and is not a report of llamagym. Pass another path.")
-    data = {"runs": [_run(user_path(run)) for run in runs]}
+    data = {"runs": [_readable_run(user_path(run)) for run in runs]}
     title = ", ".join(run["name"] for run in data["runs"])
     # Inside a script element only "</" and "<!--" could end the data.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -66,10 +67,26 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def _is_report(path: Path) -> bool:
+    """Whether a file is a report that `write_report` wrote."""
     try:
-        return path.is_file() and _DATA_ELEMENT in path.read_text(encoding="utf-8")
+        if not path.is_file():
+            return False
+        with path.open(encoding="utf-8") as file:
+            return _GENERATOR in file.read(_HEAD_CHARACTERS)
     except (OSError, ValueError):
         return False
+
+
+def _readable_run(folder: Path) -> dict[str, Any]:
+    """What the page shows of a run.
+
+    Raises:
+        ConfigError: The folder has no metrics, or cannot be read.
+    """
+    try:
+        return _run(folder)
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r} cannot be read: {error}. Pass another folder.") from error
 
 
 def _run(folder: Path) -> dict[str, Any]:
