@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ import pytest
 from llamagym import CheckpointError, ConfigError, EvalCallback, train
 from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
-from llamagym.models.checkpoints import newest, path_of
+from llamagym.models.checkpoints import best, newest, path_of
 from llamagym.models.paths import file_inside, user_folder
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, default_tracker
 from tests.agents import ChoiceAgent, WordAgent, make_agent
@@ -336,6 +337,47 @@ def test_a_line_of_a_table_that_a_full_disk_cut_is_dropped(tmp_path, new):
     assert table.position() == position
     table.log({"a": 5.0, "b": 6.0}, 3)
     assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,2.0\n3,5.0,6.0\n"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "agent", "wandb"])
+def test_a_run_does_not_write_through_linked_folders(tmp_path, name):
+    learning(tmp_path / "mine", episodes=4)
+    learning(tmp_path / "downloaded", episodes=4)
+    shutil.rmtree(tmp_path / "downloaded" / name, ignore_errors=True)
+    (tmp_path / "mine" / name).mkdir(exist_ok=True)
+    (tmp_path / "downloaded" / name).symlink_to(f"../mine/{name}")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match=rf"downloaded/{name}' is a link"):
+        learning(tmp_path / "downloaded", episodes=20, keep_checkpoints=1, resume=True)
+    assert tree(tmp_path) == before
+
+
+def test_a_checkpoint_that_is_a_link_is_neither_read_nor_replaced(tmp_path, caplog):
+    learning(tmp_path / "mine", episodes=4)
+    learning(tmp_path / "downloaded", episodes=4)
+    mine = newest(tmp_path / "mine" / "checkpoints")
+    before = tree(tmp_path / "mine")
+    link = path_of(tmp_path / "downloaded" / "checkpoints", 10**6)
+    link.symlink_to(f"../../mine/checkpoints/{mine.name}")
+    assert newest(tmp_path / "downloaded" / "checkpoints") != link
+    assert "lies outside of that folder" in caplog.text
+    # The checkpoints that a run will write.
+    for turns in range(1, 60):
+        path = path_of(tmp_path / "downloaded" / "checkpoints", turns)
+        if not path.exists():
+            path.symlink_to(f"../../mine/checkpoints/{mine.name}")
+    with pytest.raises(CheckpointError, match="lies outside of that folder"):
+        learning(tmp_path / "downloaded", checkpoint_every=1, resume=True)
+    assert tree(tmp_path / "mine") == before
+
+
+def test_a_return_that_no_float_holds_does_not_end_a_run(tmp_path):
+    learning(None, episodes=4, checkpoint_dir=tmp_path)
+    for path in tmp_path.glob("checkpoint-*"):
+        manifest = json.loads((path / MANIFEST).read_text())
+        (path / MANIFEST).write_text(json.dumps(manifest | {"return_mean": 10**400}))
+    assert best(tmp_path) is None
+    assert len(learning(None, episodes=4, checkpoint_dir=tmp_path, resume=True).returns) == 8
 
 
 def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):

@@ -66,3 +66,25 @@ def file_inside(folder: Path, name: str) -> Path:
         f"{str(folder)!r} refers to the file {str(name)[:200]!r}, which lies outside of that folder. Its content was "
         "not read."
     )
+
+
+def require_files_inside(folder: Path) -> None:
+    """Rejects a folder in which anything is neither a file nor a folder inside it.
+
+    For folders that other libraries read by the names that they know, listed in a manifest or not.
+
+    Args:
+        folder: A folder that may come from somebody else.
+
+    Raises:
+        CheckpointError: A symbolic link leads out of the folder, or there is a pipe, device or socket.
+    """
+    for inner, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            relative = (Path(inner) / name).relative_to(folder).as_posix()
+            path = file_inside(folder, relative)
+            if not (path.is_file() or path.is_dir()):
+                raise CheckpointError(
+                    f"{str(folder)!r} contains {relative[:200]!r}, which is neither a file nor a folder. Its content "
+                    "was not read. Remove it."
+                )

@@ -15,6 +15,7 @@ from ..learners import ranks
 from ..learners.base import Stats
 from ..models.atomic import verify
 from ..models.checkpoints import KIND, check_options, newest, path_of, prune
+from ..models.paths import file_inside
 from ..models.state_files import check_alike, named_on_error
 from ..options import as_json
 from .copy_errors import failed_copy
@@ -72,6 +73,8 @@ class SavedRun:
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
         path = path_of(self.root, turns)
+        # A run may come from somebody else: a link would lead to a checkpoint of another one.
+        file_inside(self.root, path.name)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
         except CheckpointError as error:
