@@ -20,10 +20,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from llamagym import Agent, CheckpointError, ConfigError, ModelLoadError, load_model_and_tokenizer, train, write_report
+from llamagym import (
+    Agent,
+    CheckpointError,
+    ConfigError,
+    ModelLoadError,
+    ScoreCallback,
+    load_model_and_tokenizer,
+    train,
+    write_report,
+)
 from llamagym.errors import LlamaGymError
 from llamagym.models.atomic import MANIFEST
+from llamagym.models.checkpoints import newest
 from llamagym.models.lora import freeze_and_extend_, has_frozen_half
+from llamagym.models.state_files import read_state, write_state
 from llamagym.training.tracking import default_tracker
 from tests.agents import ChoiceAgent, make_agent
 from tests.resumed_run import SIZES, DiceEnv
@@ -473,6 +484,143 @@ def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
     agent.load_checkpoint(tmp_path / "checkpoint")
     assert has_frozen_half(agent.policy.model.pretrained_model)
     assert snapshot(agent) == snapshot(taught)
+
+
+# The state of a loop
+
+
+@pytest.fixture(scope="module")
+def stopped(saved, tmp_path_factory) -> Path:
+    """Checkpoints of a run with a callback."""
+    folder = tmp_path_factory.mktemp("stopped")
+    callback = ScoreCallback(lambda agent: 1.0)
+    train(fresh(saved / "base"), DiceEnv, episodes=4, num_envs=2, seed=0, checkpoint_dir=folder, callbacks=callback)
+    (newest_one,) = (path for path in folder.iterdir() if path == newest(folder))
+    return newest_one
+
+
+MISSING = object()
+JUNK_OF_LOOP = [MISSING, None, True, -1, 10**30, 10**400, "x", [], {}, [[]], {"x": 1}, [3], [None, None], [True, "x"]]
+
+
+def paths_in(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of all dictionary entries."""
+    found = []
+    for key, value in state.items() if isinstance(state, dict) else ():
+        found += [(*path, key), *paths_in(value, (*path, key))]
+    return found
+
+
+def damaged_loops(stopped: Path) -> list[tuple[tuple[str, ...], Any]]:
+    loop = json.loads((stopped / "state.json").read_text())["loop"]
+    paths = [path for path in paths_in(loop) if path[0] != "updates"]
+    return [(path, junk) for path in paths for junk in JUNK_OF_LOOP]
+
+
+def resume_damaged(agent: Any, stopped: Path, root: Path, path: tuple[str, ...], junk: Any) -> str:
+    """Resume a run whose loop's state has another value at a path; returns what came of it."""
+    shutil.rmtree(root, ignore_errors=True)
+    folder = shutil.copytree(stopped, root / stopped.name)
+    state = json.loads((folder / "state.json").read_text())
+    *outer, name = path
+    part = state["loop"]
+    for key in outer:
+        part = part[key]
+    part[name] = junk
+    if junk is MISSING:
+        del part[name]
+    (folder / "state.json").write_text(json.dumps(state))
+    reseal(folder)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = snapshot(agent)
+    callback = ScoreCallback(lambda agent: 1.0)
+    message = ""
+    try:
+        train(agent, DiceEnv, episodes=1, num_envs=2, seed=0, checkpoint_dir=root, resume=True, callbacks=callback)
+    except CheckpointError as error:
+        message = str(error)
+    if not message:
+        return "trained"
+    assert "state.json" in message, message
+    assert len(message) < LONGEST_MESSAGE
+    assert snapshot(agent) == before
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+    assert [path.name for path in root.iterdir()] == [folder.name]
+    return "CheckpointError"
+
+
+def try_damaged_loops(saved: Path, stopped: Path, root: Path, cases: list[Any]) -> dict[str, int]:
+    agent = fresh(saved / "base", seed=2)
+    outcomes: dict[str, int] = {}
+    raw = []
+    for path, junk in cases:
+        try:
+            outcome = resume_damaged(agent, stopped, root, path, junk)
+        except BaseException as error:
+            outcome = "raw"
+            raw.append(f"{'/'.join(path)} = {junk!r:.30}: {error!r:.200}")
+        if outcome != "CheckpointError":
+            agent = fresh(saved / "base", seed=2)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    assert raw == [], "\n".join(raw)
+    return outcomes
+
+
+def test_damaged_loop_states_are_checkpoint_errors_and_leave_the_agent_unchanged(saved, stopped, tmp_path):
+    cases = random.Random(SEED).sample(damaged_loops(stopped), 12)
+    outcomes = try_damaged_loops(saved, stopped, tmp_path, cases)
+    assert outcomes["CheckpointError"] >= 6
+
+
+@pytest.mark.long
+def test_every_damaged_loop_state(saved, stopped, tmp_path):
+    outcomes = try_damaged_loops(saved, stopped, tmp_path, damaged_loops(stopped))
+    assert outcomes["CheckpointError"] > 200
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda moments: moments.pop("exp_avg"), "expected"),
+        (lambda moments: moments.update(exp_avg=moments["exp_avg"].bool()), "torch.bool"),
+        (lambda moments: moments.update(exp_avg_sq=moments["step"]), "exp_avg_sq"),
+        (lambda moments: moments.update(step=moments["exp_avg"]), "step"),
+        (lambda moments: moments.update(step=None), "NoneType"),
+    ],
+)
+@pytest.mark.parametrize("owner", ["learner", "replay"])
+def test_moments_that_do_not_fit_are_rejected_when_they_are_loaded(saved, other, tmp_path, damage, what, owner):
+    folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
+    # The original, since tensors are mapped to the file.
+    state = read_state(saved / "checkpoint", "state")
+    moments = next(iter(state["agent"][owner]["learning"]["optimizer"]["state"].values()))
+    damage(moments)
+    write_state(folder, "state", state)
+    reseal(folder)
+    before = snapshot(other)
+    with pytest.raises(CheckpointError, match=rf"state.json'.*{what}"):
+        other.load_checkpoint(folder)
+    assert snapshot(other) == before
+
+
+@pytest.mark.parametrize(
+    "place_and_value",
+    [((1, 0), 1), ((1, 1), []), ((1, 4), 99), ((1, 4), None), ((0, 3), 10**6), ((0, 4), -1), ((0, 2), None)],
+)
+def test_turns_that_contradict_themselves_are_rejected_when_they_are_loaded(saved, other, tmp_path, place_and_value):
+    (part, index), value = place_and_value
+    folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
+    # The original, since tensors are mapped to the file.
+    state = read_state(saved / "checkpoint", "state")
+    turn = state["agent"]["replay"]["recent"][0][0]["turns"][0]
+    assert turn[part][index] != value
+    turn[part][index] = value
+    write_state(folder, "state", state)
+    reseal(folder)
+    before = snapshot(other)
+    with pytest.raises(CheckpointError, match=r"state.json'"):
+        other.load_checkpoint(folder)
+    assert snapshot(other) == before
 
 
 @pytest.mark.parametrize(

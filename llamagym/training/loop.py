@@ -227,6 +227,8 @@ def train(
         ExitStack() as run_files,
         Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
+        # Left first: where a run cannot be resumed, the agent has its own state again.
+        ExitStack() as resuming,
     ):
         base_seed = agent.draw_seed() if seed is None else seed
         play = Play(agent, parts, ids, base_seed, size, judge, (ranks.rank(), ranks.count()))
@@ -244,7 +246,7 @@ def train(
             return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes, run_id)
 
         saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
-        saved_state = saved.read() if saved and resume else None
+        saved_state = saved.read(resuming) if saved and resume else None
         own_trackers = []
         if run_dir is not None:
             if saved_state is None:
@@ -303,6 +305,7 @@ def train(
                 saved.write(state, run.turns, run.updates)
 
         with _notified(all_callbacks, run, saved_state), saved_on_error(save if saved else None, checkpoint_dir):
+            resuming.close()
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
                 logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from ..learners.base import Stats
 from ..models.atomic import verify
 from ..models.checkpoints import KIND, check_options, newest, path_of, prune
 from ..models.paths import file_inside
-from ..models.state_files import check_alike, named_on_error
+from ..models.state_files import named_on_error
 from ..options import as_json
 from .copy_errors import failed_copy
+from .loop_state import check_loop_state
 from .play import Play
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,12 @@ class SavedRun:
         if ranks.is_main_process():
             prune(self.root, self._keep, path, self.run_id)
 
-    def read(self) -> dict[str, Any] | None:
-        """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
+    def read(self, resuming: ExitStack) -> dict[str, Any] | None:
+        """Brings agent and environments to the newest checkpoint, and returns the loop's state; None if there is none.
+
+        Args:
+            resuming: Is left with an exception where the run cannot go on from that state; the agent then has its own
+                state again.
 
         Raises:
             CheckpointError: None of those that there are can be read, or they do not fit.
@@ -99,29 +104,19 @@ class SavedRun:
         starts_again = any(name.split(".")[0] in ("num_envs", "group_size", "environment") for name in changed)
         # Those of older versions have no id: they are never deleted.
         self.run_id = str(verify(path, KIND, checksums=False).get("run", self.run_id))
-        loop = self._agent.load_checkpoint(
+        loading = self._agent.loading_checkpoint(
             path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
+        loop = resuming.enter_context(loading)
         with named_on_error(path, "state.json"):
-            _check_loop(loop)
-        self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
+            check_loop_state(loop, self._options["num_envs"], starts_again)
+            self._play.check_actions(loop["play"], starts_again)
+        try:
+            self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{str(path / 'state.json')!r}: {error}") from error
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
-
-
-def _check_loop(loop: Mapping[str, Any]) -> None:
-    """Reject a loop's state that lacks a part, or has one of another type.
-
-    Raises:
-        CheckpointError: It does.
-    """
-    play: dict[str, Any] = {"entropy": None, "groups": [], "actions": [], "texts": []}
-    parts = {"returns": [], "updates": [], "turns": 0, "seconds": 0.0, "tracker": [], "play": play}
-    check_alike(loop, parts)
-    missing = [name for name in parts if loop.get(name) is None]
-    missing += [f"play/{name}" for name in play if name not in loop["play"]]
-    if missing:
-        raise CheckpointError(f"The state of the training loop lacks {', '.join(missing)}.")
 
 
 @contextmanager
