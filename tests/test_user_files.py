@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from llamagym import CheckpointError, ConfigError, EvalCallback, train
+from llamagym import CheckpointError, ConfigError, EvalCallback, train, write_report
 from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
 from llamagym.models.checkpoints import best, newest, path_of
 from llamagym.models.paths import file_inside, user_folder
+from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, default_tracker
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.killed import killed_at
@@ -160,8 +161,10 @@ def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):
 
 
 def test_folders_that_only_look_like_temporary_ones_are_not_deleted(save, tmp_path):
-    for name in (".writing-a-novel", ".replaced-saved"):
+    for name in (".writing-a-novel", ".writing-docs", ".replaced-saved"):
         (tmp_path / name).mkdir()
+        if name == ".writing-docs":
+            (tmp_path / name / "llamagym").write_text("a chapter")
         (tmp_path / name / "page").write_text("1")
         os.utime(tmp_path / name, (0, 0))
     before = tree(tmp_path)
@@ -390,7 +393,70 @@ def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):
     assert (tmp_path / "run" / "report.html").read_text() == "mine"
 
 
+# Models with a value head
+
+
+@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", "adapter_model.safetensors"])
+def test_a_model_is_not_saved_over_files_of_the_user(agent, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"cannot write the model .*'{name}' is to be written"):
+        agent.policy.model.save_pretrained(tmp_path)
+    assert tree(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_model_is_saved_beside_other_files_and_over_an_older_save(agent, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    agent.tokenizer.save_pretrained(str(tmp_path))
+    agent.policy.model.save_pretrained(tmp_path)
+    before = tree(tmp_path)
+    agent.policy.model.save_pretrained(tmp_path)
+    assert tree(tmp_path) == before
+    assert before["notes.txt"] == b"mine"
+    assert "value_head.safetensors" in before
+
+
 # Paths
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000 + "b"], ids=["name", "path"])
+def test_paths_that_are_too_long_are_named(agent, tmp_path, name):
+    path = tmp_path / name
+    for use in (
+        agent.save,
+        agent.load_checkpoint,
+        ChoiceAgent.load,
+        agent.policy.model.save_pretrained,
+        agent.sft_from_jsonl,
+        JsonlTracker,
+        CsvTracker,
+        lambda path: default_tracker(path, {}),
+        lambda path: learning(path, episodes=2),
+        lambda path: write_report([path], tmp_path / "report.html"),
+        lambda path: EvalCallback(DiceEnv, best_dir=path),
+    ):
+        with pytest.raises(ConfigError, match="File name too long") as error:
+            use(path)
+        assert len(str(error.value)) < 1000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_of_demonstrations_with_a_nul_byte_is_named(agent):
+    with pytest.raises(ConfigError, match="NUL byte"):
+        agent.sft_from_jsonl("a\0b")
+
+
+def test_a_run_s_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+
+    def closed(path: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", closed)
+    for start in (lambda: default_tracker(tmp_path / "run", {}), lambda: learning(tmp_path / "run", resume=True)):
+        with pytest.raises(ConfigError, match=r"run_dir='.*run' cannot be read: .*Permission denied"):
+            start()
 
 
 @pytest.mark.parametrize(
@@ -540,7 +606,148 @@ def test_a_folder_is_checked_only_while_no_other_process_renames_it(tmp_path, mo
     assert events == ["renamed", "looked", "looked"][: 3 if saves else 2]
 
 
+def test_a_save_whose_last_flush_fails_is_reported_as_written(tmp_path, monkeypatch):
+    usual = atomic._flush
+
+    def flush(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+        usual(path)
+
+    monkeypatch.setattr(atomic, "_flush", flush)
+    with (
+        pytest.raises(CheckpointError, match=r"now' is written, but the disk reports an error: .*Input/output"),
+        written_whole(tmp_path / "now", "agent") as whole,
+    ):
+        (whole / "a").write_text("new")
+    assert (tmp_path / "now" / "a").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_kill_between_two_renames_does_not_stop_later_saves(tmp_path, monkeypatch, is_edited):
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+
+    def write(text: str) -> None:
+        with written_whole(tmp_path / "now", "agent") as whole:
+            (whole / "a").write_text(text)
+
+    write("old")
+    (tmp_path / "now" / "notes.txt").write_text("mine")
+    point = 0
+    while not killed_at(point, lambda: write("new")):
+        if (tmp_path / ".replaced-now").exists() and (tmp_path / "now").exists() and is_edited:
+            # Another file of the same name.
+            (tmp_path / "now" / "notes.txt").unlink()
+            (tmp_path / "now" / "notes.txt").write_text("edited")
+        for text in ("newer", "old"):
+            write(text)
+            assert (tmp_path / "now" / "a").read_text() == text
+            assert not (tmp_path / ".replaced-now").exists()
+        point += 1
+    assert point > 10
+    kept = [path.read_text() for path in tmp_path.glob("now-replaced-*/notes.txt")]
+    assert ("mine" in kept) == is_edited
+
+
+def test_empty_folders_of_the_user_stay(save, tmp_path):
+    save(tmp_path / "saved")
+    (tmp_path / "saved" / "plots" / "later").mkdir(parents=True)
+    save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "plots" / "later").is_dir()
+    atomic.remove_own(tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").rglob("*")] == ["plots", "later"]
+
+
 # Files of a run, killed while they are written
+
+
+class Service:
+    """Stands for a service that writes files when it starts."""
+
+    def __init__(self, name: str, folder: Path, *_: Any, **__: Any) -> None:
+        (folder / f"{name}.events").write_text("started")
+
+    def log(self, metrics: Any, step: int) -> None:
+        """Nothing is sent."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("name", ["new", "continued"])
+def test_trackers_that_are_killed_at_any_point_can_be_started_again(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(tracking, "ServiceTracker", Service)
+
+    def start(folder: Path) -> None:
+        tracker = default_tracker(folder, {"seed": 0}, log_with=["csv", "tensorboard"])
+        tracker.log({"a": 1.0}, 1)
+        tracker.log({"a": 2.0, "b": 1.0}, 2)
+        tracker.close()
+
+    point = 0
+    folder = tmp_path / "0"
+    if name == "continued":
+        start(folder)
+    while not killed_at(point, lambda folder=folder: start(folder)):
+        start(folder)
+        assert json.loads((folder / "config.json").read_text())["seed"] == 0
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = (folder / "metrics.csv").read_text().splitlines()
+        assert rows[0] == "step,a,b"
+        assert steps[-2:] == [1, 2]
+        assert rows[-2:] == ["1,1.0,", "2,2.0,1.0"]
+        point += 1
+        folder = tmp_path / str(point)
+        if name == "continued":
+            start(folder)
+    assert point > 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_report_is_never_lost_when_its_process_is_killed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    report = write_report([tmp_path], tmp_path / "report.html")
+    old, point = report.read_text(), 0
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 2.0}\n')
+    while not killed_at(point, lambda: write_report([tmp_path], report)):
+        assert report.read_text() == old or '"entropy":2.0' in report.read_text()
+        point += 1
+    # Temporary files of killed processes are deleted once no process can be using them.
+    scratch = [path for path in tmp_path.iterdir() if atomic.is_scratch_file(path.name)]
+    assert scratch
+    for path in scratch:
+        os.utime(path, (0, 0))
+    (tmp_path / ".llamagym-report.html-notes").write_text("mine")
+    write_report([tmp_path], report)
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html", ".llamagym-report.html-notes"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_run_that_is_killed_at_any_point_can_be_started_again(tmp_path):
+    def start(folder: Path) -> Any:
+        return learning(folder, episodes=6, log_with=["csv"], resume=True)
+
+    def steps(folder: Path) -> list[int]:
+        return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    start(tmp_path / "whole")
+    expected, point = steps(tmp_path / "whole"), 0
+    while not killed_at(point, lambda: start(tmp_path / "run")):
+        start(tmp_path / "run")
+        found = steps(tmp_path / "run")
+        # Killed after its end, it is a finished run, and the second call has a budget of its own.
+        assert found[: len(expected)] == expected
+        assert found == sorted(set(found))
+        assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == len(found) + 1
+        assert newest(tmp_path / "run" / "checkpoints") is not None
+        shutil.rmtree(tmp_path / "run")
+        # Early points are those of the run's files; later ones repeat in each checkpoint.
+        point += 1 if point < 40 else 7
+    assert point > 100
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError, ConfigError
@@ -24,8 +25,7 @@ def user_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
     folder = user_path(path, name)
     try:
         blocking = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-        # A link that points to nothing is in the way as well.
-        is_folder = blocking.is_dir()
+        is_folder = _is_folder(blocking)
         # Fails where a folder on the way may not be read, or links point to each other.
         folder.resolve()
     except (OSError, RuntimeError) as error:
@@ -36,6 +36,15 @@ def user_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
             "path of a folder."
         )
     return folder
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path that existed is a folder; one that another process is just replacing is."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        # A link that points to nothing is in the way.
+        return not path.is_symlink()
 
 
 def file_inside(folder: Path, name: str) -> Path:

@@ -51,7 +51,7 @@ def write_export(
     policy, tokenizer = actor.policy, actor.tokenizer
     model = _merged(policy.model) if merged else policy.model
     pretrained: Any = model.pretrained_model
-    model.save_pretrained(folder)
+    model.write_files(folder)
     tokenizer.save_pretrained(str(folder))
     state = {"options": options, **choices_record(policy), "rng": policy.rng.get_state()}
     dtype = str(pretrained.dtype).removeprefix("torch.")
