@@ -10,8 +10,10 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +52,8 @@ def fresh(base: Path, seed: int = 1) -> Any:
     return ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=seed, replay_config_dict=replay)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def save_all(folder: Path) -> None:
     """A base, an agent that learned and has an episode under way, its save and its checkpoint."""
-    folder = tmp_path_factory.mktemp("saved")
     tiny_base_model("llama").save_pretrained(folder / "base")
     tiny_tokenizer("llama").save_pretrained(folder / "base")
     agent = fresh(folder / "base")
@@ -62,16 +62,40 @@ def saved(tmp_path_factory) -> Path:
     agent.assign_reward(1.0)
     agent.save(folder / "agent")
     agent.save_checkpoint(folder / "checkpoint", loop={"turns": 3})
-    return folder
 
 
-@pytest.fixture(scope="module")
-def other(saved) -> Any:
+def another_agent(saved: Path) -> Any:
     """Another agent in memory, which loads checkpoints."""
     agent = fresh(saved / "base", seed=2)
     train(agent, DiceEnv, episodes=6, num_envs=2, seed=5)
     agent.act(7)
     return agent
+
+
+def save_run(saved: Path, folder: Path) -> Path:
+    """The newest checkpoint of a run with a callback."""
+    callback = ScoreCallback(lambda agent: 1.0)
+    train(fresh(saved / "base"), DiceEnv, episodes=4, num_envs=2, seed=0, checkpoint_dir=folder, callbacks=callback)
+    found = newest(folder)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(saved) -> Any:
+    return another_agent(saved)
+
+
+@pytest.fixture(scope="module")
+def stopped(saved, tmp_path_factory) -> Path:
+    return save_run(saved, tmp_path_factory.mktemp("stopped"))
 
 
 def snapshot(agent: Agent) -> str:
@@ -337,8 +361,17 @@ class Fuzzer:
         assert raw == [], f"{len(raw)} raw errors: " + "\n".join(raw[:30])
 
 
+def learn(agent: Agent) -> None:
+    """Acts and learns; what was loaded may be a policy that diverges."""
+    with suppress(LlamaGymError):
+        agent.eval()
+        agent.act_batch([1], ["new"])
+        agent.discard_episodes(["new"])
+        train(agent, DiceEnv, episodes=3, num_envs=2, seed=1)
+
+
 def fuzz_agent(saved: Path, work: Path, numbers: range) -> dict[str, int]:
-    fuzzer = Fuzzer(saved / "agent", work, lambda folder: ChoiceAgent.load(folder, "cpu"))
+    fuzzer = Fuzzer(saved / "agent", work, lambda folder: learn(ChoiceAgent.load(folder, "cpu")))
     fuzzer.run(numbers)
     return fuzzer.outcomes
 
@@ -351,17 +384,13 @@ def fuzz_checkpoint(saved: Path, other: Any, work: Path, numbers: range) -> dict
         state[:] = ["failed"]
         other.load_checkpoint(folder, keep_episodes=True)
         state[:] = ["loaded"]
+        learn(other)
 
     def unchanged(what: str) -> None:
         nonlocal before
         if state == ["failed"]:
             assert snapshot(other) == before, what
         else:
-            # What was loaded is fit to act and to be saved.
-            other.eval()
-            other.act_batch([1], ["new"])
-            other.discard_episodes(["new"])
-            other.train()
             before = snapshot(other)
 
     fuzzer = Fuzzer(saved / "checkpoint", work, load)
@@ -489,16 +518,6 @@ def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
 # The state of a loop
 
 
-@pytest.fixture(scope="module")
-def stopped(saved, tmp_path_factory) -> Path:
-    """Checkpoints of a run with a callback."""
-    folder = tmp_path_factory.mktemp("stopped")
-    callback = ScoreCallback(lambda agent: 1.0)
-    train(fresh(saved / "base"), DiceEnv, episodes=4, num_envs=2, seed=0, checkpoint_dir=folder, callbacks=callback)
-    (newest_one,) = (path for path in folder.iterdir() if path == newest(folder))
-    return newest_one
-
-
 MISSING = object()
 JUNK_OF_LOOP = [MISSING, None, True, -1, 10**30, 10**400, "x", [], {}, [[]], {"x": 1}, [3], [None, None], [True, "x"]]
 
@@ -570,6 +589,25 @@ def test_damaged_loop_states_are_checkpoint_errors_and_leave_the_agent_unchanged
     cases = random.Random(SEED).sample(damaged_loops(stopped), 12)
     outcomes = try_damaged_loops(saved, stopped, tmp_path, cases)
     assert outcomes["CheckpointError"] >= 6
+
+
+def test_the_page_on_security_shows_the_counts_of_the_result_file():
+    root = Path(__file__).parent.parent
+    result = json.loads((root / "scripts" / "reliability" / "results" / "damaged_files.json").read_text())
+    page = (root / "docs" / "security.md").read_text()
+    assert "scripts/reliability/results/damaged_files.json" in page
+    assert result["seed"] == SEED
+    columns = [result["counts"][name] for name in ("agents", "checkpoints", "loop_states")]
+    assert [sum(column.values()) for column in columns[:2]] == [1000, 1000]
+    loaded = [sum(count for name, count in column.items() if name != "CheckpointError") for column in columns]
+    rows = {
+        "`CheckpointError` with file and reason": [column["CheckpointError"] for column in columns],
+        "loaded": loaded,
+        "other errors": [result["other_errors"]] * 3,
+    }
+    for name, counts in rows.items():
+        (row,) = re.findall(rf"^\| {re.escape(name)}[^|]*\|(.*)\|$", page, re.MULTILINE)
+        assert [int(cell) for cell in row.split("|")] == counts, name
 
 
 @pytest.mark.long
