@@ -218,6 +218,21 @@ def test_statistics_whose_squares_overflow_are_reported(tmp_path, value):
     assert write_report([tmp_path], tmp_path / "report.html").is_file()
 
 
+@pytest.mark.long
+def test_a_page_of_huge_files_stays_small(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({f"n{number}": 1.0 for number in range(100_000)}) + "\n")
+    turn = {"turn": 1, "read": "a" * 3000, "reply": "b", "choices": [["c" * 3000, 0.5]] * 200, "valid": True}
+    episode = {"update": 1, "system": "s", "return": 1.0, "length": 1, "truncated": False, "turns": [turn] * 300}
+    (tmp_path / "transcripts.jsonl").write_text((json.dumps(episode) + "\n") * 2)
+    page = write_report([tmp_path], tmp_path / "report.html")
+    assert page.stat().st_size < 25_000_000
+    turn["choices"] = [["c" * 3000, 0.5]] * 20
+    (tmp_path / "transcripts.jsonl").write_text((json.dumps(episode) + "\n") * 30)
+    page = write_report([tmp_path], tmp_path / "report.html")
+    assert page.stat().st_size < 25_000_000
+    assert 1 <= len(data_of(page)["runs"][0]["transcripts"]) < 30
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "transcripts.jsonl"])
 def test_files_that_may_not_be_read_are_named(runs, tmp_path, monkeypatch, name):
     usual = Path.open

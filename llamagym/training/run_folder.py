@@ -22,7 +22,8 @@ MARK = "llamagym"
 """The setting by which a run's folder is recognized."""
 
 _MARK_PATTERN = re.compile(r"\S+ run (\S+)")
-_FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl")
+# What a run and the examples write.
+_FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "summary.json")
 # Folders that a run, the command line and services write below the run's folder.
 _FOLDERS = ("checkpoints", "agent", "llamagym", "wandb")
 
