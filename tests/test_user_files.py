@@ -355,6 +355,15 @@ def test_a_run_does_not_write_through_linked_folders(tmp_path, name):
     assert tree(tmp_path) == before
 
 
+def test_services_do_not_write_through_a_link(tmp_path):
+    default_tracker(tmp_path / "run", {}).close()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run" / "lakes").symlink_to("../mine")
+    with pytest.raises(ConfigError, match=r"run/lakes' is a link"):
+        default_tracker(tmp_path / "run", {}, "lakes", log_with=["tensorboard"])
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
 def test_a_checkpoint_that_is_a_link_is_neither_read_nor_replaced(tmp_path, caplog):
     learning(tmp_path / "mine", episodes=4)
     learning(tmp_path / "downloaded", episodes=4)

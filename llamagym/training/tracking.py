@@ -448,6 +448,9 @@ def trackers_of_run(
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
     project = project or os.environ.get("WANDB_PROJECT")
+    # Services write to a folder of the project's name.
+    if project and (folder / project).is_symlink():
+        raise ConfigError(f"{str(folder / project)!r} is a link. Remove it, or pass another run_dir.")
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
     services: list[Tracker] = []
     files: list[Tracker] = []
