@@ -233,7 +233,7 @@ def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
         name: Name of the argument, for errors.
 
     Raises:
-        ConfigError: It is empty, not a path, or names the home of an unknown user.
+        ConfigError: It is empty, not a path, too long, or names the home of an unknown user.
     """
     text: Any = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
@@ -246,9 +246,13 @@ def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
         raise ConfigError(f"{name}={excerpt(text)} contains a NUL byte, which no path can. Pass another path.")
     try:
         os.fsencode(text)
-        return Path(os.path.abspath(Path(text).expanduser()))
+        expanded = Path(os.path.abspath(Path(text).expanduser()))
+        # Other errors depend on what the path is used for.
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.lstat(expanded)
+        return expanded
     except (RuntimeError, OSError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{name}={excerpt(text)}: {error} Pass another path.") from error
+        raise ConfigError(f"{name}={excerpt(text)}: {shortened(str(error))} Pass another path.") from error
 
 
 def as_number(value: object) -> float:

@@ -54,11 +54,15 @@ def run(program: str, options: dict[str, Any], run_dir: Path, metric: str) -> fl
     """One run's score; what it prints goes to a text file beside its folder, which a run wants to itself.
 
     Raises:
-        ConfigError: It ended without the metric.
+        ConfigError: It ended without the metric, or its folder or text file exists.
     """
+    printed = run_dir.with_suffix(".txt")
+    for path in (run_dir, printed):
+        if path.exists():
+            raise ConfigError(f"{str(path)!r} exists and would be overwritten. Pass another --folder.")
     run_dir.mkdir(parents=True)
     given = [f"--{name}={value}" for name, value in options.items()]
-    with run_dir.with_suffix(".txt").open("w") as output:
+    with printed.open("x") as output:
         command = [sys.executable, program, *given, f"--run-dir={run_dir}"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=output, stderr=subprocess.STDOUT)
     updates = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -69,6 +73,23 @@ def run(program: str, options: dict[str, Any], run_dir: Path, metric: str) -> fl
     return float(scores[-1])
 
 
+def _require_journal(path: Path) -> None:
+    """Rejects a file that is not the journal of a search.
+
+    Raises:
+        ConfigError: It is such a file.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            entry = json.loads(file.readline() or "{}")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} is not the journal of a sweep: {error}. Pass another --folder.") from error
+    if not isinstance(entry, dict) or (entry and "op_code" not in entry):
+        raise ConfigError(f"{str(path)!r} is not the journal of a sweep. Pass another --folder.")
+
+
 def search(sweep: dict[str, Any], folder: Path, trials: int, seed: int) -> optuna.Study:
     """Run trials until the study has so many; one that fails is reported and passed over."""
     with needs("sweep", "A sweep"):
@@ -77,6 +98,7 @@ def search(sweep: dict[str, Any], folder: Path, trials: int, seed: int) -> optun
     if method not in METHODS:
         raise ConfigError(f"method {method!r} is not known. {did_you_mean(method, METHODS)}")
     folder.mkdir(parents=True, exist_ok=True)
+    _require_journal(folder / "sweep.log")
     journal = optuna.storages.journal.JournalFileBackend(str(folder / "sweep.log"))
     samplers = optuna.samplers
     study = optuna.create_study(

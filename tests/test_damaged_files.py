@@ -10,8 +10,10 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from llamagym import Agent, CheckpointError, ConfigError, ModelLoadError, load_model_and_tokenizer, train, write_report
+from llamagym import (
+    Agent,
+    CheckpointError,
+    ConfigError,
+    ModelLoadError,
+    ScoreCallback,
+    load_model_and_tokenizer,
+    train,
+    write_report,
+)
 from llamagym.errors import LlamaGymError
 from llamagym.models.atomic import MANIFEST
+from llamagym.models.checkpoints import newest
 from llamagym.models.lora import freeze_and_extend_, has_frozen_half
+from llamagym.models.state_files import read_state, write_state
 from llamagym.training.tracking import default_tracker
 from tests.agents import ChoiceAgent, make_agent
 from tests.resumed_run import SIZES, DiceEnv
@@ -39,10 +52,8 @@ def fresh(base: Path, seed: int = 1) -> Any:
     return ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=seed, replay_config_dict=replay)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def save_all(folder: Path) -> None:
     """A base, an agent that learned and has an episode under way, its save and its checkpoint."""
-    folder = tmp_path_factory.mktemp("saved")
     tiny_base_model("llama").save_pretrained(folder / "base")
     tiny_tokenizer("llama").save_pretrained(folder / "base")
     agent = fresh(folder / "base")
@@ -51,16 +62,40 @@ def saved(tmp_path_factory) -> Path:
     agent.assign_reward(1.0)
     agent.save(folder / "agent")
     agent.save_checkpoint(folder / "checkpoint", loop={"turns": 3})
-    return folder
 
 
-@pytest.fixture(scope="module")
-def other(saved) -> Any:
+def another_agent(saved: Path) -> Any:
     """Another agent in memory, which loads checkpoints."""
     agent = fresh(saved / "base", seed=2)
     train(agent, DiceEnv, episodes=6, num_envs=2, seed=5)
     agent.act(7)
     return agent
+
+
+def save_run(saved: Path, folder: Path) -> Path:
+    """The newest checkpoint of a run with a callback."""
+    callback = ScoreCallback(lambda agent: 1.0)
+    train(fresh(saved / "base"), DiceEnv, episodes=4, num_envs=2, seed=0, checkpoint_dir=folder, callbacks=callback)
+    found = newest(folder)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(saved) -> Any:
+    return another_agent(saved)
+
+
+@pytest.fixture(scope="module")
+def stopped(saved, tmp_path_factory) -> Path:
+    return save_run(saved, tmp_path_factory.mktemp("stopped"))
 
 
 def snapshot(agent: Agent) -> str:
@@ -326,8 +361,17 @@ class Fuzzer:
         assert raw == [], f"{len(raw)} raw errors: " + "\n".join(raw[:30])
 
 
+def learn(agent: Agent) -> None:
+    """Acts and learns; what was loaded may be a policy that diverges."""
+    with suppress(LlamaGymError):
+        agent.eval()
+        agent.act_batch([1], ["new"])
+        agent.discard_episodes(["new"])
+        train(agent, DiceEnv, episodes=3, num_envs=2, seed=1)
+
+
 def fuzz_agent(saved: Path, work: Path, numbers: range) -> dict[str, int]:
-    fuzzer = Fuzzer(saved / "agent", work, lambda folder: ChoiceAgent.load(folder, "cpu"))
+    fuzzer = Fuzzer(saved / "agent", work, lambda folder: learn(ChoiceAgent.load(folder, "cpu")))
     fuzzer.run(numbers)
     return fuzzer.outcomes
 
@@ -340,17 +384,13 @@ def fuzz_checkpoint(saved: Path, other: Any, work: Path, numbers: range) -> dict
         state[:] = ["failed"]
         other.load_checkpoint(folder, keep_episodes=True)
         state[:] = ["loaded"]
+        learn(other)
 
     def unchanged(what: str) -> None:
         nonlocal before
         if state == ["failed"]:
             assert snapshot(other) == before, what
         else:
-            # What was loaded is fit to act and to be saved.
-            other.eval()
-            other.act_batch([1], ["new"])
-            other.discard_episodes(["new"])
-            other.train()
             before = snapshot(other)
 
     fuzzer = Fuzzer(saved / "checkpoint", work, load)
@@ -473,6 +513,152 @@ def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
     agent.load_checkpoint(tmp_path / "checkpoint")
     assert has_frozen_half(agent.policy.model.pretrained_model)
     assert snapshot(agent) == snapshot(taught)
+
+
+# The state of a loop
+
+
+MISSING = object()
+JUNK_OF_LOOP = [MISSING, None, True, -1, 10**30, 10**400, "x", [], {}, [[]], {"x": 1}, [3], [None, None], [True, "x"]]
+
+
+def paths_in(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of all dictionary entries."""
+    found = []
+    for key, value in state.items() if isinstance(state, dict) else ():
+        found += [(*path, key), *paths_in(value, (*path, key))]
+    return found
+
+
+def damaged_loops(stopped: Path) -> list[tuple[tuple[str, ...], Any]]:
+    loop = json.loads((stopped / "state.json").read_text())["loop"]
+    paths = [path for path in paths_in(loop) if path[0] != "updates"]
+    return [(path, junk) for path in paths for junk in JUNK_OF_LOOP]
+
+
+def resume_damaged(agent: Any, stopped: Path, root: Path, path: tuple[str, ...], junk: Any) -> str:
+    """Resume a run whose loop's state has another value at a path; returns what came of it."""
+    shutil.rmtree(root, ignore_errors=True)
+    folder = shutil.copytree(stopped, root / stopped.name)
+    state = json.loads((folder / "state.json").read_text())
+    *outer, name = path
+    part = state["loop"]
+    for key in outer:
+        part = part[key]
+    part[name] = junk
+    if junk is MISSING:
+        del part[name]
+    (folder / "state.json").write_text(json.dumps(state))
+    reseal(folder)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = snapshot(agent)
+    callback = ScoreCallback(lambda agent: 1.0)
+    message = ""
+    try:
+        train(agent, DiceEnv, episodes=1, num_envs=2, seed=0, checkpoint_dir=root, resume=True, callbacks=callback)
+    except CheckpointError as error:
+        message = str(error)
+    if not message:
+        return "trained"
+    assert "state.json" in message, message
+    assert len(message) < LONGEST_MESSAGE
+    assert snapshot(agent) == before
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+    assert [path.name for path in root.iterdir()] == [folder.name]
+    return "CheckpointError"
+
+
+def try_damaged_loops(saved: Path, stopped: Path, root: Path, cases: list[Any]) -> dict[str, int]:
+    agent = fresh(saved / "base", seed=2)
+    outcomes: dict[str, int] = {}
+    raw = []
+    for path, junk in cases:
+        try:
+            outcome = resume_damaged(agent, stopped, root, path, junk)
+        except BaseException as error:
+            outcome = "raw"
+            raw.append(f"{'/'.join(path)} = {junk!r:.30}: {error!r:.200}")
+        if outcome != "CheckpointError":
+            agent = fresh(saved / "base", seed=2)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    assert raw == [], "\n".join(raw)
+    return outcomes
+
+
+def test_damaged_loop_states_are_checkpoint_errors_and_leave_the_agent_unchanged(saved, stopped, tmp_path):
+    cases = random.Random(SEED).sample(damaged_loops(stopped), 12)
+    outcomes = try_damaged_loops(saved, stopped, tmp_path, cases)
+    assert outcomes["CheckpointError"] >= 6
+
+
+def test_the_page_on_security_shows_the_counts_of_the_result_file():
+    root = Path(__file__).parent.parent
+    result = json.loads((root / "scripts" / "reliability" / "results" / "damaged_files.json").read_text())
+    page = (root / "docs" / "security.md").read_text()
+    assert "scripts/reliability/results/damaged_files.json" in page
+    assert result["seed"] == SEED
+    columns = [result["counts"][name] for name in ("agents", "checkpoints", "loop_states")]
+    assert [sum(column.values()) for column in columns[:2]] == [1000, 1000]
+    loaded = [sum(count for name, count in column.items() if name != "CheckpointError") for column in columns]
+    rows = {
+        "`CheckpointError` with file and reason": [column["CheckpointError"] for column in columns],
+        "loaded": loaded,
+        "other errors": [result["other_errors"]] * 3,
+    }
+    for name, counts in rows.items():
+        (row,) = re.findall(rf"^\| {re.escape(name)}[^|]*\|(.*)\|$", page, re.MULTILINE)
+        assert [int(cell) for cell in row.split("|")] == counts, name
+
+
+@pytest.mark.long
+def test_every_damaged_loop_state(saved, stopped, tmp_path):
+    outcomes = try_damaged_loops(saved, stopped, tmp_path, damaged_loops(stopped))
+    assert outcomes["CheckpointError"] > 200
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda moments: moments.pop("exp_avg"), "expected"),
+        (lambda moments: moments.update(exp_avg=moments["exp_avg"].bool()), "torch.bool"),
+        (lambda moments: moments.update(exp_avg_sq=moments["step"]), "exp_avg_sq"),
+        (lambda moments: moments.update(step=moments["exp_avg"]), "step"),
+        (lambda moments: moments.update(step=None), "NoneType"),
+    ],
+)
+@pytest.mark.parametrize("owner", ["learner", "replay"])
+def test_moments_that_do_not_fit_are_rejected_when_they_are_loaded(saved, other, tmp_path, damage, what, owner):
+    folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
+    # The original, since tensors are mapped to the file.
+    state = read_state(saved / "checkpoint", "state")
+    moments = next(iter(state["agent"][owner]["learning"]["optimizer"]["state"].values()))
+    damage(moments)
+    write_state(folder, "state", state)
+    reseal(folder)
+    before = snapshot(other)
+    with pytest.raises(CheckpointError, match=rf"state.json'.*{what}"):
+        other.load_checkpoint(folder)
+    assert snapshot(other) == before
+
+
+@pytest.mark.parametrize(
+    "place_and_value",
+    [((1, 0), 1), ((1, 1), []), ((1, 4), 99), ((1, 4), None), ((0, 3), 10**6), ((0, 4), -1), ((0, 2), None)],
+)
+def test_turns_that_contradict_themselves_are_rejected_when_they_are_loaded(saved, other, tmp_path, place_and_value):
+    (part, index), value = place_and_value
+    folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
+    # The original, since tensors are mapped to the file.
+    state = read_state(saved / "checkpoint", "state")
+    turn = state["agent"]["replay"]["recent"][0][0]["turns"][0]
+    assert turn[part][index] != value
+    turn[part][index] = value
+    write_state(folder, "state", state)
+    reseal(folder)
+    before = snapshot(other)
+    with pytest.raises(CheckpointError, match=r"state.json'"):
+        other.load_checkpoint(folder)
+    assert snapshot(other) == before
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,48 @@ def test_a_report_replaces_only_reports(runs, tmp_path):
     with pytest.raises(ConfigError, match="exists and is not a report of llamagym"):
         write_report(runs[:1], page)
     assert page.read_text() == "<html>mine</html>"
+    # Other programs embed data under the same name.
+    page.write_text('<html><script type="application/json" id="data">{"mine": 1}</script></html>')
+    with pytest.raises(ConfigError, match="exists and is not a report of llamagym"):
+        write_report(runs[:1], page)
+    assert "mine" in page.read_text()
+
+
+@pytest.mark.parametrize("value", [1e200, -1e200, 1e308])
+def test_statistics_whose_squares_overflow_are_reported(tmp_path, value):
+    names = ("invalid_rate", "explained_variance", "return_mean", "value_loss")
+    rows = [{"updates": number, **dict.fromkeys(names, value * (number % 3))} for number in range(30)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert write_report([tmp_path], tmp_path / "report.html").is_file()
+
+
+@pytest.mark.long
+def test_a_page_of_huge_files_stays_small(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({f"n{number}": 1.0 for number in range(100_000)}) + "\n")
+    turn = {"turn": 1, "read": "a" * 3000, "reply": "b", "choices": [["c" * 3000, 0.5]] * 200, "valid": True}
+    episode = {"update": 1, "system": "s", "return": 1.0, "length": 1, "truncated": False, "turns": [turn] * 300}
+    (tmp_path / "transcripts.jsonl").write_text((json.dumps(episode) + "\n") * 2)
+    page = write_report([tmp_path], tmp_path / "report.html")
+    assert page.stat().st_size < 25_000_000
+    turn["choices"] = [["c" * 3000, 0.5]] * 20
+    (tmp_path / "transcripts.jsonl").write_text((json.dumps(episode) + "\n") * 30)
+    page = write_report([tmp_path], tmp_path / "report.html")
+    assert page.stat().st_size < 25_000_000
+    assert 1 <= len(data_of(page)["runs"][0]["transcripts"]) < 30
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "transcripts.jsonl"])
+def test_files_that_may_not_be_read_are_named(runs, tmp_path, monkeypatch, name):
+    usual = Path.open
+
+    def closed(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(ConfigError, match=rf"cannot be read: .*Permission denied.*{name}"):
+        write_report(runs[:1], tmp_path / "report.html")
 
 
 @pytest.mark.long

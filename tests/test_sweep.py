@@ -73,6 +73,16 @@ def test_a_search_goes_on_where_it_stopped(sweep, tmp_path):
     assert len(script.search(sweep, tmp_path / "runs", trials=3, seed=2).trials) == 3
 
 
+@pytest.mark.parametrize("name", ["trial-0.txt", "trial-0/notes", "sweep.log"])
+def test_files_of_the_user_stay(sweep, tmp_path, name):
+    path = tmp_path / "runs" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="Pass another --folder"):
+        script.search(sweep, tmp_path / "runs", 1, 0)
+    assert path.read_text() == "mine"
+
+
 def test_mistakes_are_told(sweep, tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'random'"):
         script.search({**sweep, "method": "randm"}, tmp_path / "runs", 1, 0)

@@ -109,9 +109,10 @@ def test_a_table_grows_columns_and_is_rewound(tmp_path):
     tracker = CsvTracker(path)
     tracker.log({"a": 1.0}, 1)
     tracker.log({"a": 2.0, "b": "x"}, 2)
+    position = tracker.position()
     tracker.log({"a": 3.0}, 3)
     assert path.read_text() == "step,a,b\n1,1.0,\n2,2.0,x\n3,3.0,\n"
-    CsvTracker(path).rewind(2)
+    CsvTracker(path).rewind(position)
     assert path.read_text() == "step,a,b\n1,1.0,\n2,2.0,x\n"
 
 

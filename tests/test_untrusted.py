@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from llamagym import CheckpointError, ConfigError, ModelLoadError, load_model_an
 from llamagym.__main__ import main
 from llamagym.cli.prompts import agent_class, read_wording
 from llamagym.cli.runs import load_agent
+from llamagym.models.atomic import MANIFEST
+from tests.test_damaged_files import reseal
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 LAKE = "FrozenLake-v1"
@@ -142,6 +147,112 @@ def test_modules_in_the_run_s_folder_are_not_imported_from_there(run, monkeypatc
     load_agent(Path("."), None, None)
     assert "" not in sys.path
     assert str(run) not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("command", "module"), [("agent", "peft"), ("agent", "bitsandbytes"), ("agent/../agent", "numba"), (".", "peft")]
+)
+@pytest.mark.long
+def test_modules_beside_an_agent_are_not_imported_later(run, command, module):
+    (run / f"{module}.py").write_text(EVIL)
+    words = [sys.executable, "-m", "llamagym", "eval", command, LAKE, "--episodes", "1"]
+    done = subprocess.run(words, cwd=run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert executed(run) == []
+
+
+def test_the_search_path_keeps_nothing_around_an_agent(run, monkeypatch):
+    monkeypatch.chdir(run)
+    for place in ("", str(run), str(run.parent), str(run / "agent")):
+        monkeypatch.syspath_prepend(place)
+    load_agent(Path("agent"), LAKE, None)
+    assert not {"", str(run), str(run.parent), str(run / "agent")} & set(sys.path)
+
+
+def test_a_module_that_the_user_names_is_imported_from_beside_the_run(run, monkeypatch):
+    (run.parent / "my_lakes.py").write_text("import gymnasium\n")
+    monkeypatch.chdir(run.parent)
+    monkeypatch.syspath_prepend("")
+    assert load_agent(run, f"my_lakes:{LAKE}", None)[1] == f"my_lakes:{LAKE}"
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "additional_chat_templates/x.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "value_head.safetensors",
+        "unknown.json",
+    ],
+)
+def test_an_agent_with_links_out_of_its_folder_is_not_read(run, tmp_path, name, is_listed):
+    path = run / "agent" / name
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        path.rename(tmp_path / "outside")
+    else:
+        (tmp_path / "outside").write_text("secret")
+    path.symlink_to(tmp_path / "outside")
+    manifest = json.loads((run / "agent" / MANIFEST).read_text())
+    if not is_listed:
+        manifest["files"].pop(name, None)
+    (run / "agent" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=rf"refers to the file '{name}', which lies outside"):
+        load_agent(run, None, None)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_an_agent_with_a_pipe_in_its_folder_is_rejected(run):
+    os.mkfifo(run / "agent" / "additional.jinja")
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        load_agent(run, None, None)
+
+
+@pytest.mark.parametrize(
+    "env_id", ["gymnasium:a:b", "GymV21Environment-v0", "x" * 100_000, "gymnasium:" + "x" * 150, "\x1b[31mX-v0"]
+)
+def test_a_strange_environment_id_is_a_short_error(run, env_id):
+    settings(run, env_id=env_id)
+    with pytest.raises(ConfigError) as error:
+        load_agent(run, None, None)
+    assert len(str(error.value)) < 1000
+
+
+def test_what_trust_executes_cannot_be_hidden(run, monkeypatch, capsys):
+    settings(run, env_id="evil_module:Evil-v0\x1b[1A\x1b[2K\r\nall is well")
+    with pytest.raises(ConfigError):
+        load_agent(run, None, None, trust=True)
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    assert "\\x1b[1A\\x1b[2K\\r\\nall is well" in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_choices_for_a_person_cannot_control_the_terminal(run, monkeypatch, capsys):
+    (run / "prompt.yaml").write_text('actions: ["\\e]0;owned\\a", "\\e[31mdown", right, up]\n')
+    settings(run, prompt="prompt.yaml")
+    monkeypatch.setattr(sys, "argv", ["llamagym", "play", str(run), "--human", "--seed", "0"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("nope\n\\x1b[31mdown\nright\n"))
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    assert not {"\x1b", "\x07"} & set(printed.out + printed.err)
+    assert "\\x1b]0;owned\\x07" in printed.out
+
+
+def test_a_response_prefix_of_an_agent_does_not_hide_its_actions(original, run):
+    path = run / "agent" / "agent.json"
+    state = json.loads(path.read_text())
+    state["options"]["response_prefix"] = "I go "
+    path.write_text(json.dumps(state))
+    reseal(run / "agent")
+    agent, _ = load_agent(run, None, None)
+    assert agent.act(0) in range(4)
 
 
 @pytest.mark.parametrize("what", ["config.json", "agent"])

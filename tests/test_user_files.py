@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -14,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from llamagym import CheckpointError, ConfigError, EvalCallback, train
+from llamagym import CheckpointError, ConfigError, EvalCallback, train, write_report
 from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
-from llamagym.models.checkpoints import newest, path_of
+from llamagym.models.checkpoints import best, newest, path_of
 from llamagym.models.paths import file_inside, user_folder
-from llamagym.training.tracking import CsvTracker, JsonlTracker, default_tracker
+from llamagym.training import tracking
+from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, default_tracker
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.killed import killed_at
 from tests.resumed_run import SIZES, DiceEnv
@@ -158,8 +161,10 @@ def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):
 
 
 def test_folders_that_only_look_like_temporary_ones_are_not_deleted(save, tmp_path):
-    for name in (".writing-a-novel", ".replaced-saved"):
+    for name in (".writing-a-novel", ".writing-docs", ".replaced-saved"):
         (tmp_path / name).mkdir()
+        if name == ".writing-docs":
+            (tmp_path / name / "llamagym").write_text("a chapter")
         (tmp_path / name / "page").write_text("1")
         os.utime(tmp_path / name, (0, 0))
     before = tree(tmp_path)
@@ -249,6 +254,144 @@ def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
     assert (tmp_path / "precious").read_text() == "mine\n" * 1000
 
 
+@pytest.mark.parametrize("settings", ['{"my": "settings"}', '{"llamagym": {"episodes": 100}}', '{"llamagym": "0.2"}'])
+def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, settings):
+    (tmp_path / "config.json").write_text(settings)
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
+    before = tree(tmp_path)
+    for start in (lambda: learning(tmp_path, resume=True), lambda: default_tracker(tmp_path, {})):
+        with pytest.raises(ConfigError, match="holds files that are not of a run"):
+            start()
+    assert tree(tmp_path) == before
+
+
+def test_a_folder_of_checkpoints_alone_becomes_a_run_s(tmp_path):
+    learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
+    assert len(learning(tmp_path, resume=True).returns) == 16
+    assert len(learning(tmp_path, resume=True).returns) == 28
+
+
+def test_a_run_is_not_resumed_in_the_folder_of_another(tmp_path):
+    learning(tmp_path / "a", episodes=4)
+    learning(tmp_path / "b", episodes=20)
+    before = tree(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"run_dir='.*b' belongs to the run \w+, but the newest checkpoint in '.*a/che"
+    ):
+        learning(tmp_path / "b", checkpoint_dir=tmp_path / "a" / "checkpoints", resume=True)
+    assert tree(tmp_path) == before
+    # A new folder takes the run, and can be resumed with it again.
+    for _ in range(2):
+        learning(tmp_path / "c", checkpoint_dir=tmp_path / "a" / "checkpoints", resume=True)
+
+
+@pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])
+@pytest.mark.parametrize("updates", [0, 2])
+def test_a_resumed_run_drops_nothing_from_the_file_of_another(tmp_path, caplog, kind, updates):
+    own = kind(tmp_path / "own")
+    precious = kind(tmp_path / "precious")
+    for step in range(50):
+        precious.log({"precious": float(step)}, step)
+    for step in range(updates):
+        own.log({"a": float(step)}, step)
+    position = {**own.position()}
+    own.log({"a": 9.0}, 9)
+    before = (tmp_path / "precious").read_bytes()
+    for saved in (position, 3, None, {"size": 3}, {"size": True, "sha256": []}, {}):
+        with pytest.raises(CheckpointError, match="precious"):
+            precious.rewind(saved)
+    # A run goes on and appends to the file.
+    MultiTracker(precious).rewind([position])
+    assert "is not the file of the checkpoint" in caplog.text
+    assert (tmp_path / "precious").read_bytes() == before
+    own.rewind(position)
+    assert own.position() == position
+    for tracker in (own, precious):
+        tracker.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["a;b\n1;2,3\n4;5,6,7\n", "a,a,b\n1,2,3\n", "step,a,a\n1,2,3\n", "step,a\n1,2,3\n", "x\n"]
+)
+def test_a_table_that_cannot_be_continued_without_a_loss_is_rejected(tmp_path, text):
+    (tmp_path / "data.csv").write_text(text)
+    with pytest.raises(ConfigError, match=r"data.csv' cannot be read as a table: .*Move it away"):
+        CsvTracker(tmp_path / "data.csv")
+    assert (tmp_path / "data.csv").read_text() == text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs the limits of Unix")
+@pytest.mark.parametrize("new", [{}, {"c": 7.0}], ids=["append", "rewrite"])
+def test_a_line_of_a_table_that_a_full_disk_cut_is_dropped(tmp_path, new):
+    import resource  # of Unix
+
+    table = CsvTracker(tmp_path / "metrics.csv")
+    table.log({"a": 1.0, "b": 2.0}, 1)
+    position, soft_and_hard = table.position(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.csv").stat().st_size + 4, soft_and_hard[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            table.log({"a": 3.0, "b": 4.0, **new}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+        signal.signal(signal.SIGXFSZ, before)
+    assert table.position() == position
+    table.log({"a": 5.0, "b": 6.0}, 3)
+    assert (tmp_path / "metrics.csv").read_text() == "step,a,b\n1,1.0,2.0\n3,5.0,6.0\n"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "agent", "wandb"])
+def test_a_run_does_not_write_through_linked_folders(tmp_path, name):
+    learning(tmp_path / "mine", episodes=4)
+    learning(tmp_path / "downloaded", episodes=4)
+    shutil.rmtree(tmp_path / "downloaded" / name, ignore_errors=True)
+    (tmp_path / "mine" / name).mkdir(exist_ok=True)
+    (tmp_path / "downloaded" / name).symlink_to(f"../mine/{name}")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match=rf"downloaded/{name}' is a link"):
+        learning(tmp_path / "downloaded", episodes=20, keep_checkpoints=1, resume=True)
+    assert tree(tmp_path) == before
+
+
+def test_services_do_not_write_through_a_link(tmp_path):
+    default_tracker(tmp_path / "run", {}).close()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run" / "lakes").symlink_to("../mine")
+    with pytest.raises(ConfigError, match=r"run/lakes' is a link"):
+        default_tracker(tmp_path / "run", {}, "lakes", log_with=["tensorboard"])
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_checkpoint_that_is_a_link_is_neither_read_nor_replaced(tmp_path, caplog):
+    learning(tmp_path / "mine", episodes=4)
+    learning(tmp_path / "downloaded", episodes=4)
+    mine = newest(tmp_path / "mine" / "checkpoints")
+    before = tree(tmp_path / "mine")
+    link = path_of(tmp_path / "downloaded" / "checkpoints", 10**6)
+    link.symlink_to(f"../../mine/checkpoints/{mine.name}")
+    assert newest(tmp_path / "downloaded" / "checkpoints") != link
+    assert "lies outside of that folder" in caplog.text
+    # The checkpoints that a run will write.
+    for turns in range(1, 60):
+        path = path_of(tmp_path / "downloaded" / "checkpoints", turns)
+        if not path.exists():
+            path.symlink_to(f"../../mine/checkpoints/{mine.name}")
+    with pytest.raises(CheckpointError, match="lies outside of that folder"):
+        learning(tmp_path / "downloaded", checkpoint_every=1, resume=True)
+    assert tree(tmp_path / "mine") == before
+
+
+def test_a_return_that_no_float_holds_does_not_end_a_run(tmp_path):
+    learning(None, episodes=4, checkpoint_dir=tmp_path)
+    for path in tmp_path.glob("checkpoint-*"):
+        manifest = json.loads((path / MANIFEST).read_text())
+        (path / MANIFEST).write_text(json.dumps(manifest | {"return_mean": 10**400}))
+    assert best(tmp_path) is None
+    assert len(learning(None, episodes=4, checkpoint_dir=tmp_path, resume=True).returns) == 8
+
+
 def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):
     (tmp_path / "run").mkdir()
     result = learning(
@@ -259,7 +402,70 @@ def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):
     assert (tmp_path / "run" / "report.html").read_text() == "mine"
 
 
+# Models with a value head
+
+
+@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", "adapter_model.safetensors"])
+def test_a_model_is_not_saved_over_files_of_the_user(agent, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"cannot write the model .*'{name}' is to be written"):
+        agent.policy.model.save_pretrained(tmp_path)
+    assert tree(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_model_is_saved_beside_other_files_and_over_an_older_save(agent, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    agent.tokenizer.save_pretrained(str(tmp_path))
+    agent.policy.model.save_pretrained(tmp_path)
+    before = tree(tmp_path)
+    agent.policy.model.save_pretrained(tmp_path)
+    assert tree(tmp_path) == before
+    assert before["notes.txt"] == b"mine"
+    assert "value_head.safetensors" in before
+
+
 # Paths
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000 + "b"], ids=["name", "path"])
+def test_paths_that_are_too_long_are_named(agent, tmp_path, name):
+    path = tmp_path / name
+    for use in (
+        agent.save,
+        agent.load_checkpoint,
+        ChoiceAgent.load,
+        agent.policy.model.save_pretrained,
+        agent.sft_from_jsonl,
+        JsonlTracker,
+        CsvTracker,
+        lambda path: default_tracker(path, {}),
+        lambda path: learning(path, episodes=2),
+        lambda path: write_report([path], tmp_path / "report.html"),
+        lambda path: EvalCallback(DiceEnv, best_dir=path),
+    ):
+        with pytest.raises(ConfigError, match="File name too long") as error:
+            use(path)
+        assert len(str(error.value)) < 1000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_of_demonstrations_with_a_nul_byte_is_named(agent):
+    with pytest.raises(ConfigError, match="NUL byte"):
+        agent.sft_from_jsonl("a\0b")
+
+
+def test_a_run_s_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+
+    def closed(path: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", closed)
+    for start in (lambda: default_tracker(tmp_path / "run", {}), lambda: learning(tmp_path / "run", resume=True)):
+        with pytest.raises(ConfigError, match=r"run_dir='.*run' cannot be read: .*Permission denied"):
+            start()
 
 
 @pytest.mark.parametrize(
@@ -409,7 +615,148 @@ def test_a_folder_is_checked_only_while_no_other_process_renames_it(tmp_path, mo
     assert events == ["renamed", "looked", "looked"][: 3 if saves else 2]
 
 
+def test_a_save_whose_last_flush_fails_is_reported_as_written(tmp_path, monkeypatch):
+    usual = atomic._flush
+
+    def flush(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+        usual(path)
+
+    monkeypatch.setattr(atomic, "_flush", flush)
+    with (
+        pytest.raises(CheckpointError, match=r"now' is written, but the disk reports an error: .*Input/output"),
+        written_whole(tmp_path / "now", "agent") as whole,
+    ):
+        (whole / "a").write_text("new")
+    assert (tmp_path / "now" / "a").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_kill_between_two_renames_does_not_stop_later_saves(tmp_path, monkeypatch, is_edited):
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+
+    def write(text: str) -> None:
+        with written_whole(tmp_path / "now", "agent") as whole:
+            (whole / "a").write_text(text)
+
+    write("old")
+    (tmp_path / "now" / "notes.txt").write_text("mine")
+    point = 0
+    while not killed_at(point, lambda: write("new")):
+        if (tmp_path / ".replaced-now").exists() and (tmp_path / "now").exists() and is_edited:
+            # Another file of the same name.
+            (tmp_path / "now" / "notes.txt").unlink()
+            (tmp_path / "now" / "notes.txt").write_text("edited")
+        for text in ("newer", "old"):
+            write(text)
+            assert (tmp_path / "now" / "a").read_text() == text
+            assert not (tmp_path / ".replaced-now").exists()
+        point += 1
+    assert point > 10
+    kept = [path.read_text() for path in tmp_path.glob("now-replaced-*/notes.txt")]
+    assert ("mine" in kept) == is_edited
+
+
+def test_empty_folders_of_the_user_stay(save, tmp_path):
+    save(tmp_path / "saved")
+    (tmp_path / "saved" / "plots" / "later").mkdir(parents=True)
+    save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "plots" / "later").is_dir()
+    atomic.remove_own(tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").rglob("*")] == ["plots", "later"]
+
+
 # Files of a run, killed while they are written
+
+
+class Service:
+    """Stands for a service that writes files when it starts."""
+
+    def __init__(self, name: str, folder: Path, *_: Any, **__: Any) -> None:
+        (folder / f"{name}.events").write_text("started")
+
+    def log(self, metrics: Any, step: int) -> None:
+        """Nothing is sent."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("name", ["new", "continued"])
+def test_trackers_that_are_killed_at_any_point_can_be_started_again(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(tracking, "ServiceTracker", Service)
+
+    def start(folder: Path) -> None:
+        tracker = default_tracker(folder, {"seed": 0}, log_with=["csv", "tensorboard"])
+        tracker.log({"a": 1.0}, 1)
+        tracker.log({"a": 2.0, "b": 1.0}, 2)
+        tracker.close()
+
+    point = 0
+    folder = tmp_path / "0"
+    if name == "continued":
+        start(folder)
+    while not killed_at(point, lambda folder=folder: start(folder)):
+        start(folder)
+        assert json.loads((folder / "config.json").read_text())["seed"] == 0
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = (folder / "metrics.csv").read_text().splitlines()
+        assert rows[0] == "step,a,b"
+        assert steps[-2:] == [1, 2]
+        assert rows[-2:] == ["1,1.0,", "2,2.0,1.0"]
+        point += 1
+        folder = tmp_path / str(point)
+        if name == "continued":
+            start(folder)
+    assert point > 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_report_is_never_lost_when_its_process_is_killed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    report = write_report([tmp_path], tmp_path / "report.html")
+    old, point = report.read_text(), 0
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 2.0}\n')
+    while not killed_at(point, lambda: write_report([tmp_path], report)):
+        assert report.read_text() == old or '"entropy":2.0' in report.read_text()
+        point += 1
+    # Temporary files of killed processes are deleted once no process can be using them.
+    scratch = [path for path in tmp_path.iterdir() if atomic.is_scratch_file(path.name)]
+    assert scratch
+    for path in scratch:
+        os.utime(path, (0, 0))
+    (tmp_path / ".llamagym-report.html-notes").write_text("mine")
+    write_report([tmp_path], report)
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html", ".llamagym-report.html-notes"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_run_that_is_killed_at_any_point_can_be_started_again(tmp_path):
+    def start(folder: Path) -> Any:
+        return learning(folder, episodes=6, log_with=["csv"], resume=True)
+
+    def steps(folder: Path) -> list[int]:
+        return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    start(tmp_path / "whole")
+    expected, point = steps(tmp_path / "whole"), 0
+    while not killed_at(point, lambda: start(tmp_path / "run")):
+        start(tmp_path / "run")
+        found = steps(tmp_path / "run")
+        # Killed after its end, it is a finished run, and the second call has a budget of its own.
+        assert found[: len(expected)] == expected
+        assert found == sorted(set(found))
+        assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == len(found) + 1
+        assert newest(tmp_path / "run" / "checkpoints") is not None
+        shutil.rmtree(tmp_path / "run")
+        # Early points are those of the run's files; later ones repeat in each checkpoint.
+        point += 1 if point < 40 else 7
+    assert point > 100
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):

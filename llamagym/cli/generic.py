@@ -40,6 +40,7 @@ class GenericAgent(Agent):
     `generic_agent` makes the class for an environment.
     """
 
+    response_prefix = ""
     system_prompt: ClassVar[str]
     template: ClassVar[str]
     observation_space: ClassVar[spaces.Space[Any]]
@@ -65,7 +66,9 @@ class GenericAgent(Agent):
 
     def extract_action(self, response: str) -> Any:
         """The action of this name, or what free text means."""
-        return parse_action(response, self.action_space) if self.actions is None else self.actions[response]
+        if self.actions is None:
+            return parse_action(response, self.action_space)
+        return self.actions[response.removeprefix(self.response_prefix)]
 
     def fallback_action(self, observation: Any) -> Any:
         """One and the same action."""

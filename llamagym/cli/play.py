@@ -89,12 +89,16 @@ def _acted(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
 def _asked(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
     """Ask the person until a reply names an action."""
     offered = agent.choices_for(observation, info)
+    # Choices may come from the run's author.
+    shown = None if offered is None else {printable(choice): choice for choice in offered}
     while True:
-        reply = click.prompt("", type=None if offered is None else click.Choice(offered), prompt_suffix="> ")
+        reply = click.prompt("", type=None if shown is None else click.Choice(list(shown)), prompt_suffix="> ")
+        if shown is not None:
+            reply = shown[reply]
         try:
-            action = agent.extract_action(reply)
+            action = agent.extract_action(agent.response_prefix + reply)
         except ValueError as problem:
-            click.echo(str(problem))
+            click.echo(printable(str(problem)))
         else:
             if action is not None:
                 return action

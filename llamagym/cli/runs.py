@@ -15,6 +15,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ class UserPath(click.Path):
 AGENT, CONFIG = "agent", "config.json"
 _PROMPTS = ("prompt.yaml", "prompt.yml", "prompt.py")
 _LARGEST_SETTINGS = 2**20
+_LONGEST_ID = 200
 
 EVALUATION_SEED = 1_000_000
 """What episodes to measure with are drawn from, far from the seeds that people train with."""
@@ -59,6 +62,11 @@ def printable(text: str) -> str:
     )
 
 
+def _line(text: str) -> str:
+    """A text in one line, in which the author of a run can hide nothing."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def prompt_in(run_dir: Path, prompt: Path) -> Path:
     """Where a run keeps a copy of its prompt file."""
     return run_dir / f"prompt{prompt.suffix}"
@@ -72,7 +80,7 @@ def require_same_prompt(prompt: Path | None, run_dir: Path) -> None:
     """
     if prompt is None or not prompt.is_file():
         return
-    kept = prompt_in(run_dir, prompt)
+    kept = file_inside(run_dir, prompt_in(run_dir, prompt).name)
     if kept.exists() and kept.read_bytes() != prompt.read_bytes():
         raise ConfigError(
             f"--prompt {str(prompt)!r} differs from {str(kept)!r}, which the run began with. Pass the latter, or "
@@ -105,6 +113,8 @@ def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: boo
         )
     verify(saved, KIND)
     if not trust:
+        if env_id is not None:
+            _import_module_of(env_id)
         _import_nothing_from(folder)
     # What lies next to an agent that is passed alone may be anybody's.
     settings = _settings(folder) if is_run else {}
@@ -133,6 +143,8 @@ def _env_of_run(folder: Path, settings: Mapping[str, Any], trust: bool) -> str:
     env_id = settings.get("env_id")
     if not isinstance(env_id, str):
         raise ConfigError(f"Nothing says which environment the agent in {str(folder)!r} is for. Pass its id as well.")
+    if len(env_id) > _LONGEST_ID:
+        raise ConfigError(f"{CONFIG} in {str(folder)!r} names the environment {shortened(env_id)}. Pass its id.")
     module, colon, _ = env_id.partition(":")
     if colon and not _is_installed(module):
         if not trust:
@@ -141,7 +153,7 @@ def _env_of_run(folder: Path, settings: Mapping[str, Any], trust: bool) -> str:
                 f"module {shortened(module)}, which is not part of an installed package. If you trust it, pass "
                 "--trust, or the environment's id yourself."
             )
-        click.echo(f"--trust: executing the module {module} for the environment {env_id}", err=True)
+        click.echo(_line(f"--trust: executing the module {module} for the environment {env_id}"), err=True)
     return env_id
 
 
@@ -164,7 +176,7 @@ def _prompt_of_run(folder: Path, name: object, trust: bool) -> Path:
                 f"{str(path)!r} is Python code by the run's author and would be executed. Read it; if you trust it, "
                 "pass --trust, or a file of your own with --prompt."
             )
-        click.echo(f"--trust: executing {path}", err=True)
+        click.echo(_line(f"--trust: executing {path}"), err=True)
     return path
 
 
@@ -179,10 +191,29 @@ def _is_installed(module: str) -> bool:
     return origin is not None and any(origin.is_relative_to(place) for place in places)
 
 
+def _import_module_of(env_id: str) -> None:
+    """Imports the module that the user's environment id names, since it may lie beside the run."""
+    module, colon, _ = env_id.partition(":")
+    if colon:
+        # `made` reports a module that cannot be imported.
+        with suppress(ImportError, ValueError):
+            import_module(module)
+
+
 def _import_nothing_from(folder: Path) -> None:
-    """Take a folder off Python's search path: `python -m` puts the current working directory there."""
+    """Takes a folder, and the folders around it, off Python's search path.
+
+    `python -m` puts the current working directory there, and what lies around a run may come from its author, too.
+    """
     real = folder.resolve()
-    sys.path[:] = [place for place in sys.path if not Path(place or ".").resolve().is_relative_to(real)]
+    own = Path(__file__).resolve().parents[2]
+    kept = []
+    for place in sys.path:
+        real_place = Path(place or ".").resolve()
+        is_near = real_place.is_relative_to(real) or real.is_relative_to(real_place)
+        if not is_near or real_place == own:
+            kept.append(place)
+    sys.path[:] = kept
 
 
 def _settings(run_dir: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from ..models.loading import load_model_and_tokenizer
 from ..models.paths import user_folder
 from ..models.registry import EMBEDDED_NAME
 from ..training.environments import made
-from ..training.tracking import default_tracker, require_run_folder
+from ..training.run_folder import require_run_folder, require_same_run
+from ..training.tracking import default_tracker
 from .generic import default_context
 from .prompts import agent_class
 from .runs import AGENT, EVALUATION_SEED, UserPath, prompt_in, require_same_prompt
@@ -78,6 +79,8 @@ def train(
     if not resume and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to continue it, or another --run-dir.")
     require_run_folder(run_dir)
+    if resume:
+        require_same_run(run_dir, checkpoint_dir)
     require_same_prompt(prompt, run_dir)
     env = made(env_id)
     kind = agent_class(env, prompt)

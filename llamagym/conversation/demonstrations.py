@@ -8,11 +8,11 @@ them reads the very token ids that it will read when it acts.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError, ContextLengthError, excerpt
+from ..options import user_path
 from .arguments import check_text
 from .chat_template import Message
 from .episode import Conversation, Episode, Reply
@@ -73,7 +73,7 @@ def read_demonstrations(
             "path to sft_from_jsonl()."
         )
     try:
-        lines = Path(os.path.expanduser(path)).read_text(encoding="utf-8").split("\n")
+        lines = user_path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read the demonstrations {str(path)!r}: {error}. Pass the path of a JSONL file of {_WANTED}."

@@ -181,7 +181,30 @@ def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
         int(number_from(weights_version)),
         choice_logprobs,
     )
-    return Turn(_prompt_from(prompt, table), reply, number_from(reward), number_from(penalty), bool(valid))
+    read = _prompt_from(prompt, table)
+    _require_consistent(read, reply)
+    return Turn(read, reply, number_from(reward), number_from(penalty), bool(valid))
+
+
+def _require_consistent(prompt: Prompt, reply: Reply) -> None:
+    """Rejects a reply that was not possible after its prompt, which learning would notice late.
+
+    Raises:
+        ValueError: It is such a reply.
+    """
+    if not (0 <= prompt.shared_length <= len(prompt.ids) and 0 <= prompt.opening_length <= len(prompt.ids)):
+        raise ValueError(f"a prompt of {len(prompt.ids)} tokens shares {prompt.shared_length} of them")
+    if prompt.choices is None:
+        if reply.choice_index is not None or len(reply.logprobs) != len(reply.ids):
+            raise ValueError(f"{len(reply.logprobs)} log-probabilities of {len(reply.ids)} tokens of a free reply")
+        return
+    index = reply.choice_index
+    if index is None:
+        raise ValueError("a reply is none of its choices")
+    if not 0 <= index < len(prompt.choices) or prompt.choices[index] != reply.ids or len(reply.logprobs) != 1:
+        raise ValueError(f"a reply is not the choice {index} of {len(prompt.choices)}")
+    if reply.choice_logprobs and len(reply.choice_logprobs) != len(prompt.choices):
+        raise ValueError(f"{len(reply.choice_logprobs)} log-probabilities of {len(prompt.choices)} choices")
 
 
 def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:

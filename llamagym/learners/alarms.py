@@ -311,6 +311,9 @@ def _trend(values: Sequence[float]) -> int:
         return 0
     before, after = values[-2 * _WINDOW : -_WINDOW], values[-_WINDOW:]
     change = _mean(after) - _mean(before)
-    squares = sum((value - _mean(part)) ** 2 for part in (before, after) for value in part)
-    error = math.sqrt(squares / (_WINDOW - 1) / _WINDOW)
-    return 0 if abs(change) <= 2 * error else (1 if change > 0 else -1)
+    # Unlike a sum of squares, hypot() does not overflow.
+    distance = math.hypot(*(value - _mean(part) for part in (before, after) for value in part))
+    error = distance / math.sqrt((_WINDOW - 1) * _WINDOW)
+    if not math.isfinite(change) or abs(change) <= 2 * error:
+        return 0
+    return 1 if change > 0 else -1

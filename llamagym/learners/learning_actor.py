@@ -151,7 +151,6 @@ class LearningActor(Actor):
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         ranks.gather_objects(None)
 
-    @alone
     def load_checkpoint(
         self, folder: str | Path, *, keep_episodes: bool = False, allow_changes: Sequence[str] = ()
     ) -> dict[str, Any]:
@@ -174,6 +173,28 @@ class LearningActor(Actor):
             CheckpointError: It is damaged, of a later version, another model's, or an agent's of another class or with
                 other options; nothing has changed.
         """
+        with self.loading_checkpoint(folder, keep_episodes=keep_episodes, allow_changes=allow_changes) as loop:
+            return loop
+
+    @contextmanager
+    def loading_checkpoint(
+        self, folder: str | Path, *, keep_episodes: bool = False, allow_changes: Sequence[str] = ()
+    ) -> Iterator[dict[str, Any]]:
+        """While open, the agent has the state of a checkpoint; an exception brings its own state back.
+
+        For callers whose loop may reject the rest of the checkpoint. What learns is held twice while it is open.
+
+        Args:
+            folder: As for `load_checkpoint`.
+            keep_episodes: As for `load_checkpoint`.
+            allow_changes: As for `load_checkpoint`.
+
+        Yields:
+            The `loop` that was saved.
+
+        Raises:
+            CheckpointError: As for `load_checkpoint`.
+        """
         folder = user_path(folder, "folder")
         given = {"keep_episodes": keep_episodes, "allow_changes": allow_changes}
         check_arguments(LearningActor.load_checkpoint, given)
@@ -181,17 +202,18 @@ class LearningActor(Actor):
             folder = checkpoints.find(folder)
         checkpoints.check_options(folder, "options", self._identity, _FREE, _FIXED, allow_changes)
         state = read_state(folder, _STATE)
-        with named_on_error(folder, f"{_STATE}.json"), self._unchanged_on_error():
-            check_alike(state["agent"], self.state_dict())
-            self.check_state(state["agent"], "model" in allow_changes)
-            self.load_state_dict(state["agent"])
-            loop = self._take_own_share(state)
-            is_same = ranks.count() == 1 + len(state.get("others", []))
-            if not (keep_episodes and is_same):
-                self.discard_episodes(list(self._conversations))
-            if not is_same:
-                self._buffer[:] = self.learner.complete(self._buffer)
-        return loop
+        with self._unchanged_on_error():
+            with named_on_error(folder, f"{_STATE}.json"), self.lock:
+                check_alike(state["agent"], self.state_dict())
+                self.check_state(state["agent"], "model" in allow_changes)
+                self.load_state_dict(state["agent"])
+                loop = self._take_own_share(state)
+                is_same = ranks.count() == 1 + len(state.get("others", []))
+                if not (keep_episodes and is_same):
+                    self.discard_episodes(list(self._conversations))
+                if not is_same:
+                    self._buffer[:] = self.learner.complete(self._buffer)
+            yield loop
 
     def _take_own_share(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Take what a checkpoint holds for this process alone; returns its loop's state."""
@@ -211,12 +233,14 @@ class LearningActor(Actor):
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
         """While open, an exception leaves the agent as it was; what learns is held twice meanwhile."""
-        before = deepcopy(self.state_dict())
+        with self.lock:
+            before = deepcopy(self.state_dict())
         try:
             with extension_undone_on_error(self.policy.model.pretrained_model):
                 yield
         except BaseException:
-            self.load_state_dict(before)
+            with self.lock:
+                self.load_state_dict(before)
             raise
 
     @property

@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError
 from ..options import shortened
 
+# What Adam, the only optimizer whose state is saved, keeps of each weight.
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
+
 
 class Stateful:
     """Has a state of plain numbers.
@@ -45,17 +48,21 @@ def restore(owner: Any, state: Mapping[str, Any]) -> None:
 
 
 def _check_moments(optimizer: Optimizer) -> None:
-    """Reject moments that do not fit their weights, which PyTorch notices only at the next step.
+    """Rejects moments that do not fit their weights, which PyTorch notices only at the next step.
 
     Raises:
         CheckpointError: Some do not fit.
     """
     for weight, moments in optimizer.state.items():
+        if moments.keys() != _MOMENTS:
+            raise CheckpointError(f"The optimizer has {shortened(sorted(moments))} of a weight; expected {_MOMENTS}.")
         for name, moment in moments.items():
-            if not isinstance(moment, Tensor) or moment.shape not in (weight.shape, ()):
+            fits = isinstance(moment, Tensor) and moment.is_floating_point()
+            fits = fits and moment.shape == (() if name == "step" else weight.shape)
+            if not fits:
                 raise CheckpointError(
                     f"The optimizer's {name!r} does not fit its weight of the shape {tuple(weight.shape)}: "
-                    f"{shortened(getattr(moment, 'shape', moment))}."
+                    f"{shortened(getattr(moment, 'shape', moment))}, {getattr(moment, 'dtype', 'not a tensor')}."
                 )
 
 

@@ -12,9 +12,12 @@ written to; only files that its manifest lists are removed, and all others are c
 from __future__ import annotations
 
 import ctypes
+import filecmp
 import hashlib
 import json
+import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -22,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError
@@ -35,14 +38,19 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 SCHEMA = 1
 """Version of what is written; raised when older versions could not read it."""
 
 _PIECE = 2**20
 _SCRATCH, _ASIDE = ".writing-", ".replaced-"
+_SCRATCH_FILE = ".llamagym-"
+_SCRATCH_FILE_PATTERN = re.compile(rf"{re.escape(_SCRATCH_FILE)}.+-[0-9a-f]{{8}}")
 # Only a temporary folder that contains this file is ours to remove.
 _OWNER = "llamagym"
+_WHOLE, _RETIRED = "whole", "retired"
 # What is an hour old was left by a process that was killed.
 _STALE_S = 3600.0
 _LARGEST_MANIFEST = 2**24
@@ -64,12 +72,13 @@ def written_whole(
     Raises:
         ConfigError: The folder's path is invalid.
         CheckpointError: The folder holds something else, or cannot be written. What lay there is as it was, and no
-            temporary file is left.
+            temporary file is left. The message says so if only the last flush of the disk failed.
     """
     folder = user_folder(folder).resolve()
     _require_replaceable(folder)
     missing = [parent for parent in folder.parents if not os.path.exists(parent)]
     scratch: Path | None = None
+    is_in_place = False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         bring_back(folder)
@@ -78,17 +87,23 @@ def written_whole(
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
         (scratch / _OWNER).touch()
         # Not the scratch folder itself, which only its owner may open.
-        whole = scratch / "whole"
+        whole = scratch / _WHOLE
         whole.mkdir()
         yield whole
         _seal(whole, {**(facts or {}), "kind": kind, "schema": SCHEMA, "llamagym": own_version()})
         with _locked(folder.parent):
             _put(folder, whole, kind, replace)
+        is_in_place = True
         _flush(folder.parent)
     except BaseException as error:
         _clean_up(scratch, missing)
         if not _is_of_writing(error):
             raise
+        if is_in_place:
+            raise CheckpointError(
+                f"the {kind} {str(folder)!r} is written, but the disk reports an error: {reason_of(error)}. It may be "
+                "lost should the machine stop. Save again, or to another disk."
+            ) from error
         raise CheckpointError(
             f"cannot write the {kind} {str(folder)!r}: {reason_of(error)}. What was there before is unchanged."
         ) from error
@@ -101,7 +116,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: The disk is full, or cannot be written; then the older version is as it was.
     """
-    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    _remove_stale_files(path)
+    scratch = path.with_name(f"{_SCRATCH_FILE}{path.name}-{secrets.token_hex(4)}")
     try:
         # Text may hold half of a character pair, such as a file's name that is not UTF-8.
         write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
@@ -110,6 +126,41 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def move_files(source: Path, folder: Path, own: str) -> None:
+    """Moves all files of a folder into another, in place of files of an older save only.
+
+    Args:
+        source: The folder with the new files.
+        folder: The other folder.
+        own: Name of the file that identifies an older save.
+
+    Raises:
+        FileExistsError: A file of the same name exists, and no older save; then nothing is moved.
+    """
+    names = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file()]
+    if not (folder / own).is_file():
+        for name in names:
+            if os.path.lexists(folder / name):
+                raise FileExistsError(f"{str(name)!r} is to be written, and a file of this name is yours")
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).replace(folder / name)
+
+
+def is_scratch_file(name: str) -> bool:
+    """Whether a file's name is one that `replace_file` gives to temporary files."""
+    return _SCRATCH_FILE_PATTERN.fullmatch(name) is not None
+
+
+def _remove_stale_files(path: Path) -> None:
+    """Deletes temporary files that killed processes left when they replaced a file."""
+    for scratch in path.parent.glob(f"{_SCRATCH_FILE}*"):
+        belongs = is_scratch_file(scratch.name) and scratch.name.startswith(f"{_SCRATCH_FILE}{path.name}-")
+        with suppress(OSError):  # another process deletes it too
+            if belongs and time.time() - scratch.lstat().st_mtime > _STALE_S:
+                scratch.unlink()
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> None:
@@ -214,9 +265,12 @@ def remove_own(folder: Path) -> None:
         for name in listed:
             with suppress(OSError, CheckpointError):
                 file_inside(folder, name).unlink()
-    for inner, _, _ in os.walk(folder, topdown=False):
-        with suppress(OSError):  # it holds other files
-            os.rmdir(inner)
+    inner = {str(parent) for name in listed for parent in PurePosixPath(name).parents}
+    for parent in sorted(inner, reverse=True):
+        with suppress(OSError, CheckpointError):  # it holds other files
+            file_inside(folder, parent).rmdir()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def bring_back(folder: Path) -> None:
@@ -238,7 +292,9 @@ def remove_stale(parent: Path) -> None:
     """Delete temporary folders that killed processes left in a folder, but not those of running processes."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another process deletes it too
-            is_ours = (scratch / _OWNER).is_file() and not scratch.is_symlink()
+            is_ours = not scratch.is_symlink() and _OWNER in os.listdir(scratch)
+            # A folder of the user may have such a name, too.
+            is_ours = is_ours and {*os.listdir(scratch)} <= {_OWNER, _WHOLE, _RETIRED}
             if is_ours and time.time() - scratch.stat().st_mtime > _STALE_S:
                 shutil.rmtree(scratch, ignore_errors=True)
 
@@ -325,7 +381,7 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     carried = _carry_over(folder, new, listed)
     aside = _aside(folder)
     if _is_own(aside):  # of a process that was killed just after its new folder had the name
-        remove_own(aside)
+        _retire(aside, folder, new.parent)
     if not _exchange(new, folder):
         folder.rename(aside)
         try:
@@ -338,22 +394,56 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     _carry_over(new, folder, listed | carried)
 
 
+def _retire(aside: Path, folder: Path, scratch: Path) -> None:
+    """Moves what a killed process had replaced to the temporary folder, or to a name of its own.
+
+    Args:
+        aside: The folder that was replaced.
+        folder: The folder that replaced it, with links to the files of the user.
+        scratch: The temporary folder, which is deleted at the end.
+    """
+    listed = {MANIFEST, *read_manifest(aside)["files"]}
+    if all(_are_equal(aside / name, folder / name) for name in _unlisted(aside, listed)):
+        aside.rename(scratch / _RETIRED)
+        return
+    kept = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
+    aside.rename(kept)
+    logger.warning("%s holds files of yours that %s does not; it is kept.", kept, folder)
+
+
+def _are_equal(one: Path, other: Path) -> bool:
+    """Whether two paths are equal links, or files with the same content."""
+    if one.is_symlink() or other.is_symlink():
+        return one.is_symlink() and other.is_symlink() and os.readlink(one) == os.readlink(other)
+    if one.is_dir():
+        return other.is_dir()
+    return other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def _unlisted(folder: Path, listed: set[str]) -> Iterator[str]:
+    """The files, links and empty folders in a folder that are not listed."""
+    for inner, folders, files in os.walk(folder):
+        here = Path(inner)
+        ends = [name for name in folders if (here / name).is_symlink() or not os.listdir(here / name)]
+        for name in (*files, *ends):
+            relative = (here / name).relative_to(folder).as_posix()
+            if relative not in listed:
+                yield relative
+
+
 def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
     """Link the files of an old folder that are not listed into a new one; returns their names."""
     carried = set()
-    for inner, folders, files in os.walk(old):
-        here = Path(inner)
-        for name in [*files, *(name for name in folders if (here / name).is_symlink())]:
-            path = here / name
-            relative = path.relative_to(old)
-            if relative.as_posix() in listed:
-                continue
-            target = new / relative
-            if os.path.lexists(target):
-                raise FileExistsError(f"{relative.as_posix()!r} is to be written, and a file of this name is yours")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _link(path, target)
-            carried.add(relative.as_posix())
+    for name in _unlisted(old, listed):
+        path, target = old / name, new / name
+        if path.is_dir() and not path.is_symlink():
+            target.mkdir(parents=True, exist_ok=True)
+            continue
+        if os.path.lexists(target):
+            raise FileExistsError(f"{name!r} is to be written, and a file of this name is yours")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _link(path, target)
+        carried.add(name)
     return carried
 
 

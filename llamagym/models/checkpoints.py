@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..options import as_number
 from .atomic import MANIFEST, bring_back, bring_back_all, remove_own, verify
+from .paths import file_inside
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +121,8 @@ def newest(root: Path) -> Path | None:
     wrong: list[CheckpointError] = []
     for path in reversed(_all(root)):
         try:
+            # A link may lead to a checkpoint of another run.
+            file_inside(root, path.name)
             verify(path, KIND)
         except CheckpointError as error:
             logger.warning("%s Taking an older one.", error)
@@ -176,12 +180,13 @@ def manifests(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The checkpoints in a folder that are readable, by the sizes of their files, and their manifests; oldest first."""
     for path in _all(root):
         with suppress(CheckpointError):
+            file_inside(root, path.name)
             yield path, verify(path, KIND, checksums=False)
 
 
 def _fact(manifest: dict[str, Any], name: str) -> float:
     value = manifest.get(name)
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    return as_number(value) if isinstance(value, (int, float)) else math.nan
 
 
 def difference(name: str, saved: Any, passed: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError, ConfigError
@@ -24,8 +25,7 @@ def user_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
     folder = user_path(path, name)
     try:
         blocking = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-        # A link that points to nothing is in the way as well.
-        is_folder = blocking.is_dir()
+        is_folder = _is_folder(blocking)
         # Fails where a folder on the way may not be read, or links point to each other.
         folder.resolve()
     except (OSError, RuntimeError) as error:
@@ -36,6 +36,15 @@ def user_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
             "path of a folder."
         )
     return folder
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path that existed is a folder; one that another process is just replacing is."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        # A link that points to nothing is in the way.
+        return not path.is_symlink()
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -66,3 +75,25 @@ def file_inside(folder: Path, name: str) -> Path:
         f"{str(folder)!r} refers to the file {str(name)[:200]!r}, which lies outside of that folder. Its content was "
         "not read."
     )
+
+
+def require_files_inside(folder: Path) -> None:
+    """Rejects a folder in which anything is neither a file nor a folder inside it.
+
+    For folders that other libraries read by the names that they know, listed in a manifest or not.
+
+    Args:
+        folder: A folder that may come from somebody else.
+
+    Raises:
+        CheckpointError: A symbolic link leads out of the folder, or there is a pipe, device or socket.
+    """
+    for inner, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            relative = (Path(inner) / name).relative_to(folder).as_posix()
+            path = file_inside(folder, relative)
+            if not (path.is_file() or path.is_dir()):
+                raise CheckpointError(
+                    f"{str(folder)!r} contains {relative[:200]!r}, which is neither a file nor a folder. Its content "
+                    "was not read. Remove it."
+                )

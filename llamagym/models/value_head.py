@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import ConfigError, ModelLoadError, excerpt
+from ..errors import CheckpointError, ConfigError, ModelLoadError, excerpt
+from .atomic import move_files, reason_of
 from .hub import (
     ADAPTER_CONFIG,
     check_model_file,
@@ -269,11 +270,33 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Write the adapter, or the full weights where there is none, and the value head.
 
         Args:
-            save_directory: Folder to write into; made if it does not exist.
+            save_directory: Folder to write into; created if it does not exist. Files of an older save are replaced, all
+                others stay.
             **kwargs: Passed on to the language model's `save_pretrained`.
+
+        Raises:
+            ConfigError: The folder's path is invalid.
+            CheckpointError: The folder has a file of a name that is to be written, and no older save; or it cannot be
+                written.
         """
         folder = user_folder(save_directory, "save_directory")
-        folder.mkdir(parents=True, exist_ok=True)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", folder.name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
+                self.write_files(Path(scratch), **kwargs)
+                move_files(Path(scratch), folder, VALUE_HEAD_FILE)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot write the model {str(folder)!r}: {reason_of(error)}.") from error
+
+    def write_files(self, folder: Path, **kwargs: Any) -> None:
+        """Writes what `save_pretrained` saves into a new folder.
+
+        Args:
+            folder: The folder, which exists.
+            **kwargs: Passed on to the language model's `save_pretrained`.
+        """
         if self.is_peft_model:
             # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.
             targets = getattr(self.pretrained_model.active_peft_config, "target_modules", None) or ()

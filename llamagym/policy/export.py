@@ -17,6 +17,7 @@ from ..models.atomic import verify
 from ..models.card import Card
 from ..models.loading import load_model_and_tokenizer, resolve_device
 from ..models.lora import is_activated
+from ..models.paths import require_files_inside
 from ..models.state_files import read_state, write_state
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .actor import Actor
@@ -50,7 +51,7 @@ def write_export(
     policy, tokenizer = actor.policy, actor.tokenizer
     model = _merged(policy.model) if merged else policy.model
     pretrained: Any = model.pretrained_model
-    model.save_pretrained(folder)
+    model.write_files(folder)
     tokenizer.save_pretrained(str(folder))
     state = {"options": options, **choices_record(policy), "rng": policy.rng.get_state()}
     dtype = str(pretrained.dtype).removeprefix("torch.")
@@ -93,6 +94,7 @@ def read_export(
         CheckpointError: The folder is damaged, something else, or of a later version.
     """
     verify(folder, KIND)
+    require_files_inside(folder)
     state = read_state(folder, STATE)
     names = {"model", "tokenizer", "device", "sft_warm_start"} & state["options"].keys()
     if names:

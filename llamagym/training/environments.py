@@ -25,7 +25,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError
-from ..options import as_json
+from ..options import as_json, shortened
 from .copy_errors import unpacked
 from .env_processes import ProcessEnvs, exit_with_parent, lead_group, named_if_lost
 from .infos import Info, check_names_of_same_step, lost_names, put_finals, split
@@ -408,9 +408,11 @@ def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
         ConfigError: It knows none, or a package of it is not installed.
     """
     try:
+        if name.count(":") > 1:
+            raise gymnasium.error.NameNotFound("an id has one colon at most, after the module.")
         return gymnasium.make(name, **options)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+    except (gymnasium.error.Error, ImportError) as error:
         raise ConfigError(
-            f"env={name!r} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that makes "
-            "the environment."
+            f"env={shortened(name)} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that "
+            "makes the environment."
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +32,9 @@ from .played import Judge, PlayedEpisode, success_rate
 from .progress import Progress
 from .report import write_report
 from .run import Run
+from .run_folder import require_run_folder, require_same_run, run_id_of
 from .saved_run import SavedRun, saved_on_error
-from .tracking import MultiTracker, Tracker, default_tracker, require_run_folder
+from .tracking import MultiTracker, Tracker, trackers_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +211,9 @@ def train(
         checkpoint_dir = run_dir / "checkpoints"
     if resume and checkpoint_dir is None:
         raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
+    if resume and run_dir is not None and checkpoint_dir is not None:
+        require_run_folder(run_dir)
+        require_same_run(run_dir, checkpoint_dir)
     if checkpoint_dir is not None and not resume:
         with ranks.main_process_first():
             require_none(checkpoint_dir)
@@ -223,6 +228,8 @@ def train(
         ExitStack() as run_files,
         Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
+        # Left first: where a run cannot be resumed, the agent has its own state again.
+        ExitStack() as resuming,
     ):
         base_seed = agent.draw_seed() if seed is None else seed
         play = Play(agent, parts, ids, base_seed, size, judge, (ranks.rank(), ranks.count()))
@@ -238,17 +245,20 @@ def train(
                 "chat_template": str(agent.tokenizer.chat_template),
                 "judge": judge is not None,
             }
-            return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes)
+            run_id = _run_id(run_dir, tracker)
+            return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes, run_id)
 
         saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
-        saved_state = saved.read() if saved and resume else None
+        saved_state = saved.read(resuming) if saved and resume else None
         own_trackers = []
         if run_dir is not None:
             if saved_state is None:
                 _require_no_metrics(run_dir)
             # Now that nothing can be wrong with the call: one that fails leaves no files.
             settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
-            own_trackers.append(run_files.enter_context(closing(_tracker_of_run(run_dir, agent, settings, log_with))))
+            run_id = "" if saved is None else saved.run_id
+            run_trackers = _trackers_of_run(run_dir, agent, settings, log_with, run_id)
+            own_trackers.append(run_files.enter_context(closing(run_trackers)))
         # What was passed is not closed here.
         passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
         trackers = MultiTracker(*own_trackers, *passed_trackers)
@@ -299,6 +309,7 @@ def train(
                 saved.write(state, run.turns, run.updates)
 
         with _notified(all_callbacks, run, saved_state), saved_on_error(save if saved else None, checkpoint_dir):
+            resuming.close()
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
                 logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
@@ -350,10 +361,10 @@ def _report(run_dir: Path) -> Path | None:
 
 
 def _require_no_metrics(run_dir: Path) -> None:
-    """Reject the folder of another run, whose metrics would be mixed with those of this one, or of something else.
+    """Reject the folder of another run, whose metrics would be mixed with those of this one.
 
     Raises:
-        ConfigError: The folder holds metrics, or files that are not of a run.
+        ConfigError: The folder holds metrics.
     """
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size > 0:
@@ -361,13 +372,21 @@ def _require_no_metrics(run_dir: Path) -> None:
             f"run_dir={str(run_dir)!r} holds the metrics of a run, and no checkpoint to continue from. Pass another "
             "run_dir, or resume=True with the checkpoint_dir of that run."
         )
-    require_run_folder(run_dir)
 
 
-def _tracker_of_run(run_dir: Path, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str]) -> MultiTracker:
+def _run_id(run_dir: Path | None, tracker: Tracker | None) -> str:
+    """The id of the run that a folder or a tracker belongs to; a new one if there is none."""
+    own = None if run_dir is None else run_id_of(run_dir)
+    passed = tracker.run_id if isinstance(tracker, MultiTracker) else ""
+    return own or passed or secrets.token_hex(8)
+
+
+def _trackers_of_run(
+    run_dir: Path, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str], run_id: str
+) -> MultiTracker:
     """The trackers that write a run's folder."""
     config = {"agent": type(agent).__name__, **settings, **agent.learner.config.given()}
-    return default_tracker(run_dir, config, agent=agent, log_with=log_with)
+    return trackers_of_run(run_dir, config, agent=agent, log_with=log_with, run_id=run_id)
 
 
 def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoReturn:

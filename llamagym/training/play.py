@@ -28,6 +28,7 @@ from ..errors import ActionParseError, CheckpointError
 from ..learners import ranks
 from ..learners.base import Stats
 from ..models.checkpoints import difference
+from ..options import shortened
 from .environments import Copies
 from .infos import Info
 from .played import Judge, PlayedEpisode, verdict
@@ -300,6 +301,27 @@ class Play:
             "choices": self._choices_record(self._firsts),
         }
 
+    def check_actions(self, state: Mapping[str, Any], starts_again: bool) -> None:
+        """Rejects saved actions that the environments cannot take.
+
+        Args:
+            state: What `state_dict` returned.
+            starts_again: Whether all episodes start again, so that no action is taken.
+
+        Raises:
+            CheckpointError: An action is not in the action space, as all others of its type are.
+        """
+        if starts_again:
+            return
+        space = self._parts[0].action_space
+        for saved in state["actions"]:
+            try:
+                self._parts[0].actions_from(saved)
+            except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+                raise CheckpointError(
+                    f"The actions {shortened(saved)} are not of the space {space}: {error}"
+                ) from error
+
     def resume(self, state: Mapping[str, Any], starts_again: bool = False, may_change_choices: bool = False) -> None:
         """Bring the environments back to where they stood; where that fails, an episode starts again, which is logged.
 
@@ -325,7 +347,8 @@ class Play:
         replay = dict(enumerate(self._actions)) if can_replay else None
         self._told_to_rest[:] = state.get("told_to_rest", False)
         self._at_rest = self._told_to_rest & np.array([text is None for text in state["texts"]])
-        self._reset(np.ones(len(self._ids), dtype=bool), replay, self._at_rest)
+        with _named_if_damaged(replay):
+            self._reset(np.ones(len(self._ids), dtype=bool), replay, self._at_rest)
         if can_replay:
             changed = np.array(
                 [then not in (now, None) for now, then in zip(self._texts(), state["texts"], strict=True)]
@@ -427,6 +450,24 @@ class Play:
         """The reset seed of a copy's episode; those of different runs have nothing to do with each other."""
         sequence = np.random.SeedSequence(self._entropy, spawn_key=(int(self._groups[copy]),))
         return int(sequence.generate_state(1)[0])
+
+
+@contextmanager
+def _named_if_damaged(replay: Mapping[int, Sequence[Any]] | None) -> Iterator[None]:
+    """While open, actions that an environment cannot take are an error of the checkpoint that has them.
+
+    Raises:
+        CheckpointError: An environment cannot play the saved actions again.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, OverflowError) as error:
+        if replay is None or not any(replay.values()):
+            raise
+        raise CheckpointError(
+            f"The saved actions of the episodes under way cannot be played again ({type(error).__name__}: {error}). "
+            "The checkpoint is damaged, or of another environment."
+        ) from error
 
 
 def _difference(one: str, other: str) -> str:

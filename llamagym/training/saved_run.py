@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from ..learners import ranks
 from ..learners.base import Stats
 from ..models.atomic import verify
 from ..models.checkpoints import KIND, check_options, newest, path_of, prune
-from ..models.state_files import check_alike, named_on_error
+from ..models.paths import file_inside
+from ..models.state_files import named_on_error
 from ..options import as_json
 from .copy_errors import failed_copy
+from .loop_state import check_loop_state
 from .play import Play
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ class SavedRun:
 
     Attributes:
         root: The folder of the checkpoints.
+        run_id: Distinguishes the checkpoints of this run from those of others in the same folder.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class SavedRun:
         play: Play,
         options: Mapping[str, Any],
         allow_changes: Collection[str] = (),
+        run_id: str = "",
     ) -> None:
         """Keep the newest `keep` checkpoints, and the best, in a folder.
 
@@ -48,13 +52,13 @@ class SavedRun:
             play: Where.
             options: What the run must be resumed with.
             allow_changes: Names of what may differ all the same; see `train`.
+            run_id: Id of the run, unless checkpoints have one; empty draws one.
         """
         self.root = root
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
         self._allow_changes = allow_changes
         self._latest = -1
-        # Tells the checkpoints of this run from those of others in the same folder.
-        self._run = secrets.token_hex(8)
+        self.run_id = run_id or secrets.token_hex(8)
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
         """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
@@ -66,10 +70,12 @@ class SavedRun:
             "turns": turns,
             "updates": len(updates),
             "train": self._options,
-            "run": self._run,
+            "run": self.run_id,
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
         path = path_of(self.root, turns)
+        # A run may come from somebody else: a link would lead to a checkpoint of another one.
+        file_inside(self.root, path.name)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
         except CheckpointError as error:
@@ -77,10 +83,14 @@ class SavedRun:
                 f"{error} Older checkpoints are as they were; make room, or pass another checkpoint_dir."
             ) from error
         if ranks.is_main_process():
-            prune(self.root, self._keep, path, self._run)
+            prune(self.root, self._keep, path, self.run_id)
 
-    def read(self) -> dict[str, Any] | None:
-        """Bring agent and environments to the newest checkpoint, and return the loop's state; None if there is none.
+    def read(self, resuming: ExitStack) -> dict[str, Any] | None:
+        """Brings agent and environments to the newest checkpoint, and returns the loop's state; None if there is none.
+
+        Args:
+            resuming: Is left with an exception where the run cannot go on from that state; the agent then has its own
+                state again.
 
         Raises:
             CheckpointError: None of those that there are can be read, or they do not fit.
@@ -94,30 +104,20 @@ class SavedRun:
         restarting = ("num_envs", "group_size", "environment", "judge")
         starts_again = any(name.split(".")[0] in restarting for name in changed)
         # Those of older versions have no id: they are never deleted.
-        self._run = str(verify(path, KIND, checksums=False).get("run", self._run))
-        loop = self._agent.load_checkpoint(
+        self.run_id = str(verify(path, KIND, checksums=False).get("run", self.run_id))
+        loading = self._agent.loading_checkpoint(
             path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
+        loop = resuming.enter_context(loading)
         with named_on_error(path, "state.json"):
-            _check_loop(loop)
-        self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
+            check_loop_state(loop, self._options["num_envs"], starts_again)
+            self._play.check_actions(loop["play"], starts_again)
+        try:
+            self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{str(path / 'state.json')!r}: {error}") from error
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
-
-
-def _check_loop(loop: Mapping[str, Any]) -> None:
-    """Reject a loop's state that lacks a part, or has one of another type.
-
-    Raises:
-        CheckpointError: It does.
-    """
-    play: dict[str, Any] = {"entropy": None, "groups": [], "actions": [], "texts": []}
-    parts = {"returns": [], "updates": [], "turns": 0, "seconds": 0.0, "tracker": [], "play": play}
-    check_alike(loop, parts)
-    missing = [name for name in parts if loop.get(name) is None]
-    missing += [f"play/{name}" for name in play if name not in loop["play"]]
-    if missing:
-        raise CheckpointError(f"The state of the training loop lacks {', '.join(missing)}.")
 
 
 @contextmanager

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import logging
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..agent import Agent
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..learners import ranks
-from ..models.atomic import own_version, replace_file
-from ..models.checkpoints import manifests
+from ..models.atomic import replace_file
 from ..models.paths import user_folder
 from ..options import (
     as_json,
@@ -26,17 +27,15 @@ from ..options import (
     explains_wrong_calls,
     json_safe,
     require_text,
+    shortened,
     user_path,
 )
+from .run_folder import CONFIG, MARK, mark_of, require_run_folder, run_id_of
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | str]
-
-# The setting by which a run's folder is recognized.
-_MARK = "llamagym"
-_FILES = ("config.json", "metrics.jsonl", "metrics.csv", "transcripts.jsonl")
 
 
 @runtime_checkable
@@ -75,6 +74,7 @@ class JsonlTracker:
             ConfigError: The path is invalid, or the file cannot be written.
         """
         path = _appendable(path)
+        self._path = path
         try:
             ends_a_line = _ends_a_line(path)
             self._file = path.open("a", encoding="utf-8")
@@ -95,15 +95,28 @@ class JsonlTracker:
         self._file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         self._file.flush()
 
-    def position(self) -> int:
-        """Bytes written so far."""
-        return self._file.tell()
+    def position(self) -> dict[str, Any]:
+        """Number of bytes written so far, and what identifies the file."""
+        size = self._file.tell()
+        return {"size": size, "sha256": self._checksum(size), "path": str(self._path)}
 
-    def rewind(self, position: int) -> None:
-        """Drop what was written after a position: a run that is resumed writes it again."""
-        if position <= self._file.tell():
-            self._file.truncate(position)
-            self._file.seek(position)
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        """Drops what was written after a position, since a resumed run writes it again.
+
+        Raises:
+            CheckpointError: The position is of another file; nothing is dropped.
+        """
+        size = _size_of(position, self._path)
+        if size > self._file.tell():
+            return
+        _require_same_file(position, self._checksum(size), self._path)
+        self._file.truncate(size)
+        self._file.seek(size)
+
+    def _checksum(self, size: int) -> str:
+        """Checksum of the first bytes of the file."""
+        with self._path.open("rb") as file:
+            return hashlib.sha256(file.read(size)).hexdigest()
 
     def close(self) -> None:
         """Close the file."""
@@ -117,46 +130,94 @@ class CsvTracker:
         """Append to `path`, creating its folder.
 
         Raises:
-            ConfigError: The path is invalid, or the file cannot be read and written as a table.
+            ConfigError: The path is invalid, or the file is not a table that this class wrote.
         """
         self._path = _appendable(path)
-        self._rows: list[dict[str, Any]] = []
-        if self._path.exists():
-            try:
-                with self._path.open(newline="", encoding="utf-8") as file:
-                    self._rows = list(csv.DictReader(file, restval=""))
-            except (OSError, ValueError, csv.Error) as error:
-                raise ConfigError(
-                    f"{str(self._path)!r} cannot be read as a table: {error}. Move it away, or pass another path."
-                ) from error
-        # A line that is too long has its rest under None.
-        self._columns = [name for name in self._rows[0] if name is not None] if self._rows else ["step"]
-        # A killed process left a part of a line; the next one must not continue it.
-        self._is_stale = not _ends_a_line(self._path)
+        self._columns = ["step"]
+        self._rows: list[dict[str, str]] = []
+        try:
+            if self._path.exists():
+                self._read()
+            # A killed process left a part of a line; the next one must not continue it.
+            self._is_stale = not _ends_a_line(self._path)
+        except (OSError, ValueError, csv.Error) as error:
+            raise ConfigError(
+                f"{str(self._path)!r} cannot be read as a table: {error}. Move it away, or pass another path."
+            ) from error
+
+    def _read(self) -> None:
+        """Reads the table; one that could not be written again without a loss is rejected.
+
+        Raises:
+            ValueError: It has other columns than a table of this class, or a line does not fit them.
+        """
+        with self._path.open(newline="", encoding="utf-8") as file:
+            lines = [line for line in csv.reader(file) if line]
+        if not lines:
+            return
+        columns = lines.pop(0)
+        if columns[0] != "step" or len(set(columns)) != len(columns):
+            raise ValueError(f"its columns are {shortened(columns)}, expected distinct ones that begin with 'step'")
+        longest = max(map(len, lines), default=0)
+        if longest > len(columns):
+            raise ValueError(f"a line has {longest} values for {len(columns)} columns")
+        self._columns = columns
+        self._rows = [dict(zip(columns, line, strict=False)) for line in lines]
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Append a line."""
-        row = {"step": step, **metrics}
+        """Appends a line; one that cannot be written is dropped as a whole."""
+        row = {name: str(value) for name, value in {"step": step, **metrics}.items()}
         new = [name for name in row if name not in self._columns]
         self._rows.append(row)
         self._columns += new
-        if new or self._is_stale:
-            self._rewrite()
-            return
+        try:
+            if new or self._is_stale or len(self._rows) == 1:
+                self._rewrite()
+            else:
+                self._append(row)
+        except BaseException:
+            del self._rows[-1]
+            del self._columns[len(self._columns) - len(new) :]
+            raise
+
+    def _append(self, row: Mapping[str, str]) -> None:
         line = io.StringIO(newline="")
-        csv.DictWriter(line, self._columns, extrasaction="ignore").writerow(row)
-        with self._path.open("a", newline="", encoding="utf-8") as file:
-            file.write(line.getvalue())
+        csv.DictWriter(line, self._columns).writerow(row)
+        try:
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                file.write(line.getvalue())
+        except BaseException:
+            # A part of the line may be in the file.
+            self._is_stale = True
+            raise
 
-    def position(self) -> int:
-        """Lines written so far."""
-        return len(self._rows)
+    def position(self) -> dict[str, Any]:
+        """Number of lines written so far, and what identifies the table."""
+        size = len(self._rows)
+        return {"size": size, "sha256": self._checksum(size), "path": str(self._path)}
 
-    def rewind(self, position: int) -> None:
-        """Drop the lines after a position."""
-        if position < len(self._rows):
-            del self._rows[position:]
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        """Drops the lines after a position, since a resumed run writes them again.
+
+        Raises:
+            CheckpointError: The position is of another table; nothing is dropped.
+        """
+        size = _size_of(position, self._path)
+        if size >= len(self._rows):
+            return
+        _require_same_file(position, self._checksum(size), self._path)
+        dropped = self._rows[size:]
+        del self._rows[size:]
+        try:
             self._rewrite()
+        except BaseException:
+            self._rows += dropped
+            raise
+
+    def _checksum(self, size: int) -> str:
+        """Checksum of the first rows, whatever columns were added later."""
+        rows = [sorted((name, value) for name, value in row.items() if value) for row in self._rows[:size]]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def close(self) -> None:
         """Nothing is pending."""
@@ -164,7 +225,7 @@ class CsvTracker:
     def _rewrite(self) -> None:
         """Write all lines again; a process that is killed meanwhile leaves the file as it was."""
         table = io.StringIO(newline="")
-        writer = csv.DictWriter(table, self._columns, extrasaction="ignore")
+        writer = csv.DictWriter(table, self._columns)
         writer.writeheader()
         writer.writerows(self._rows)
         replace_file(self._path, table.getvalue())
@@ -195,6 +256,9 @@ class MultiTracker:
 
     An error of a tracker is logged the first time, and everything goes on, unless the tracker's `stops_on_error` is
     True: then it is raised, once all trackers have been called.
+
+    Attributes:
+        run_id: Id of the run that the trackers' folder belongs to; empty without a folder.
     """
 
     # Within another one: what it raises is what its trackers want to be raised.
@@ -202,6 +266,7 @@ class MultiTracker:
 
     def __init__(self, *trackers: Tracker) -> None:
         """Pass on to `trackers`."""
+        self.run_id = ""
         self._trackers = trackers
         self._logged: set[tuple[int, str]] = set()
 
@@ -255,39 +320,6 @@ class MultiTracker:
         return stopping
 
 
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is one that `default_tracker` wrote to."""
-    path = folder / "config.json"
-    if path.is_file() and not path.is_symlink():
-        with suppress(OSError, ValueError, RecursionError):
-            settings = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(settings, dict) and _MARK in settings:
-                return True
-    # Older versions wrote no mark.
-    return any(True for _ in manifests(folder / "checkpoints"))
-
-
-def require_run_folder(folder: Path) -> None:
-    """Reject a folder for a run that holds something else.
-
-    Args:
-        folder: The folder, as `user_folder` returns it.
-
-    Raises:
-        ConfigError: It is neither new, nor empty, nor that of a run.
-    """
-    names = sorted(os.listdir(folder)) if folder.exists() else []
-    if names and not is_run_folder(folder):
-        raise ConfigError(
-            f"run_dir={str(folder)!r} holds files that are not of a run ({', '.join(map(repr, names[:3]))}"
-            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}). Pass a new or empty folder."
-        )
-    # A run may come from somebody else: what is appended to a link would end up in a file elsewhere.
-    for name in {*names} & {*_FILES}:
-        if (folder / name).is_symlink() or not (folder / name).is_file():
-            raise ConfigError(f"{str(folder / name)!r} is a link, or not a file. Remove it, or pass another folder.")
-
-
 def _appendable(path: str | Path) -> Path:
     """The path of a file to append to; its folder exists afterwards.
 
@@ -303,6 +335,38 @@ def _appendable(path: str | Path) -> Path:
     if path.is_dir():
         raise ConfigError(f"path={str(path)!r} is a folder. Pass the path of a file.")
     return path
+
+
+def _size_of(position: Any, path: Path) -> int:
+    """The size that a saved position holds.
+
+    Raises:
+        CheckpointError: It is damaged, or of an earlier version, which did not identify the file.
+    """
+    size = position.get("size") if isinstance(position, Mapping) else None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise CheckpointError(
+            f"The checkpoint does not identify the file {str(path)!r}: its position is {shortened(position)}. Nothing "
+            "is dropped from the file; new lines are appended."
+        )
+    return size
+
+
+def _require_same_file(position: Mapping[str, Any], checksum: str, path: Path) -> None:
+    """Rejects a saved position of another file.
+
+    Raises:
+        CheckpointError: The content before the position differs; if there is none, the path.
+    """
+    is_same = position.get("sha256") == checksum
+    # All files begin alike where nothing has been written.
+    if not position["size"]:
+        is_same = is_same and position.get("path") == str(path)
+    if not is_same:
+        raise CheckpointError(
+            f"{str(path)!r} is not the file of the checkpoint, {shortened(position.get('path'))}. Nothing is dropped "
+            "from it; new lines are appended."
+        )
 
 
 def _ends_a_line(path: Path) -> bool:
@@ -348,14 +412,45 @@ def default_tracker(
     """
     check_arguments(default_tracker, locals())
     require_text(run_dir=run_dir)
+    folder = user_folder(run_dir, "run_dir")
+    return trackers_of_run(folder, config, project, mode, agent=agent, log_with=log_with)
+
+
+def trackers_of_run(
+    folder: Path,
+    config: Mapping[str, Any],
+    project: str | None = None,
+    mode: str | None = None,
+    *,
+    agent: Agent | None = None,
+    log_with: Sequence[str] = (),
+    run_id: str = "",
+) -> MultiTracker:
+    """The trackers of a run's folder; see `default_tracker`.
+
+    Args:
+        folder: The folder, as `user_folder` returns it.
+        config: As for `default_tracker`.
+        project: As for `default_tracker`.
+        mode: As for `default_tracker`.
+        agent: As for `default_tracker`.
+        log_with: As for `default_tracker`.
+        run_id: Id of the run; empty takes that of the folder, or a new one.
+
+    Raises:
+        ConfigError: As for `default_tracker`.
+    """
     if not ranks.is_main_process():
         return MultiTracker()
-    folder = user_folder(run_dir, "run_dir")
     require_run_folder(folder)
-    settings = {**as_json(dict(config)), _MARK: own_version()}
+    run_id = run_id or run_id_of(folder) or secrets.token_hex(8)
+    settings = {**as_json(dict(config)), MARK: mark_of(run_id)}
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
     project = project or os.environ.get("WANDB_PROJECT")
+    # Services write to a folder of the project's name.
+    if project and (folder / project).is_symlink():
+        raise ConfigError(f"{str(folder / project)!r} is a link. Remove it, or pass another run_dir.")
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
     services: list[Tracker] = []
     files: list[Tracker] = []
@@ -366,14 +461,13 @@ def default_tracker(
             if not folder.exists():
                 folder.mkdir(parents=True)
                 on_error.callback(_remove_if_empty, folder)
-            # Those that may fail come first.
             table = [CsvTracker(folder / "metrics.csv")] if "csv" in names else []
+            # Before all other files, since it marks the folder as that of a run, which may be killed at any moment.
+            _write_settings(folder / CONFIG, settings, on_error)
             for name in names:
                 if name != "csv":
                     options = {"mode": mode, "dir": str(folder)} if name == "wandb" else {}
                     services.append(ServiceTracker(name, folder, settings, project or "llamagym", agent, **options))
-            # Before other files: it marks the folder as that of a run.
-            replace_file(folder / "config.json", json.dumps(json_safe(settings), indent=1) + "\n")
             files.append(JsonlTracker(folder / "metrics.jsonl"))
             if agent is not None:
                 files.append(TranscriptTracker(folder / "transcripts.jsonl", agent))
@@ -381,4 +475,15 @@ def default_tracker(
             on_error.pop_all()
     except OSError as error:
         raise ConfigError(f"run_dir={str(folder)!r} cannot be written: {error}. Pass another folder.") from error
-    return MultiTracker(*files, *services)
+    trackers = MultiTracker(*files, *services)
+    trackers.run_id = run_id
+    return trackers
+
+
+def _write_settings(path: Path, settings: Mapping[str, Any], on_error: ExitStack) -> None:
+    """Writes the settings of a run; an error that follows brings the older ones back."""
+    if path.exists():
+        on_error.callback(replace_file, path, path.read_bytes())
+    else:
+        on_error.callback(path.unlink)
+    replace_file(path, json.dumps(json_safe(settings), indent=1) + "\n")

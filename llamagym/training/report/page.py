@@ -27,8 +27,14 @@ from ...options import as_number, check_arguments, json_safe, require_text, user
 # Of a run: transcripts, spread evenly over what was recorded; alarms; settings; characters of a text and of a setting.
 _TRANSCRIPTS, _ALARMS, _SETTINGS, _CHARACTERS, _SETTING_CHARACTERS = 200, 200, 200, 2000, 500
 _NAME_CHARACTERS = 100
-# What only a page of ours contains.
-_DATA_ELEMENT = '<script type="application/json" id="data">'
+# Statistics of an update, turns of a transcript, choices of a turn, and characters of all transcripts.
+_STATISTICS = 200
+_TURNS = 100
+_CHOICES = 100
+_TRANSCRIPT_CHARACTERS = 2**24
+# Identifies a report in the first characters of a page. Elements further down occur in pages of others, too.
+_GENERATOR = '<meta name="generator" content="llamagym report">'
+_HEAD_CHARACTERS = 1000
 
 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
@@ -49,7 +55,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     target = user_path(path)
     if os.path.lexists(target) and not _is_report(target):
         raise ConfigError(f"{str(target)!r} exists and is not a report of llamagym. Pass another path.")
-    data = {"runs": [_run(user_path(run)) for run in runs]}
+    data = {"runs": [_readable_run(user_path(run)) for run in runs]}
     title = ", ".join(run["name"] for run in data["runs"])
     # Inside a script element only "</" and "<!--" could end the data.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -66,10 +72,26 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def _is_report(path: Path) -> bool:
+    """Whether a file is a report that `write_report` wrote."""
     try:
-        return path.is_file() and _DATA_ELEMENT in path.read_text(encoding="utf-8")
+        if not path.is_file():
+            return False
+        with path.open(encoding="utf-8") as file:
+            return _GENERATOR in file.read(_HEAD_CHARACTERS)
     except (OSError, ValueError):
         return False
+
+
+def _readable_run(folder: Path) -> dict[str, Any]:
+    """What the page shows of a run.
+
+    Raises:
+        ConfigError: The folder has no metrics, or cannot be read.
+    """
+    try:
+        return _run(folder)
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r} cannot be read: {error}. Pass another folder.") from error
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -88,6 +110,7 @@ def _run(folder: Path) -> dict[str, Any]:
     recorded, damaged_transcripts = ([], 0) if transcripts is None else _lines(transcripts)
     shown = recorded[:: max(1, math.ceil(len(recorded) / _TRANSCRIPTS))]
     told = [transcript for line in shown if (transcript := _transcript(line)) is not None]
+    damaged += damaged_transcripts + len(shown) - len(told)
     settings = _settings(folder)
     rows = [_numbers(line) for line in lines]
     return {
@@ -95,9 +118,20 @@ def _run(folder: Path) -> dict[str, Any]:
         "settings": settings,
         "rows": rows,
         "alarms": _alarms(rows, settings.get("dtype", "")),
-        "transcripts": told,
-        "damaged": damaged + damaged_transcripts + len(shown) - len(told),
+        "transcripts": _first(told, _TRANSCRIPT_CHARACTERS),
+        "damaged": damaged,
     }
+
+
+def _first(transcripts: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
+    """The first transcripts, as many as have so many characters together."""
+    kept = []
+    for transcript in transcripts:
+        characters -= len(json.dumps(transcript))
+        if characters < 0:
+            break
+        kept.append(transcript)
+    return kept
 
 
 def _file(folder: Path, name: str) -> Path | None:
@@ -136,7 +170,8 @@ def _setting(value: Any) -> str:
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The statistics of a line that are finite numbers."""
-    numbers = {name: as_number(value) for name, value in line.items() if isinstance(value, (int, float))}
+    shown = list(line.items())[:_STATISTICS]
+    numbers = {name: as_number(value) for name, value in shown if isinstance(value, (int, float))}
     return {json_safe(name, _NAME_CHARACTERS): value for name, value in numbers.items() if math.isfinite(value)}
 
 
@@ -160,7 +195,7 @@ def _transcript(line: Mapping[str, Any]) -> dict[str, Any] | None:
             "return": _number(line["return"]),
             "length": _number(line["length"]) or 0,
             "truncated": bool(line["truncated"]),
-            "turns": [_turn(turn) for turn in line["turns"]],
+            "turns": [_turn(turn) for turn in line["turns"][:_TURNS]],
         }
     except (KeyError, TypeError, ValueError):
         return None
@@ -168,6 +203,7 @@ def _transcript(line: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     choices = turn["choices"]
+    choices = None if choices is None else choices[:_CHOICES]
     return {
         "turn": _number(turn["turn"]) or 0,
         "read": _text(turn["read"]),

@@ -1,0 +1,160 @@
+"""Checks the state of a training loop that a checkpoint holds, before anything takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import CheckpointError
+from ..options import shortened
+
+# Beyond any count of a run, and still a 64-bit integer.
+_LARGEST = 2**62
+
+
+def check_loop_state(loop: Mapping[str, Any], num_envs: int, starts_again: bool) -> None:
+    """Rejects a loop's state that lacks a part, or has one of another type or length.
+
+    Parts that were added in later versions may be missing.
+
+    Args:
+        loop: What `load_checkpoint` returned.
+        num_envs: Number of environments that are resumed.
+        starts_again: Whether their episodes start again, since they are other environments.
+
+    Raises:
+        CheckpointError: It is such a state; the message names the part.
+    """
+    _check_run(loop)
+    _require(_is_list(loop, "tracker"), loop, "tracker", "a list")
+    if "callbacks" in loop:
+        callbacks = loop["callbacks"]
+        states = callbacks.get("callbacks") if isinstance(callbacks, Mapping) else None
+        is_valid = isinstance(states, list) and all(map(_is_callback, states))
+        _require(is_valid, loop, "callbacks", "names and states")
+    play = loop.get("play")
+    if not isinstance(play, Mapping):
+        raise _fault(loop, "play", "a dictionary")
+    try:
+        _check_play(play, num_envs, starts_again)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} It belongs to 'play'.") from error
+
+
+def _check_run(loop: Mapping[str, Any]) -> None:
+    """Checks what `Run.load_state_dict` takes."""
+    _require(_is_count(loop.get("turns")), loop, "turns", "a count")
+    _require(_is_number(loop.get("seconds")), loop, "seconds", "a finite number")
+    _require(_is_list(loop, "returns") and all(map(_is_real, loop["returns"])), loop, "returns", "numbers")
+    episodes = len(loop["returns"])
+    _require(_is_list(loop, "updates") and all(map(_are_statistics, loop["updates"])), loop, "updates", "statistics")
+    if "successes" in loop:
+        is_valid = _is_list(loop, "successes", episodes) and all(map(_is_flag_or_none, loop["successes"]))
+        _require(is_valid, loop, "successes", f"{episodes} flags")
+    if "uncounted" in loop:
+        uncounted = loop["uncounted"]
+        _require(_is_count(uncounted) and uncounted <= episodes, loop, "uncounted", f"a count up to {episodes}")
+    if "batch_began" in loop:
+        began = loop["batch_began"]
+        _require(_is_number(began) and 0 <= began <= 1, loop, "batch_began", "a number from 0 to 1")
+    if "budget" in loop:
+        _require(_is_budget(loop["budget"]), loop, "budget", "limits, what was used before, and a flag")
+
+
+def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> None:
+    """Checks what `Play.resume` takes."""
+    entropy = play.get("entropy")
+    _require(isinstance(entropy, int) and not isinstance(entropy, bool) and entropy >= 0, play, "entropy", "a seed")
+    if "ranks" in play:
+        _require(_is_count(play["ranks"]), play, "ranks", "a count")
+    if "next_group" in play or starts_again:
+        _require(_is_count(play.get("next_group")), play, "next_group", "a count")
+    # With other environments the lists have lengths of their own, and are not read.
+    length = None if starts_again else num_envs
+    _require(_is_list(play, "groups", length) and all(map(_is_count, play["groups"])), play, "groups", "counts")
+    is_valid = _is_list(play, "actions", length) and all(isinstance(each, (list, dict)) for each in play["actions"])
+    _require(is_valid, play, "actions", "the actions of each environment")
+    is_valid = _is_list(play, "texts", length) and all(map(_is_text_or_none, play["texts"]))
+    _require(is_valid, play, "texts", "a text for each environment")
+    if "choices" in play:
+        _require(_are_choices(play["choices"], length), play, "choices", "lists of choices, and an index for each")
+    if "told_to_rest" in play:
+        is_valid = _is_list(play, "told_to_rest", length)
+        is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
+        _require(is_valid, play, "told_to_rest", "a flag for each environment")
+
+
+def _require(is_valid: bool, state: Mapping[str, Any], name: str, expected: str) -> None:
+    if not is_valid:
+        raise _fault(state, name, expected)
+
+
+def _fault(state: Mapping[str, Any], name: str, expected: str) -> CheckpointError:
+    found = shortened(state[name]) if name in state else "nothing"
+    return CheckpointError(f"The state of the training loop has {found} at {name!r}; expected {expected}.")
+
+
+def _is_list(state: Mapping[str, Any], name: str, length: int | None = None) -> bool:
+    value = state.get(name)
+    return isinstance(value, list) and length in (None, len(value))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
+
+
+def _is_real(value: object) -> bool:
+    """Whether a value is a number that a float holds, finite or not."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_real(value) and math.isfinite(value)
+
+
+def _is_flag_or_none(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _are_statistics(stats: object) -> bool:
+    """Whether these are the statistics of an update, whose mean return each checkpoint holds."""
+    if not isinstance(stats, Mapping) or not _is_real(stats.get("return_mean")):
+        return False
+    return all(isinstance(value, (str, bool)) or _is_real(value) for value in stats.values())
+
+
+def _is_callback(entry: object) -> bool:
+    """Whether this is the name of a callback and its state."""
+    if not isinstance(entry, Sequence) or len(entry) != 2:
+        return False
+    name, state = entry
+    return isinstance(name, str) and isinstance(state, dict)
+
+
+def _is_budget(budget: object) -> bool:
+    if not isinstance(budget, Mapping) or not isinstance(budget.get("is_finished"), bool):
+        return False
+    limits, before = budget.get("limits"), budget.get("before")
+    if not isinstance(limits, Mapping) or not isinstance(before, Mapping):
+        return False
+    names = {"episodes", "turns", "minutes"}
+    if limits.keys() != names or before.keys() != names:
+        return False
+    are_limits = all(value is None or _is_number(value) for value in limits.values())
+    return are_limits and all(map(_is_number, before.values()))
+
+
+def _are_choices(choices: object, length: int | None) -> bool:
+    """Whether these are distinct lists of choices, and the index of each environment's list."""
+    if not isinstance(choices, Mapping) or not _is_list(choices, "lists") or not _is_list(choices, "indices", length):
+        return False
+    for offered in choices["lists"]:
+        if offered is not None and not (isinstance(offered, list) and all(isinstance(text, str) for text in offered)):
+            return False
+    count = len(choices["lists"])
+    return all(index is None or (_is_count(index) and index < count) for index in choices["indices"])

@@ -1,0 +1,107 @@
+"""The folder of a run: how it is recognized as ours, and which run it belongs to.
+
+`config.json` holds a mark with the run's id. The run's checkpoints hold the same id, so checkpoints of one run are not
+continued in the folder of another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..models.atomic import is_scratch_file, own_version
+from ..models.checkpoints import manifests
+
+CONFIG = "config.json"
+MARK = "llamagym"
+"""The setting by which a run's folder is recognized."""
+
+_MARK_PATTERN = re.compile(r"\S+ run (\S+)")
+# What a run and the examples write.
+_FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "summary.json")
+# Folders that a run, the command line and services write below the run's folder.
+_FOLDERS = ("checkpoints", "agent", "llamagym", "wandb")
+
+
+def mark_of(run_id: str) -> str:
+    """The mark in the settings of a run."""
+    return f"{own_version()} run {run_id}"
+
+
+def run_id_of(folder: Path) -> str | None:
+    """The id of the run that a folder belongs to; None if the folder has no mark."""
+    path = folder / CONFIG
+    settings: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and not path.is_symlink():
+            settings = json.loads(path.read_text(encoding="utf-8"))
+    mark = settings.get(MARK) if isinstance(settings, dict) else None
+    # A section of this name may be the user's.
+    found = _MARK_PATTERN.fullmatch(mark) if isinstance(mark, str) else None
+    return None if found is None else found[1]
+
+
+def require_run_folder(folder: Path) -> None:
+    """Rejects a folder for a run that contains something else.
+
+    Args:
+        folder: The folder, as `user_folder` returns it.
+
+    Raises:
+        ConfigError: It is neither new, nor empty, nor that of a run, or cannot be read.
+    """
+    try:
+        found = sorted(os.listdir(folder)) if folder.exists() else []
+    except OSError as error:
+        raise ConfigError(f"run_dir={str(folder)!r} cannot be read: {error}. Pass another folder.") from error
+    names = [name for name in found if not is_scratch_file(name)]
+    # A run may come from somebody else: what is written to a link would end up elsewhere.
+    for name in names:
+        if name in _FILES + _FOLDERS and (folder / name).is_symlink():
+            raise ConfigError(
+                f"{str(folder / name)!r} is a link, or not a file or folder of a run. Remove it, or pass another "
+                "run_dir. Checkpoints elsewhere are passed as checkpoint_dir."
+            )
+    if names and not _is_run_folder(folder, names):
+        raise ConfigError(
+            f"run_dir={str(folder)!r} holds files that are not of a run ({', '.join(map(repr, names[:3]))}"
+            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}). Pass a new or empty folder. A run of "
+            "an earlier version is continued in a new run_dir, with its checkpoints as checkpoint_dir."
+        )
+    for name in names:
+        path = folder / name
+        if (name in _FILES and not path.is_file()) or (name in _FOLDERS and not path.is_dir()):
+            raise ConfigError(
+                f"{str(path)!r} is a link, or not a file or folder of a run. Move it away, or pass another run_dir."
+            )
+
+
+def _is_run_folder(folder: Path, names: list[str]) -> bool:
+    """Whether a folder has the mark of a run, or contains nothing but checkpoints."""
+    if run_id_of(folder) is not None:
+        return True
+    return names == ["checkpoints"] and any(True for _ in manifests(folder / "checkpoints"))
+
+
+def require_same_run(run_dir: Path, checkpoint_dir: Path) -> None:
+    """Rejects checkpoints of another run than the one that a folder belongs to.
+
+    Args:
+        run_dir: The folder to write to.
+        checkpoint_dir: The folder of the checkpoints to continue from.
+
+    Raises:
+        ConfigError: Both belong to a run, and these differ.
+    """
+    own = run_id_of(run_dir)
+    saved = [manifest.get("run") for _, manifest in manifests(checkpoint_dir)]
+    if own is not None and saved and saved[-1] != own:
+        raise ConfigError(
+            f"run_dir={str(run_dir)!r} belongs to the run {own}, but the newest checkpoint in "
+            f"{str(checkpoint_dir)!r} to the run {str(saved[-1])[:80]}. Pass the run_dir of that run, or a new one."
+        )
