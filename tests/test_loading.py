@@ -247,8 +247,8 @@ def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
 ) -> None:
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
     for name, minutes in ((".writing-killed", 61), (".writing-now", 59), ("letters", 61)):
-        (tmp_path / name / "model").mkdir(parents=True)
-        (tmp_path / name / "model" / "model.safetensors").write_bytes(b"half")
+        (tmp_path / name / "whole").mkdir(parents=True)
+        (tmp_path / name / "whole" / "model.safetensors").write_bytes(b"half")
         if name != "letters":
             (tmp_path / name / "llamagym").touch()
         os.utime(tmp_path / name, (time.time() - 60 * minutes,) * 2)
