@@ -98,7 +98,7 @@ def _check_policy(hit_probability: Mapping[State, float]) -> None:
         if not 0.0 <= hit_probability[state] <= 1.0:
             raise ValueError(
                 f"The probability of hitting in state {state} is {hit_probability[state]}, expected a number from 0 to "
-                "1. Normalise over the two actions first."
+                "1. Normalize over the two actions first."
             )
 
 

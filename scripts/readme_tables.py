@@ -70,7 +70,7 @@ PAGES: dict[Path, Sections] = {
 
 
 def render(page: str, text: str, sections: Sections) -> str:
-    """A page's text with every section made anew.
+    """A page's text with every section made again.
 
     Raises:
         ValueError: The markers of a section are not there, each once and in order.

@@ -82,7 +82,7 @@ def make_agent(
 
 
 def settled(agent: Agent) -> Any:
-    """The agent as if it had learnt: choices are measured once, where they are offered first."""
+    """The agent as if it had learned: choices are measured once, where they are offered first."""
     agent.policy.calibration = Calibration(is_frozen=True)
     return agent
 

@@ -51,7 +51,7 @@ def all_weights(family: str, activated: bool) -> Any:
     return AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model(family))
 
 
-def learnt(agent: Any) -> Numbers:
+def learned(agent: Any) -> Numbers:
     """Returns, and statistics of two updates."""
     result = train(agent, lambda: CountdownEnv(2, truncates=True), episodes=4, num_envs=2, seed=0)
     names = ("entropy", "grad_norm", "approx_kl", "policy_loss")
@@ -80,11 +80,11 @@ def warm_started(device: torch.device) -> Numbers:
 def resumed(device: torch.device) -> Numbers:
     """Learning that goes on from a checkpoint."""
     agents_ = [made(device, ChoiceAgent) for _ in range(2)]
-    learnt(agents_[0])
+    learned(agents_[0])
     with TemporaryDirectory() as folder:
         agents_[0].save_checkpoint(Path(folder) / "checkpoint")
         agents_[1].load_checkpoint(Path(folder) / "checkpoint")
-    return learnt(agents_[1])
+    return learned(agents_[1])
 
 
 def moved(device: torch.device) -> Numbers:
@@ -93,7 +93,7 @@ def moved(device: torch.device) -> Numbers:
     agent, numbers = made(device, ChoiceAgent, replay_config_dict={}, calibrate_choices=False), []
     for place in (device, CPU, device):
         agent.policy.model.to(place)
-        numbers += learnt(agent)
+        numbers += learned(agent)
     return numbers
 
 
@@ -105,11 +105,11 @@ def evaluated(device: torch.device) -> Numbers:
 
 KL = {"init_kl_coef": 0.1}
 CASES: dict[str, Callable[[torch.device], Numbers]] = {
-    "free text": lambda device: learnt(made(device, TextAgent, ppo=KL)),
-    "choices": lambda device: learnt(made(device, ChoiceAgent, family="qwen2", context="turn")),
-    "plain LoRA": lambda device: learnt(made(device, TextAgent, activated=False, ppo={"critic": "gradient"})),
-    "GRPO": lambda device: learnt(made(device, ChoiceAgent, algorithm="grpo", grpo={"group_size": 2, **KL})),
-    "all weights": lambda device: learnt(made(device, ChoiceAgent, all_weights, ppo=KL)),
+    "free text": lambda device: learned(made(device, TextAgent, ppo=KL)),
+    "choices": lambda device: learned(made(device, ChoiceAgent, family="qwen2", context="turn")),
+    "plain LoRA": lambda device: learned(made(device, TextAgent, activated=False, ppo={"critic": "gradient"})),
+    "GRPO": lambda device: learned(made(device, ChoiceAgent, algorithm="grpo", grpo={"group_size": 2, **KL})),
+    "all weights": lambda device: learned(made(device, ChoiceAgent, all_weights, ppo=KL)),
     "evaluate": evaluated,
     "PPOTrainer": trained,
     "warm start": warm_started,
@@ -154,7 +154,7 @@ def main() -> None:
     for name, fault in FAULTS.items():
         agent = made(device, TextAgent)
         with fault:
-            errors[name] = error_of(lambda agent=agent: learnt(agent))
+            errors[name] = error_of(lambda agent=agent: learned(agent))
     sys.stdout.write(json.dumps({"numbers": numbers, "errors": errors}) + "\n")
 
 

@@ -129,7 +129,7 @@ def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: 
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.1)
     assert not is_fresh(model)
-    learnt = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    learned = {name: weight.clone() for name, weight in model.named_parameters() if weight.requires_grad}
     before = agent.action_probabilities(["a", "bb"])
 
     freeze_and_extend_(model)
@@ -145,10 +145,10 @@ def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: 
     moved = agent.action_probabilities(["a", "bb"])
     assert any(one != pytest.approx(other, abs=1e-4) for one, other in zip(after, moved, strict=True))
     for name, weight in model.named_parameters():
-        if name not in learnt:
+        if name not in learned:
             continue
         of_rank = weight if "lora_A" in name else weight.T
-        old = learnt[name] if "lora_A" in name else learnt[name].T
+        old = learned[name] if "lora_A" in name else learned[name].T
         assert len(of_rank) == 2 * len(old)
         assert torch.equal(of_rank[: len(old)], old)
         assert of_rank[len(old) :].any()
@@ -161,7 +161,7 @@ def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: 
         again.assign_reward(float(index % 3))
         again.terminate_episode()
     ours, its = (dict(of.named_parameters()) for of in (model, copied.pretrained_model))
-    for name, old in learnt.items():
+    for name, old in learned.items():
         halves = [of if "lora_A" in name else of.T for of in (its[name], old, ours[name])]
         assert torch.equal(halves[0][: len(halves[1])], halves[1])
         assert not torch.equal(halves[0], halves[2])

@@ -1,4 +1,4 @@
-"""Alarms: each rings on a history made for it, once, and none on the numbers of runs that learnt."""
+"""Alarms: each rings on a history made for it, once, and none on the numbers of runs that learned."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_runs_that_learnt_ring_nothing(seed):
         repeated(entropy=0.001, return_mean=lambda update: 0.1 * update),
         repeated(commonest_reply=1.0, deciding_turns=8.0),
         repeated(return_std=0.0, episodes=4.0),
-        # A format that is being learnt: only its start is a fault.
+        # A format that is being learned: only its start is a fault.
         repeated(invalid_rate=lambda update: max(0.09 - 0.01 * update, 0.0)),
         # The critic has nothing to say about constant returns, and the ratio none without fresh turns.
         repeated(explained_variance=math.nan, ratio_error=math.nan),

@@ -96,19 +96,19 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
     recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
     weights = [weight for weight in agent.policy.model.parameters() if weight.requires_grad]
 
-    def learnt():
+    def learned():
         passes.clear()
         backbone.forget_all()
         now = agent.policy.evaluate(segments)
         gradients = torch.autograd.grad(now.logprobs[now.mask].square().sum() + now.values.square().sum(), weights)
         return now, gradients
 
-    shared, shared_gradients = learnt()
+    shared, shared_gradients = learned()
     assert passes
     if kind is WordAgent:
         assert shared.logprobs[shared.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
     backbone._can_share = False
-    copied, copied_gradients = learnt()
+    copied, copied_gradients = learned()
     assert not passes
     for name in ("logprobs", "values", "entropy"):
         assert torch.allclose(getattr(shared, name), getattr(copied, name), atol=LOGPROB_TOLERANCE)

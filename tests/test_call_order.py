@@ -148,17 +148,17 @@ class Loop(RuleBasedStateMachine):
     @rule(part=st.sampled_from(PARTS), call=st.integers(0, 2), error=ERRORS)
     def learn_with_a_broken_part(self, part: str, call: int, error: type[BaseException]) -> None:
         self.fill()
-        before, updates = self.learnt(), self.updates
+        before, updates = self.learned(), self.updates
         owner, method = part.split(".")
         if getattr(self.agent, owner) is None:
             return
         with failing(getattr(self.agent, owner), method, error, call):
             self.terminate([0, 1], [True, False], "x", None)
         if self.updates == updates:
-            assert all(torch.equal(now, old) for now, old in zip(self.learnt(), before, strict=True))
+            assert all(torch.equal(now, old) for now, old in zip(self.learned(), before, strict=True))
             assert {0, 1} <= self.turns.keys()
 
-    def learnt(self) -> list[Tensor]:
+    def learned(self) -> list[Tensor]:
         """All that an update changes, but for what is only counted."""
         agent = self.agent
         optimizers = [agent.learner.optimizer, *([] if agent._replay is None else [agent._replay.optimizer])]

@@ -91,7 +91,7 @@ def test_episodes_that_cannot_be_played_again_begin_anew_and_that_is_said(tmp_pa
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 1, env=Fickle)
     learning(tmp_path, env=Fickle, resume=True)
-    assert "begin anew" in caplog.text
+    assert "begin again" in caplog.text
 
 
 def test_an_agent_in_one_s_own_loop_goes_on(tmp_path):

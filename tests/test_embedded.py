@@ -69,9 +69,9 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
             read += turn.prompt.ids
             whole = replace(turn.prompt, ids=tuple(read), starts_context=True, shared_length=0)
             agent.policy._backbone.forget_all()
-            anew = agent.policy.evaluate([Segment((replace(turn, prompt=whole),))])
-            assert anew.logprobs[0].tolist() == pytest.approx(list(turn.reply.logprobs), abs=TOLERANCE)
-            assert anew.values.item() == pytest.approx(turn.reply.value, abs=TOLERANCE)
+            again = agent.policy.evaluate([Segment((replace(turn, prompt=whole),))])
+            assert again.logprobs[0].tolist() == pytest.approx(list(turn.reply.logprobs), abs=TOLERANCE)
+            assert again.values.item() == pytest.approx(turn.reply.value, abs=TOLERANCE)
             read += turn.reply.ids
 
     if kind is WordAgent:

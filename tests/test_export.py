@@ -43,7 +43,7 @@ def base(tmp_path) -> Path:
 
 
 def trained(kind: Any, base: Path, peft_config: Any = None, **options: Any) -> Any:
-    """An agent that has learnt something."""
+    """An agent that has learned something."""
     model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32", peft_config=peft_config)
     settings = {"max_new_tokens": 5, "temperature": 0.7}
     agent = kind(model, tokenizer, device, settings, SIZES, context="turn", seed=1, **options)

@@ -257,14 +257,14 @@ def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(ki
     learner.optimizer.step = lambda: gradients.extend(weight.grad.clone() for weight in weights)
     stats = learner.update(episodes)
     assert (stats["optimizer_steps"], stats["clip_fraction"]) == (1.0, 0.0)
-    # By hand: returns to go with gamma 0.5, normalised, times the log-probability of all of a turn's decisions.
+    # By hand: returns to go with gamma 0.5, normalized, times the log-probability of all of a turn's decisions.
     returns = np.array([1.0, 0.0, 2.0, -1.75, -3.5, 1.0])
-    normalised = (returns - returns.mean()) / returns.std(ddof=1)
+    normalized = (returns - returns.mean()) / returns.std(ddof=1)
     turns = [turn for episode in episodes for turn in episode.turns]
     segments = segments_of(episodes)
     logprobs = agent.policy.evaluate(segments)
     per_turn = logprobs.logprobs.masked_fill(~logprobs.mask, 0.0).sum(1)
-    loss = -(torch.tensor(normalised, dtype=torch.float) * per_turn).sum() / sum(len(t.reply.logprobs) for t in turns)
+    loss = -(torch.tensor(normalized, dtype=torch.float) * per_turn).sum() / sum(len(t.reply.logprobs) for t in turns)
     expected = torch.autograd.grad(loss, weights)
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
     for gradient, by_hand in zip(gradients, expected, strict=True):

@@ -343,7 +343,7 @@ def test_a_model_s_first_agent_settles_its_depth(tmp_path: Path) -> None:
         for context in (first, "turn", "episode"):
             WordAgent(model, tokenizer, context=context)
             assert adapted_layers(model) == layers
-    # What has learnt something is not taken away.
+    # What has learned something is not taken away.
     model, tokenizer, _ = load_model_and_tokenizer(folder, "cpu")
     with torch.no_grad():
         next(weight for name, weight in model.named_parameters() if "lora_B" in name).fill_(0.1)

@@ -74,13 +74,13 @@ def play(agent: Any, first: int, steps: int = 9) -> list[Any]:
 
 
 @pytest.mark.pairwise(
-    name=list(LOOKS), kind=[Wordy, Talker], activated=[True, False], stage=["fresh", "sampled", "learnt"]
+    name=list(LOOKS), kind=[Wordy, Talker], activated=[True, False], stage=["fresh", "sampled", "learned"]
 )
 def test_looking_changes_no_state(name, kind, activated, stage):
     agent = agent_of(kind, activated=activated)
     if stage != "fresh":
         play(agent, 0, 2 if stage == "sampled" else 9)
-    assert (agent.policy.num_updates > 0) == (stage == "learnt")
+    assert (agent.policy.num_updates > 0) == (stage == "learned")
     random.seed(0)
     np.random.seed(0)
     before = everything(agent)

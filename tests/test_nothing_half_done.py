@@ -246,6 +246,6 @@ def test_after_several_steps_that_are_not_finite_the_run_ends_with_the_last_good
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 4, "mini_batch_size": 1, "ppo_epochs": 2})
     before, usual = weights_of(agent), agent.learner._loss
     monkeypatch.setattr(agent.learner, "_loss", lambda *given: (usual(*given)[0] * float("inf"), usual(*given)[1]))
-    with pytest.raises(DivergedError, match="3 optimiser steps in a row"):
+    with pytest.raises(DivergedError, match="3 optimizer steps in a row"):
         play(agent, [1.0, 0.0, 2.0, 0.0])
     assert all(torch.equal(now, old) for now, old in zip(weights_of(agent), before, strict=True))

@@ -200,7 +200,7 @@ def test_replay_makes_no_step_that_is_not_finite(monkeypatch, caplog):
     stats = agent.terminate_episodes(range(4))
     assert stats["replay_skipped_steps"] == 1.0
     assert all(weight.isfinite().all() for weight in agent.policy.model.parameters())
-    assert "optimiser steps were skipped" in caplog.text
+    assert "optimizer steps were skipped" in caplog.text
 
 
 def test_the_trainer_makes_no_step_that_is_not_finite_and_ends_where_it_began(monkeypatch):

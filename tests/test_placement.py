@@ -1,4 +1,4 @@
-"""Models that are spread over devices, quantised or moved: they work, or one error names the next move."""
+"""Models that are spread over devices, quantized or moved: they work, or one error names the next move."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_model_that_was_spread_later_is_refused():
 
 def test_a_quantised_model_stays_where_it_is():
     model = tiny_model("llama")
-    # What transformers leaves at a model that bitsandbytes has quantised, which takes a CUDA device.
+    # What transformers leaves at a model that bitsandbytes has quantized, which takes a CUDA device.
     model.pretrained_model.get_base_model().hf_quantizer = object()
     assert agent_of(model, "cpu").act("x")
     with pytest.raises(ConfigError, match=r"cannot be moved from cpu to cuda:0.*device_map=\{'': 'cuda:0'\}"):
@@ -64,13 +64,13 @@ def test_a_quantised_base_acts_and_learns(bits: str):
     pytest.importorskip("bitsandbytes")
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cuda", **{bits: True})  # type: ignore[arg-type]
     frozen = {name: weight.data.clone() for name, weight in model.named_parameters() if not weight.requires_grad}
-    learnt = {name: weight.data.clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    learned = {name: weight.data.clone() for name, weight in model.named_parameters() if weight.requires_grad}
     agent = ChoiceAgent(model, tokenizer, device, ppo_config_dict={"batch_size": 32}, seed=0)
     updates = train(agent, lambda: CountdownEnv(2), episodes=64, num_envs=16, seed=0).updates
     assert updates
     now = dict(model.named_parameters())
     assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
-    assert not any(torch.equal(now[name], weight) for name, weight in learnt.items() if "lora_B" in name)
+    assert not any(torch.equal(now[name], weight) for name, weight in learned.items() if "lora_B" in name)
     # What 8 bits round depends on the pass; see docs/scaling.md.
     assert max(update["ratio_error"] for update in updates) < {"load_in_8bit": 1.0, "load_in_4bit": 0.3}[bits]
 

@@ -76,7 +76,7 @@ def port(script: str, model: Path | str, logged: list[dict[str, Any]], **more: A
     small = re.sub(r'("episodes": )\d+', r"\g<1>3", script)
     small = re.sub(r'("batch_size": )\d+', r"\g<1>2", small)
     small = re.sub(r'("generate/max_new_tokens": )\d+', r"\g<1>6", small)
-    # Its fallback keeps the pole up for some forty steps, and a plain LoRA reads the conversation anew in each of them.
+    # Its fallback keeps the pole up for some forty steps; a plain LoRA reads the conversation again in each of them.
     small = small.replace('"CartPole-v1"', '"CartPole-v1", max_episode_steps=10')
     namespace: dict[str, Any] = {"model_name": str(model), **more}
     exec(compile(small, "<docs/from-llamagym.md>", "exec"), namespace)
@@ -84,7 +84,7 @@ def port(script: str, model: Path | str, logged: list[dict[str, Any]], **more: A
 
 
 def check(variables: dict[str, Any], logged: list[dict[str, Any]]) -> None:
-    """It has learnt, and the statistics have reached the log."""
+    """It has learned, and the statistics have reached the log."""
     agent = variables["agent"]
     assert agent.policy.num_updates >= 1
     assert len([row for row in logged if "total_return" in row]) == 3

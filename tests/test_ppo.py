@@ -164,7 +164,7 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
 
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
 def test_rounding_before_the_first_step_does_not_end_an_update(kind):
-    # Sampled one at a time and learnt from together, log-probabilities differ in their last digits.
+    # Sampled one at a time and learned from together, log-probabilities differ in their last digits.
     agent = make_agent(kind, ppo={"batch_size": 1000, "target_kl": 1e-30})
     stats = agent.learner.update(fill(agent, episodes=8))
     # A step was made; that it led too far was seen after it.
@@ -186,7 +186,7 @@ def test_the_learning_rate_follows_the_kl_within_bounds():
     controller.update(1.0, may_rise=False)
     controller.update(0.0, may_rise=False)
     assert controller.scale == pytest.approx(1 / 1.5)
-    # Everybody moves more than that, so the rate falls, and the optimiser follows.
+    # Everybody moves more than that, so the rate falls, and the optimizer follows.
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 1000, "target_kl": 1e-12, "warmup_steps": 1})
     stats = [agent.learner.update(fill(agent, 3, 2)[-3:]) for _ in range(3)]
     rates = [each["learning_rate"] / math.sqrt(each["step_share"]) for each in stats]

@@ -54,4 +54,4 @@ def test_the_optimiser_follows_another_adapter(caplog):
     moved = {name for name, weight in pretrained.named_parameters() if not torch.equal(weight, before[name])}
     assert moved
     assert all(".other." in name for name in moved)
-    assert "starts anew" in caplog.text
+    assert "starts again" in caplog.text

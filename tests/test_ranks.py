@@ -66,25 +66,25 @@ def made(case: Case) -> Any:
 
 
 def play(case: Case) -> dict[str, Any]:
-    """Let a process play its episodes, in rounds, until they are learnt from; says all that it then knows."""
+    """Let a process play its episodes, in rounds, until they are learned from; says all that it then knows."""
     agent, own = made(case), case.lengths[ranks.rank()]
     before, learn = weights_of(agent), agent.learner.update
-    learnt: dict[str, Any] = {"measured": []}
+    learned: dict[str, Any] = {"measured": []}
     agree = agent.policy.calibration.agree
 
     def agree_on(measured: list[Any], learns: bool) -> bool:
-        learnt["measured"].append(measured)
+        learned["measured"].append(measured)
         return agree(measured, learns)
 
     def update(episodes: list[Any]) -> dict[str, float]:
-        learnt.update(episodes=list(episodes), version=agent.policy.weights_version)
+        learned.update(episodes=list(episodes), version=agent.policy.weights_version)
         return learn(episodes)
 
     agent.learner.update, agent.policy.calibration.agree = update, agree_on
     with agent.cutting_episodes(range(len(own))) if case.cuts else nullcontext():
         stats = play_rounds(agent, own)
     return {
-        **learnt,
+        **learned,
         "before": before,
         "after": weights_of(agent),
         "stats": stats,

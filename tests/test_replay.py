@@ -130,7 +130,7 @@ def test_replay_follows_an_adapter_that_takes_the_place_of_another(caplog):
     assert moved
     assert all(".other." in name for name in moved)
     assert all(weight.grad is None for weight in agent.policy.model.parameters())
-    assert "replay's optimiser starts anew" in caplog.text
+    assert "replay's optimizer starts again" in caplog.text
 
 
 def test_a_last_step_of_replay_that_leads_to_nonsense_is_undone(caplog):

@@ -101,10 +101,10 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     assert not passes
     # The control: once that is forgotten they must run.
     agent.policy._backbone.forget_all()
-    anew = agent.policy.evaluate(segments)
+    again = agent.policy.evaluate(segments)
     handle.remove()
     assert passes
-    assert torch.allclose(now.logprobs, anew.logprobs, atol=LOGPROB_TOLERANCE)
+    assert torch.allclose(now.logprobs, again.logprobs, atol=LOGPROB_TOLERANCE)
 
 
 def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers():
@@ -113,7 +113,7 @@ def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers()
     agent.policy._backbone._trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
     agent.policy.seed(1)
     step(agent, "b")
-    # One pass over the observation and what opens the reply; none when it comes again, whatever has been learnt since.
+    # One pass over the observation and what opens the reply; none when it comes again, whatever has been learned since.
     assert len(passes) == 1
     touch_weights(agent)
     agent.policy.seed(1)

@@ -1,4 +1,4 @@
-"""Warm starts: the trained ids are those that acting reads, replies alone are learnt, and nothing else changes."""
+"""Warm starts: the trained ids are those that acting reads, replies alone are learned, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_trained_ids_are_the_template_s_and_only_replies_have_a_loss(family, tmp
         thought = tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]
         assert before[-len(thought) :] == context[-len(thought) :] == thought
         before, context = without(before, thought), without(context, thought)
-    # A template may close replies without a token; the end token that acting waits for is learnt all the same.
+    # A template may close replies without a token; the end token that acting waits for is learned all the same.
     closes = expected[len(before) + len(first) - 1] == first[-1]
     assert expected[: len(before) + len(first) - 1 + closes] == (before + first)[: None if closes else -1]
     if closes:
@@ -210,7 +210,7 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, m
     changed = set()
     for name, weight in model.named_parameters():
         same, before, requires_grad = weights[name]
-        # What LoRA has learnt is frozen: its matrices are new, and larger.
+        # What LoRA has learned is frozen: its matrices are new, and larger.
         assert weight is same or "lora_" in name
         assert weight.dtype == before.dtype
         assert weight.requires_grad == requires_grad
@@ -247,7 +247,7 @@ def test_a_fresh_adapter_is_aimed_before_it_learns_and_the_critic_is_fitted_late
         agent.sft_from_jsonl(demos, learning_rate=1e-9)
         moved = [(layer.weight[: len(old)] - old).abs().max().item() for layer, old in zip(downs, before, strict=True)]
         assert min(moved) > 1e-3 if aim else max(moved) < 1e-6
-        # What was learnt is frozen: there is as much again.
+        # What was learned is frozen: there is as much again.
         ranks = {layer: layer.out_features for layer in downs}
         assert {layer: 2 * len(rows) for layer, rows in fresh_rows(model).items()} == (ranks if aim else {})
         # The first update still standardises the features, which are now the trained adapter's.

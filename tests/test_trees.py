@@ -24,7 +24,7 @@ def laid_out(monkeypatch):
 
 
 def played(agent, episodes=6):
-    """Episodes of one turn, the first half like the second, that are not learnt from."""
+    """Episodes of one turn, the first half like the second, that are not learned from."""
     for number in range(episodes):
         agent.act(number % (episodes // 2))
         agent.assign_reward(float(number))
@@ -47,16 +47,16 @@ def test_an_update_lays_each_segment_out_once(kind, laid_out):
 def test_what_is_kept_is_equal_to_what_is_laid_out_anew():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
     segments = segments_of(played(agent))
-    trees, anew = Trees(), [TokenTree.from_segment(segment) for segment in segments]
+    trees, again = Trees(), [TokenTree.from_segment(segment) for segment in segments]
     with trees.kept():
         kept = trees.of(segments)
-        assert kept == anew == trees.of(segments)
+        assert kept == again == trees.of(segments)
         assert [tree is again for tree, again in zip(kept, trees.of(segments), strict=True)] == [True] * len(kept)
         # Copies are gone as soon as they are laid out; others come to lie where they lay.
         for segment in segments * 20:
             assert trees.of([Segment(segment.turns)]) == [TokenTree.from_segment(segment)]
-        assert len({id(tree) for tree in trees.of(segments)}) == len(set(anew))
-    assert trees.of(segments) == anew
+        assert len({id(tree) for tree in trees.of(segments)}) == len(set(again))
+    assert trees.of(segments) == again
     assert trees.of(segments)[0] is not kept[0]
 
 

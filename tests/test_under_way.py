@@ -29,8 +29,8 @@ class Ended(Callback):
         self.episodes.append(episode)
 
 
-def learnt(monkeypatch, episodes=30, judge=None, **options):
-    """An agent trained in four copies; the batches it learnt from, the episodes that ended, and the result."""
+def learned(monkeypatch, episodes=30, judge=None, **options):
+    """An agent trained in four copies; the batches it learned from, the episodes that ended, and the result."""
     agent = make_agent(ChoiceAgent, **{"context": "turn", **(options or {"ppo": {"batch_size": 16}})})
     batches, ended, update = [], Ended(), agent.learner.update
     monkeypatch.setattr(agent.learner, "update", lambda batch: batches.append(list(batch)) or update(batch))
@@ -45,7 +45,7 @@ def is_over(batch):
 
 @pytest.mark.parametrize("critic", ["gradient", "lstd"])
 def test_every_turn_is_learnt_from_once(monkeypatch, critic):
-    agent, batches, ended, _ = learnt(monkeypatch, ppo={"batch_size": 16, "critic": critic})
+    agent, batches, ended, _ = learned(monkeypatch, ppo={"batch_size": 16, "critic": critic})
     times = Counter(id(turn) for batch in batches for episode in batch for turn in episode.turns)
     waiting = {id(turn) for episode in agent._buffer for turn in episode.turns}
     assert set(times.values()) == {1}
@@ -56,7 +56,7 @@ def test_every_turn_is_learnt_from_once(monkeypatch, critic):
 
 
 def test_the_rest_is_valued_at_the_last_turn(monkeypatch):
-    _, batches, ended, _ = learnt(monkeypatch)
+    _, batches, ended, _ = learned(monkeypatch)
     parts = [episode for batch in batches for episode in batch if not episode.is_over]
     whole = {id(turn): episode.turns for episode in ended for turn in episode.turns}
     known = [part for part in parts if id(part.turns[0]) in whole]
@@ -73,7 +73,7 @@ def test_the_rest_is_valued_at_the_last_turn(monkeypatch):
 
 
 def test_statistics_are_of_whole_episodes(monkeypatch):
-    _, batches, ended, result = learnt(monkeypatch)
+    _, batches, ended, result = learned(monkeypatch)
     first = 0
     for batch, stats in zip(batches, result.updates, strict=True):
         over = ended[first : first + int(stats["episodes"])]
@@ -94,7 +94,7 @@ def test_statistics_are_of_whole_episodes(monkeypatch):
     ids=lambda options: next(iter(options)),
 )
 def test_nothing_is_cut_where_that_would_be_wrong(monkeypatch, options):
-    _, batches, *_ = learnt(monkeypatch, **options)
+    _, batches, *_ = learned(monkeypatch, **options)
     assert all(map(is_over, batches))
 
 
@@ -119,7 +119,7 @@ def test_a_reward_for_what_was_learnt_from_is_refused():
         assert agent.terminate_episodes([0])["turns"] == 5
         agent.assign_rewards([1.0], [1], turns=[2])
         for turn in (1, -2):
-            with pytest.raises(EpisodeError, match=r"first 2 turns have been learnt from\. Pass a judge to train"):
+            with pytest.raises(EpisodeError, match=r"first 2 turns have been learned from\. Pass a judge to train"):
                 agent.assign_rewards([1.0], [1], turns=[turn])
         stats = agent.terminate_episodes([1])
     assert stats == {}
@@ -147,7 +147,7 @@ def test_an_update_that_fails_leaves_what_is_under_way_to_the_next(monkeypatch):
 
 
 def test_transcripts_show_whole_episodes(monkeypatch):
-    agent, _, ended, _ = learnt(monkeypatch)
+    agent, _, ended, _ = learned(monkeypatch)
     lengths = {(episode.length, episode.total_reward) for episode in ended}
     for transcript in agent.transcripts:
         assert len(transcript["turns"]) == transcript["length"]

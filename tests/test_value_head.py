@@ -265,7 +265,7 @@ def test_quantised_base_trains_its_adapter_only(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    # bitsandbytes quantises blocks of 64, which must fit into a row where the processor has AVX512-BF16.
+    # bitsandbytes quantizes blocks of 64, which must fit into a row where the processor has AVX512-BF16.
     config = tiny_config("llama")
     config.hidden_size, config.head_dim = 64, 16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

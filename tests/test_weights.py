@@ -34,7 +34,7 @@ def noise(weight: Tensor) -> Tensor:
 
 
 def step(agent: Any, fused: bool = False) -> None:
-    """An optimiser that is not the learner's."""
+    """An optimizer that is not the learner's."""
     model = agent.policy.model
     optimizer = torch.optim.AdamW(weights(model, learn=True), lr=0.3, fused=fused)
     model(torch.tensor([[1, 2, 3]]))[0].square().mean().backward()
@@ -247,9 +247,9 @@ def test_the_kl_of_a_step_is_measured_with_nothing_of_before_it(activated: bool,
         agent.act("a")
         agent.assign_reward(reward)
     agent.terminate_episode()
-    ((kl, anew),) = measured
+    ((kl, again),) = measured
     assert kl > 1e-3
-    assert kl == pytest.approx(anew, rel=1e-3)
+    assert kl == pytest.approx(again, rel=1e-3)
 
 
 def test_turns_of_other_weights_are_evaluated_anew():
@@ -274,7 +274,7 @@ def test_an_optimiser_follows_weights_that_take_the_place_of_others(caplog):
         agent.act("a")
         agent.assign_reward(reward)
         agent.terminate_episode()
-    assert "optimiser starts anew" in caplog.text
+    assert "optimizer starts again" in caplog.text
     assert not all(torch.equal(weight, old) for weight, old in zip(learns, before, strict=True))
 
 

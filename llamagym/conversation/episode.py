@@ -121,7 +121,7 @@ class Episode:
     """An episode to learn from: a finished one, or what there is so far of one under way.
 
     Attributes:
-        turns: Its turns in order, at least one; without those that were learnt from while it was under way.
+        turns: Its turns in order, at least one; without those that were learned from while it was under way.
         terminated: Whether the environment reached a final state.
         truncated: Whether it was cut off. One under way is neither.
         final_prompt: The prompt after the last turn, from which a critic values what was cut off; None after
@@ -215,7 +215,7 @@ class Conversation:
         reply_length: Tokens kept free for a reply in free text; for choices, those of the longest are.
         turns: Finished turns.
         first_shown: Number of the first turn that the current context shows.
-        learnt_turns: How many of them have been learnt from.
+        learnt_turns: How many of them have been learned from.
         messages: The same as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
         learns: Whether all replies were sampled to learn from.

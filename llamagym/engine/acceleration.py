@@ -50,7 +50,7 @@ class Acceleration:
                 self._fused = Fused(body, self._packed, may_hold_scores, attend_in_parts)
 
     def __enter__(self) -> None:
-        """Use the kernels; weights that changed outside of the context are packed anew."""
+        """Use the kernels; weights that changed outside of the context are packed again."""
         for part in (self._packed, self._fused):
             if part is not None:
                 self._open.enter_context(part)

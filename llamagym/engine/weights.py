@@ -1,7 +1,7 @@
 """Notices every change of a model's weights, so that nothing is used that was computed with other ones.
 
 PyTorch raises a tensor's version at every change in place. Together with which modules and tensors the model holds, and
-what its adapters do, this tells one state of the weights from another. Fused optimisers, which do not raise it, are
+what its adapters do, this tells one state of the weights from another. Fused optimizers, which do not raise it, are
 made to. Tensors are held, so none can be mistaken for a new one at the same address.
 
 Two kinds of edits leave no trace: in-place operations on `weight.data`, and writes through a numpy view. Who makes them
@@ -84,7 +84,7 @@ class WeightsState:
         """Take the weights as they are now, after a change, for another state."""
         self.number += 1
         if change is Change.TRAINED:
-            # All else was compared, and walking through the modules takes as long as 5 % of an optimiser step.
+            # All else was compared, and walking through the modules takes as long as 5 % of an optimizer step.
             self._versions, self._places = self._versions_now()
         else:
             self.keep()
@@ -126,7 +126,7 @@ class WeightsState:
 
 
 def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise the versions of what a fused optimiser has changed."""
+    """Raise the versions of what a fused optimizer has changed."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([weight for weight in group["params"] if weight.grad is not None])

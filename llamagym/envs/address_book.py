@@ -1,7 +1,7 @@
 """A question that takes tool calls: who asks a small database the right things, in turn, can answer it.
 
 All is text, as with the tools of a language model: a call, its result, another call that the result suggests, and the
-answer. The facts are drawn anew for each episode, so nothing that a model knows already helps.
+answer. The facts are drawn again for each episode, so nothing that a model knows already helps.
 """
 
 from __future__ import annotations

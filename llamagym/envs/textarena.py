@@ -107,7 +107,7 @@ class TextArenaEnv(gymnasium.Env[str, str]):
 
     @contextmanager
     def _own_random(self, seed: int | None = None) -> Iterator[None]:
-        """While open, the global random numbers are this environment's, begun anew with `seed` if one is given."""
+        """While open, the global random numbers are this environment's, begun again with `seed` if one is given."""
         outside = random.getstate(), np.random.get_state()
         if seed is not None:
             random.seed(seed)

@@ -26,7 +26,7 @@ _REMEMBERED, _UPDATES, _WINDOW = 40, 20, 5
 _MIN_TURNS, _MIN_EPISODES = 32, 8
 # Beyond this share of one reply a batch of some hundred turns holds next to no other to learn from.
 _SAME_REPLY = 0.99
-# In nats. Of two choices the other one is then taken 3 times in 1000: what is not tried is not learnt.
+# In nats. Of two choices the other one is then taken 3 times in 1000: what is not tried is not learned.
 _CERTAIN = 0.02
 # Returns whose deviation is below this are equal up to rounding.
 _EQUAL = 1e-8
@@ -175,7 +175,7 @@ def _skipped(history: History, settings: Settings) -> str | None:
     skipped = sum(_last(history, name) or 0.0 for name in ("skipped_steps", "replay_skipped_steps"))
     if not skipped:
         return None
-    return f"{skipped:.0f} optimiser steps were skipped, since their losses or gradients were not finite. " + _either(
+    return f"{skipped:.0f} optimizer steps were skipped, since their losses or gradients were not finite. " + _either(
         ["look at rewards for extreme values", "lower learning_rate", *settings.reduced_precision_advice]
     )
 

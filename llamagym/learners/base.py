@@ -1,4 +1,4 @@
-"""What all learners share: options, minibatches, the clipped surrogate, the optimiser's steps, statistics.
+"""What all learners share: options, minibatches, the clipped surrogate, the optimizer's steps, statistics.
 
 A learner turns episodes into an update of the policy: `update(episodes) -> stats`. What tells one from
 another is where advantages come from (`_credit`), and what else is in the loss. Every token of a reply shares its
@@ -53,7 +53,7 @@ _MINIBATCHES, _LEAST_TURNS = 4, 64
 # The entropy bonus weighs at most so much per unit of the mean absolute advantage. Without advantages to oppose it, it
 # alone would set the direction of Adam's steps, which have full size however small the coefficient.
 _LARGEST_BONUS = 0.1
-# What an update changes, beside weights and optimiser.
+# What an update changes, beside weights and optimizer.
 _UPDATE_STATE = ("_steps", "_guard", "_whiten", "_information", "_rate", "_entropy_coef", "_kl", "_rng")
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
 _ADAM_EPS = 1e-5
@@ -69,7 +69,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         policy: Whose weights are updated.
         config: How.
         epochs: Passes over a batch, as far as `target_kl` allows.
-        has_critic: Whether the value head is learnt, so that episodes that were cut off can be valued.
+        has_critic: Whether the value head is learned, so that episodes that were cut off can be valued.
         cooldown: Told how far a run has come.
         advantages: What the turns of the latest batch were trained towards, by their `id`.
     """
@@ -79,7 +79,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def __init__(
         self, policy: Policy, config: LearnerConfig, epochs: int, value_learning_rate: float | None = None
     ) -> None:
-        """Prepare optimiser and reference.
+        """Prepare optimizer and reference.
 
         Args:
             policy: Whose trainable weights are updated.
@@ -106,7 +106,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self._rng = np.random.default_rng(config.seed)
 
     def reset_optimizer(self) -> None:
-        """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
+        """Start the optimizer on the policy's weights as they are now: a warm start replaces them."""
         mask_frozen_gradients_(self.policy.model.pretrained_model)
         parts = self._learning_weights()
         groups = [{"params": part} for part in parts]
@@ -152,7 +152,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """While open, an exception restores weights, optimiser, controllers and counters."""
+        """While open, an exception restores weights, optimizer, controllers and counters."""
         counted = attributes_undone_on_error(self.policy, {"num_updates": int, "reference": copy})
         with undone_on_error(self, dict.fromkeys(self._update_state, deepcopy), self._all_weights()), counted:
             yield
@@ -207,7 +207,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = segments_of(episodes)
         if not holds_exactly(self.optimizer, (weight for part in self._learning_weights() for weight in part)):
-            logger.warning("the weights that learn are others than before: the optimiser starts anew")
+            logger.warning("the weights that learn are others than before: the optimizer starts again")
             self.reset_optimizer()
         move_state_(self.optimizer)
         self.policy.model.zero_grad()

@@ -35,7 +35,7 @@ class Batching:
     def take(self, finished: list[Episode], under_way: Sequence[Episode] = ()) -> list[Episode]:
         """Take a batch out of the finished episodes: all, once they hold enough turns (see `batch_size`), else none.
 
-        What is left would be learnt from later, when it is further from the policy, and might pile up.
+        What is left would be learned from later, when it is further from the policy, and might pile up.
 
         Args:
             finished: Loses what is taken.
@@ -51,7 +51,7 @@ class Batching:
         return batch
 
     def complete(self, finished: Sequence[Episode]) -> list[Episode]:
-        """Those of the finished episodes that can be learnt from, in groups where groups are compared."""
+        """Those of the finished episodes that can be learned from, in groups where groups are compared."""
         return [episode for unit in self._units(finished) for episode in unit]
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
@@ -78,7 +78,7 @@ class Batching:
         return different >= _DIFFERENT_TURNS or turns >= _MOST_TURNS
 
     def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
-        """Episodes that can be learnt from now, in the pieces that a batch is made of, the oldest first."""
+        """Episodes that can be learned from now, in the pieces that a batch is made of, the oldest first."""
         return [[episode] for episode in finished]
 
 

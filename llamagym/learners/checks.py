@@ -1,4 +1,4 @@
-"""Refuses what cannot be learnt from, or by, before anything is computed."""
+"""Refuses what cannot be learned from, or by, before anything is computed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_episodes(episodes: Sequence[Episode]) -> None:
 
 
 def check_reward(reward: float, place: int, conversation: Conversation, env_id: Hashable) -> None:
-    """Refuse a reward for an action that there is not, was learnt from already, or is no number to learn from.
+    """Refuse a reward for an action that there is not, was learned from already, or is no number to learn from.
 
     Args:
         reward: To be added to what the action has earned.
@@ -83,7 +83,7 @@ def check_reward(reward: float, place: int, conversation: Conversation, env_id: 
     if place % count < conversation.learnt_turns:
         raise EpisodeError(
             f"Reward {excerpt(reward)} for turn {place} of environment {env_id!r} comes too late: its first "
-            f"{conversation.learnt_turns} turns have been learnt from. Pass a judge to train(), which then "
+            f"{conversation.learnt_turns} turns have been learned from. Pass a judge to train(), which then "
             "learns from whole episodes."
         )
     number = as_number(reward)

@@ -16,9 +16,9 @@ _REMOVED = {
     "kl_penalty": 'Drop it: kl_placement="reward" takes k1 off the rewards ("kl" of TRL), "loss" adds k3 to the loss.',
     "early_stopping": "Pass target_kl: a step that leads too far is undone and ends the update.",
     "score_clip": "Clip rewards before assign_reward().",
-    "use_score_scaling": "Scale rewards before assign_reward(); advantages are normalised by whiten_advantages.",
-    "use_score_norm": "Normalise rewards before assign_reward(); advantages are normalised by whiten_advantages.",
-    "whiten_rewards": "Drop it: whiten_advantages normalises what the policy learns from.",
+    "use_score_scaling": "Scale rewards before assign_reward(); advantages are normalized by whiten_advantages.",
+    "use_score_norm": "Normalize rewards before assign_reward(); advantages are normalized by whiten_advantages.",
+    "whiten_rewards": "Drop it: whiten_advantages normalizes what the policy learns from.",
     "use_target_kl": "Set target_kl: 0.03 by default, None for none.",
     "ratio_threshold": "Pass target_kl: it bounds how far an update may go.",
     "log_with": _OWN_TRACKER,
@@ -40,13 +40,13 @@ class LearnerConfig(Options):
     """Options of every learner; names follow TRL 0.11.
 
     Attributes:
-        batch_size: An update runs when finished episodes, and in `train` what is learnt from of those under way, hold
+        batch_size: An update runs when finished episodes, and in `train` what is learned from of those under way, hold
             at least this many turns. None: 768 turns that differ, or 8,192 in all, since equal turns are computed once
             and more of them cost next to nothing.
         mini_batch_size: Turns per optimizer step; a smaller batch makes one step. None: a quarter of the batch, at
             least 64.
         learning_rate: Of the policy's weights (Adam).
-        warmup_steps: Optimiser steps over which learning rates rise: Adam's first steps are full ones, however unsure
+        warmup_steps: Optimizer steps over which learning rates rise: Adam's first steps are full ones, however unsure
             the gradient.
         cooldown: Share of a run, at its end, over which learning rates and the entropy bonus fall to 0. `train` knows
             how far a run has come; nothing falls in a loop of your own.
@@ -66,7 +66,7 @@ class LearnerConfig(Options):
             policy's learning rate falls, after one that stayed below half of it it rises again, up to `learning_rate`.
             None does neither.
         max_grad_norm: Gradient clipping by norm, of the policy's weights and of a value head's apart.
-        whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch.
+        whiten_advantages: Normalize advantages to mean 0 and deviation 1 over a batch.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else. None: 1,024 on
             a processor, more of a small model on an accelerator.
         seed: Of the minibatches' order.

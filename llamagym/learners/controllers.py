@@ -8,7 +8,7 @@ from .state import Stateful
 
 # The learning rate moves in these steps, and falls to this share of its start (Schulman et al. 2017, section 4, steer
 # the KL's coefficient so): where every step leads too far and is undone, it must fall until one does not, or nothing is
-# learnt again. It never rises above its start: a policy that has learnt what there is to learn hardly moves.
+# learned again. It never rises above its start: a policy that has learned what there is to learn hardly moves.
 _RATE_STEP, _LEAST_RATE = 1.5, 0.001
 # The coefficient of the KL to the reference stays within this factor of its start.
 _KL_COEF_RANGE = 1000.0

@@ -57,7 +57,7 @@ class GRPOConfig(LearnerConfig):
         baseline: What a turn's credit is compared with: "std" the mean of the others, in units of the group's deviation
             (DeepSeekMath, but for the own return in the mean), "leave_one_out" the mean of the others (RLOO), "none"
             nothing.
-        whiten_advantages: Normalise advantages to mean 0 and deviation 1 over a batch. Useful with "leave_one_out",
+        whiten_advantages: Normalize advantages to mean 0 and deviation 1 over a batch. Useful with "leave_one_out",
             whose advantages are in reward units, so that `entropy_coef` means the same whatever these are.
     """
 
@@ -78,7 +78,7 @@ class GRPOConfig(LearnerConfig):
 
 @dataclass(frozen=True)
 class ReinforceConfig(GRPOConfig):
-    """REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696), returns normalised over the batch.
+    """REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696), returns normalized over the batch.
 
     One step on a batch, from where it was sampled: every ratio is 1, so nothing is clipped. (Turns that older weights
     sampled, in episodes that the last update interrupted, are weighted by their ratio.)
@@ -165,7 +165,7 @@ class GRPO(Learner[Targets]):
     has_critic = False
 
     def __init__(self, policy: Policy, config: GRPOConfig) -> None:
-        """Prepare optimiser and reference.
+        """Prepare optimizer and reference.
 
         Args:
             policy: Whose trainable weights are updated; its value head is left alone.

@@ -17,7 +17,7 @@ _MOST_SKIPPED = 3
 
 
 class FiniteGuard(Stateful):
-    """Looks at losses and gradients before each optimiser step, and at the model's output after an update's last."""
+    """Looks at losses and gradients before each optimizer step, and at the model's output after an update's last."""
 
     saved = ("_in_a_row", "_last_in_a_row")
 
@@ -42,7 +42,7 @@ class FiniteGuard(Stateful):
             return True
         self._in_a_row += 1
         if self._in_a_row >= _MOST_SKIPPED:
-            raise diverged(f"{_MOST_SKIPPED} optimiser steps in a row were not finite: {wrong or 'in another process'}")
+            raise diverged(f"{_MOST_SKIPPED} optimizer steps in a row were not finite: {wrong or 'in another process'}")
         return False
 
     def settle(self, is_finite: bool) -> None:

@@ -1,4 +1,4 @@
-"""Acting that is learnt from: rewards, the ends of episodes, and an update whenever a batch of turns is full."""
+"""Acting that is learned from: rewards, the ends of episodes, and an update whenever a batch of turns is full."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LearningActor(Actor):
         self._buffer: list[Episode] = []
         self.transcripts: list[Transcript] = []
         self._sample = EpisodeSample(policy.num_updates)
-        # Environments whose episodes are learnt from before they end.
+        # Environments whose episodes are learned from before they end.
         self._cut: Sequence[Hashable] = ()
         # What the constructor was given, as JSON holds it.
         self._options: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class LearningActor(Actor):
         """Save all that learning goes on from: `load_checkpoint` in another process computes what this agent will.
 
         The folder appears whole or not at all. All caches are dropped, here as there: what they hold is rounded
-        otherwise than what is computed anew. Where several processes learn together, each must call this; the first
+        otherwise than what is computed again. Where several processes learn together, each must call this; the first
         writes what all of them go on from.
 
         Args:
@@ -296,7 +296,7 @@ class LearningActor(Actor):
                 them so.
 
         Raises:
-            EpisodeError: There is no such turn, or a reward is no number that can be learnt from; none is assigned.
+            EpisodeError: There is no such turn, or a reward is no number that can be learned from; none is assigned.
         """
         given = listed(rewards, "rewards")
         ids = environment_ids(given, env_ids, "rewards")
@@ -335,7 +335,7 @@ class LearningActor(Actor):
                 `terminated` is passed.
             final_observations: The observation after the last step; a learner with a critic (PPO) needs it of those
                 that were cut off.
-            train: Whether these episodes are learnt from; if not, they are dropped, as those are of which a turn was
+            train: Whether these episodes are learned from; if not, they are dropped, as those are of which a turn was
                 taken in `eval()`.
             groups: For GRPO, what tells which episodes began alike, such as the seed of their reset; by default all
                 did. A start that is played again needs a group of its own.

@@ -85,7 +85,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, final_values: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the steps of each row (GAE paper, eq. 16).
+    """Generalized advantage estimation over the steps of each row (GAE paper, eq. 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}; a row's real steps come first.
 
@@ -191,7 +191,7 @@ class PolicyLoss(NamedTuple):
 def clipped_surrogate(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
 ) -> PolicyLoss:
-    """PPO's clipped surrogate (eq. 7), negated for minimisation and averaged over the mask.
+    """PPO's clipped surrogate (eq. 7), negated for minimization and averaged over the mask.
 
     `approx_kl` is k2, half the mean squared log-ratio, which is never negative.
 

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation over the turns of episodes.
+"""Proximal policy optimization over the turns of episodes.
 
 Departures from the PPO paper: the value is read at the last prompt token of a turn and one turn is one step of GAE,
 however many tokens the reply has. The value head learns on detached features, apart from the policy. What PPO shares
@@ -123,7 +123,7 @@ class PPO(Learner[ValueTargets]):
     has_critic = True
 
     def __init__(self, policy: Policy, config: PPOConfig) -> None:
-        """Prepare optimiser and reference.
+        """Prepare optimizer and reference.
 
         Args:
             policy: Whose trainable weights are updated.

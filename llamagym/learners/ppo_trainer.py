@@ -92,7 +92,7 @@ class PPOTrainer:
         ratio_threshold: float = 10.0,
         rng: Shuffler | None = None,
     ) -> None:
-        """Prepare optimiser and reference.
+        """Prepare optimizer and reference.
 
         For TRL's numbers also set what TRL has no separate option for: `value_learning_rate` equal to
         `learning_rate`, `entropy_coef=0`, and `max_grad_norm=math.inf` where TRL's was None. `target_kl` other
@@ -146,7 +146,7 @@ class PPOTrainer:
         self._rng: Shuffler = np.random.default_rng(config.seed) if rng is None else rng
 
     def _reset_optimizer(self) -> None:
-        """Start the optimiser on the weights that learn now."""
+        """Start the optimizer on the weights that learn now."""
         mask_frozen_gradients_(self.model.pretrained_model)
         body, head = self._learning_weights()
         check_precision(body + head)
@@ -196,11 +196,11 @@ class PPOTrainer:
         steered = {"_kl_controller": deepcopy, "_guard": deepcopy}
         with lock_of(self.model):
             if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
-                logger.warning("the weights that learn are others than before: the optimiser starts anew")
+                logger.warning("the weights that learn are others than before: the optimizer starts again")
                 self._reset_optimizer()
             move_state_(self.optimizer)
             self.model.zero_grad()
-            # Dropout would make the ratio of new to old probability differ from 1 before anything was learnt.
+            # Dropout would make the ratio of new to old probability differ from 1 before anything was learned.
             self.model.eval()
             with undone_on_error(self, steered, weights_of(self.optimizer)):
                 batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
@@ -273,7 +273,7 @@ class PPOTrainer:
         return all(ranks.gather_objects(all(bool(part.isfinite().all()) for part in said)))
 
     def _step(self, rows: Tensor, batch: Samples) -> dict[str, float]:
-        """One optimiser step on some rows; the chunks' losses add up to the mean over all their response tokens."""
+        """One optimizer step on some rows; the chunks' losses add up to the mean over all their response tokens."""
         stats: dict[str, float] = defaultdict(float)
         ratio_error, total = 0.0, batch.mask[rows].sum().item()
         for index in self._chunks(rows, batch.ids):
@@ -291,7 +291,7 @@ class PPOTrainer:
             why = f"its mean probability ratio exceeds {self._ratio_threshold:g}" if is_finite else "it is not finite"
             logger.warning("a minibatch is skipped: %s", why)
             stats["policy_loss"] = stats["value_loss"] = 0.0
-            # As in TRL the optimiser still takes its step: its moments decay, and carry the weights a little on.
+            # As in TRL the optimizer still takes its step: its moments decay, and carry the weights a little on.
             self.optimizer.zero_grad(set_to_none=False)
         else:
             self._trust_region.enter()

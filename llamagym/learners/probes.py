@@ -149,20 +149,20 @@ class Probes:
         return f"{count} choices name actions" if count else "not looked at: no choices"
 
     def caches(self) -> str:
-        """What is kept equals what is computed anew."""
+        """What is kept equals what is computed again."""
         policy = self._actor.policy
         kept = self._logprobs(self._replied())
         policy.drop_caches(packed=True)
         return self._agree(
             kept,
             self._logprobs(self._said),
-            "what is kept, and what is computed anew,",
+            "what is kept, and what is computed again,",
             "Call agent.weights_changed() after editing weights in place.",
         )
 
     def one_is_many(self) -> str:
         """A batch of one equals a batch of many."""
-        # What is kept was computed together, or alone: each must be computed anew.
+        # What is kept was computed together, or alone: each must be computed again.
         policy = self._actor.policy
         policy.drop_caches()
         together = self._logprobs(self._replied())
@@ -258,7 +258,7 @@ class Probes:
             return tensor
 
         weights = [weight for weight in policy.model.parameters() if weight.requires_grad]
-        # A batch is read before it is learnt from, and what the adapter leaves alone is kept from that.
+        # A batch is read before it is learned from, and what the adapter leaves alone is kept from that.
         self._logprobs(segments)
         started, forwarded = time.perf_counter(), policy.tokens_forwarded
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplayConfig(Options):
-    """What the replay buffer keeps, and how it is learnt from.
+    """What the replay buffer keeps, and how it is learned from.
 
     Attributes:
-        episodes: The best of the recent episodes that are learnt from, by return with penalties; of equal ones, any.
+        episodes: The best of the recent episodes that are learned from, by return with penalties; of equal ones, any.
         recent_updates: Episodes of this many last updates are recent.
         steps: Optimizer steps at the end of each update.
-        batch_size: Turns per optimiser step, in whole contexts.
+        batch_size: Turns per optimizer step, in whole contexts.
         learning_rate: Of Adam; it falls with the learner's at the end of a run (`cooldown`).
         max_grad_norm: Gradient clipping by norm.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
@@ -75,7 +75,7 @@ class Replay:
     """Learns from the best recent episodes."""
 
     def __init__(self, policy: Policy, config: ReplayConfig) -> None:
-        """Prepare an empty buffer and the optimiser.
+        """Prepare an empty buffer and the optimizer.
 
         Args:
             policy: Whose trainable weights are updated; the value head is left alone.
@@ -92,7 +92,7 @@ class Replay:
         self._guard = FiniteGuard()
 
     def reset_optimizer(self) -> None:
-        """Start the optimiser on the policy's weights as they are now: a warm start replaces them."""
+        """Start the optimizer on the policy's weights as they are now: a warm start replaces them."""
         weights = self._learning_weights()
         self.optimizer = self.accelerator.prepare(torch.optim.Adam(weights, lr=self.config.learning_rate))
 
@@ -100,7 +100,7 @@ class Replay:
         return [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
 
     def undone_on_error(self) -> AbstractContextManager[None]:
-        """While open, an exception puts buffer and optimiser back to where they were; weights are the learner's."""
+        """While open, an exception puts buffer and optimizer back to where they were; weights are the learner's."""
         return undone_on_error(self, {"_recent": copy, "_lowest": copy, "_rng": deepcopy, "_guard": deepcopy}, ())
 
     def state_dict(self, table: IdTable) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Replay:
 
     @property
     def episodes(self) -> list[Episode]:
-        """The episodes that are learnt from, best first."""
+        """The episodes that are learned from, best first."""
         return self._best([episode for best in self._recent for episode in best])
 
     def update(self, episodes: Sequence[Episode], rate_scale: float = 1.0) -> dict[str, float]:
@@ -142,7 +142,7 @@ class Replay:
         """
         started = time.perf_counter()
         if not holds_exactly(self.optimizer, self._learning_weights()):
-            logger.warning("the weights that learn are others than before: replay's optimiser starts anew")
+            logger.warning("the weights that learn are others than before: replay's optimizer starts again")
             self.reset_optimizer()
         move_state_(self.optimizer)
         for group in self.optimizer.param_groups:
@@ -205,7 +205,7 @@ class Replay:
     def _step(
         self, segments: list[Segment], played_by: Mapping[int, int], region: TrustRegion
     ) -> tuple[float, float] | None:
-        """One optimiser step; returns the loss before it and the gradient's norm, None if it could not be made."""
+        """One optimizer step; returns the loss before it and the gradient's norm, None if it could not be made."""
         count = sum(turn.decision_count for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
         for chunk in self.policy.chunks(own_share(segments, played_by), self.config.microbatch_nodes):

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on demonstrations, by TRL's `SFTTrainer`: the warm start.
 
-TRL gives loop, optimiser, schedule and clipping; the loss is the policy's own: the negative log-probability of the
+TRL gives loop, optimizer, schedule and clipping; the loss is the policy's own: the negative log-probability of the
 demonstrated replies, token by token, as `Policy.evaluate` has it. So what is trained is what acts: the same ids, an
 activated LoRA from each reply's opening on, no dropout. And what makes acting fast makes this fast: histories are read
 once and shared, the frozen layers run once (a usual step of TRL's reads each sample's whole prompt again).
@@ -38,12 +38,12 @@ _MEASURED = 256
 
 @dataclass(frozen=True)
 class WarmStartConfig(Options):
-    """How demonstrations are learnt.
+    """How demonstrations are learned.
 
     Attributes:
         epochs: Passes over the demonstrations.
         learning_rate: Of AdamW, to begin with; it falls linearly to 0.
-        batch_size: Replies per optimiser step, on average: conversations stay whole, and a step takes at least one.
+        batch_size: Replies per optimizer step, on average: conversations stay whole, and a step takes at least one.
         max_grad_norm: Gradient clipping by norm.
         seed: Of the demonstrations' order.
     """
@@ -67,7 +67,7 @@ def fine_tune(
 ) -> dict[str, float]:
     """Raise the likelihood of the episodes' replies, token by token, whatever their rewards.
 
-    A fresh LoRA is first pointed at what differs between the observations; what it has learnt is frozen afterwards
+    A fresh LoRA is first pointed at what differs between the observations; what it has learned is frozen afterwards
     (see `lora`). The value head is left alone: its features are standardised at the first update, once they are the
     trained adapter's.
 

@@ -1,4 +1,4 @@
-"""What of a learner is saved, beside weights: plain numbers, random number generators, an optimiser."""
+"""What of a learner is saved, beside weights: plain numbers, random number generators, an optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimisers here share: which weights they hold, and their gradients, summed over processes."""
+"""What the optimizers here share: which weights they hold, and their gradients, summed over processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from . import ranks
 
 
 def weights_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The weights that an optimiser moves, in its own order."""
+    """The weights that an optimizer moves, in its own order."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def holds_exactly(optimizer: Optimizer, weights: Iterable[nn.Parameter]) -> bool:
-    """Whether an optimiser moves these weights and no others: an adapter that is switched on has others."""
+    """Whether an optimizer moves these weights and no others: an adapter that is switched on has others."""
     return list(map(id, weights_of(optimizer))) == list(map(id, weights))
 
 
 def move_state_(optimizer: Optimizer) -> None:
-    """Bring what an optimiser keeps of its weights to where they lie now: the model may have been moved."""
+    """Bring what an optimizer keeps of its weights to where they lie now: the model may have been moved."""
     for weight, state in optimizer.state.items():
         for name, kept in state.items():
             # Steps are counted on the CPU.

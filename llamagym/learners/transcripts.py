@@ -14,7 +14,7 @@ Transcript = dict[str, Any]
 """An episode as JSON holds it: `system`, `return`, `length`, `truncated` and `turns` (of many, both ends).
 
 A turn has its number `turn`, `read`, `reply`, `choices` (text and probability of each, likeliest first; None for free
-text), `reward`, `penalty`, `valid`, `value` and `advantage` (None unless the latest update learnt from it)."""
+text), `reward`, `penalty`, `valid`, `value` and `advantage` (None unless the latest update learned from it)."""
 
 # Episodes of a batch, turns at either end of an episode, choices of a turn, characters of a text: enough to look at.
 _EPISODES, _TURNS, _CHOICES, _CHARACTERS = 4, 20, 12, 2000
@@ -24,7 +24,7 @@ class EpisodeSample:
     """An even sample of the episodes that end between two updates (reservoir sampling: Vitter 1985, algorithm R)."""
 
     def __init__(self, seed: int) -> None:
-        """Begin anew; drawn from random numbers of its own, so that acting does not depend on it."""
+        """Begin again; drawn from random numbers of its own, so that acting does not depend on it."""
         self._rng, self._seen = random.Random(seed), 0
         self._kept: list[tuple[Sequence[Turn], list[Message], bool]] = []
 
@@ -48,7 +48,7 @@ class EpisodeSample:
         """The sample in words, the best episode first.
 
         Args:
-            advantages: Of the turns that were learnt from, by their `id`.
+            advantages: Of the turns that were learned from, by their `id`.
             decode: Text of token ids.
         """
         told = [_transcript(*whole, advantages, decode) for whole in self._kept]

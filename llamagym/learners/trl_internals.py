@@ -61,7 +61,7 @@ def trainer_config(folder: str, **options: Any) -> SFTConfig:
 
 
 class LossTrainer(SFTTrainer):
-    """TRL's loop, optimiser, schedule and clipping, with a loss that is computed elsewhere."""
+    """TRL's loop, optimizer, schedule and clipping, with a loss that is computed elsewhere."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LossTrainer(SFTTrainer):
             train_dataset=Dataset.from_dict({"index": list(range(len(rows)))}),
             processing_class=tokenizer,
         )
-        # TRL casts adapters of quantised models.
+        # TRL casts adapters of quantized models.
         for weight, dtype in dtypes:
             weight.data = weight.data.to(dtype)
         self.remove_callback(PrinterCallback)

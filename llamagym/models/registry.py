@@ -111,12 +111,12 @@ class ModelEntry:
         return FP16 if self.fp16_safe and (self.parameter_count or 0) > precision.float16_above else FP32
 
     def memory_gib(self, dtype: torch.dtype = FP32, quantization: str | None = None) -> float:
-        """Memory of the weights alone, in GiB; activations, cached keys and optimiser states come on top.
+        """Memory of the weights alone, in GiB; activations, cached keys and optimizer states come on top.
 
-        With quantisation it is a lower bound, since embeddings stay in 16 bits.
+        With quantization it is a lower bound, since embeddings stay in 16 bits.
 
         Args:
-            dtype: float32, bfloat16 or float16; ignored with quantisation.
+            dtype: float32, bfloat16 or float16; ignored with quantization.
             quantization: "8bit", "4bit" or None.
 
         Raises:

@@ -176,8 +176,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 `save_pretrained` wrote (ours or TRL's); or a model that is already loaded.
             peft_config: The adapter to add to a model that has none.
             base_model: Where an adapter's base is, if not where its configuration says; or the base itself.
-            load_in_8bit: Quantise the base to 8 bits with bitsandbytes (CUDA only).
-            load_in_4bit: Quantise the base to 4 bits (NF4), likewise.
+            load_in_8bit: Quantize the base to 8 bits with bitsandbytes (CUDA only).
+            load_in_4bit: Quantize the base to 4 bits (NF4), likewise.
             **kwargs: Passed on to `AutoModelForCausalLM.from_pretrained`, e.g. `dtype`, `device_map`, `token`.
 
         Returns:
@@ -442,7 +442,7 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) ->
 
 
 def _prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze a quantised base and put what is not quantised in float32, as training an adapter on it needs."""
+    """Freeze a quantized base and put what is not quantized in float32, as training an adapter on it needs."""
     if getattr(model, "hf_quantizer", None) is None:
         return model
     from peft import prepare_model_for_kbit_training

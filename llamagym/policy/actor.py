@@ -102,7 +102,7 @@ class Actor(TextInterface):
 
     @property
     def learning(self) -> bool:
-        """Whether episodes are recorded and learnt from."""
+        """Whether episodes are recorded and learned from."""
         return self._learning
 
     @property

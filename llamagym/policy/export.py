@@ -114,7 +114,7 @@ def _merged(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWit
     if is_activated(model.pretrained_model) or getattr(model.pretrained_model, "is_quantized", False):
         raise ConfigError(
             "merged=True, but this adapter cannot be merged: an activated LoRA changes replies and leaves what comes "
-            "before them alone, and a quantised base would be rounded anew. Drop it, and load the adapter with PEFT."
+            "before them alone, and a quantized base would be rounded again. Drop it, and load the adapter with PEFT."
         )
     copied: Any = deepcopy(model)
     copied.pretrained_model = copied.pretrained_model.merge_and_unload()

@@ -4,7 +4,7 @@ Both directions share one path (`score.read`), so the distribution that is sampl
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
 - choices: one of the given strings, token by token among those that the strings allow (see `choices`), measured against
-  how likely the model finds them before it has learnt anything (see `calibration`), so that one which always says the
+  how likely the model finds them before it has learned anything (see `calibration`), so that one which always says the
   same word still explores. That is part of the policy.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
@@ -259,8 +259,8 @@ class Policy:
     def drop_caches(self, version: int | None = None, packed: bool = False) -> None:
         """Drop all that was computed, and take the weights for the state of this number, by default the one they have.
 
-        What is computed anew is rounded otherwise, since batches fall otherwise. Weights that are packed anew are not,
-        so they stay unless `packed` says that they go, too.
+        Activations that are computed again round differently, in other batches. Packed copies of weights do not, so
+        they stay unless `packed` says that they go, too.
         """
         self._notice_changes()
         workspace = self._workspaces[-1]
@@ -444,7 +444,7 @@ class Policy:
     @alone
     @torch.no_grad()
     def initialize_from_data(self, segments: Sequence[Segment], critic: bool = True) -> None:
-        """Data-dependent initialisation from these segments, equal ones once; replies and values stay what they are.
+        """Data-dependent initialization from these segments, equal ones once; replies and values stay what they are.
 
         A fresh adapter is pointed at what differs between observations (see `lora`), and the value head's features
         are standardised.

@@ -83,7 +83,7 @@ class EvalCallback(Callback):
         self.on_training_start(None)
 
     def on_training_start(self, run: Run | None) -> None:
-        """Begin anew."""
+        """Begin again."""
         self.results: list[tuple[int, EvaluationResult]] = []
         self.best_mean, self.best_update = -math.inf, 0
         self._last_update = self._last_episodes = 0

@@ -135,7 +135,7 @@ def train(
         minutes: Stop when so many are over. None: no limit. The clock then also says when rates begin to fall
             (`cooldown`): from there on two runs of one seed differ.
         callbacks: Told of steps, episodes and updates; see `Callback`.
-        judge: Called with each episode that ends, before it is learnt from (see `PlayedEpisode` for what it sees). What
+        judge: Called with each episode that ends, before it is learned from (`PlayedEpisode` says what it sees). What
             it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
             model is such a function.
         run_dir: Folder of the run, new, empty or that of the run to resume: `config.json`, `metrics.jsonl`,

@@ -364,7 +364,7 @@ class Play:
         if not changed.any():
             return
         logger.warning(
-            "%d of %d episodes under way begin anew: played again from their seeds, they lead elsewhere.",
+            "%d of %d episodes under way begin again: played again from their seeds, they lead elsewhere.",
             changed.sum(),
             len(changed),
         )

@@ -3,8 +3,8 @@
 python scripts/benchmarks/acting.py [--dtype float32] [--llamagym-python PATH] [--agilerl-python PATH]
 
 PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in turn. An update of the
-weights is feigned every 512 turns: what depends on them is computed anew. Replies are up to 8 sampled tokens, or one of
-two choices.
+weights is feigned every 512 turns: what depends on them is computed again. Replies are up to 8 sampled tokens, or one
+of two choices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Turns learnt a second, acting and learning together: against TRL, AgileRL, and LlamaGym on its own script.
+"""Turns learned a second, acting and learning together: against TRL, AgileRL, and LlamaGym on its own script.
 
 python scripts/benchmarks/end_to_end.py [--trl-python PATH] [--agilerl-python PATH] [--llamagym-python PATH]
 
 PATH is the interpreter of an environment made as the script in rivals/ says; TRL 1.16 is in llamagym's own. The task is
-Blackjack in free text of up to 8 tokens, sampled from 64 environments at once, one optimiser step a batch. LlamaGym's
+Blackjack in free text of up to 8 tokens, sampled from 64 environments at once, one optimizer step a batch. LlamaGym's
 script has one environment and replies of up to 32 tokens; only imports, model and device differ. AgileRL and LlamaGym
 compute in float32. All are measured in turn.
 """
@@ -71,7 +71,7 @@ def main() -> None:
     for name, rival in rivals.items():
         ours = "llamagym script" if name == "llamagym_0.1.1" else "llamagym"
         result[name] |= {"packages": rival.packages, "ours_over": result[ours]["median"] / result[name]["median"]}
-    save(named("end-to-end", dtype), {"unit": "turns learnt per second, medians", "dtype": dtype, **result})
+    save(named("end-to-end", dtype), {"unit": "turns learned per second, medians", "dtype": dtype, **result})
 
 
 if __name__ == "__main__":

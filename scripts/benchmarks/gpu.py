@@ -4,7 +4,7 @@ python scripts/benchmarks/gpu.py [--dtype float32]
 
 The workloads are those of `workloads.py`, in more environments: a GPU is told what to compute one operation after the
 other, which takes as long for ten rows as for a thousand. An update is one pass over a batch, of a round's turns, in
-four optimiser steps.
+four optimizer steps.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def measure(workload: Workload, dtype: str) -> dict[str, Any]:
         seconds, played = seconds_of(play)
         rounds.append((played / (seconds - sum(spent)), played / sum(spent) if spent else None, played / seconds))
     acting, learning, both = zip(*rounds[1:], strict=True)
-    learnt = [rate for rate in learning if rate is not None]
+    learned = [rate for rate in learning if rate is not None]
     row = {
         "turns_per_second": statistics.median(both),
         "acting": statistics.median(acting),
-        "learning": statistics.median(learnt) if learnt else None,
+        "learning": statistics.median(learned) if learned else None,
         "ratio_error": max((error for stats in updates if (error := stats["ratio_error"]) == error), default=None),
         "gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
     }

@@ -147,8 +147,8 @@ def measure(name: str, threads: int) -> dict[str, Any]:
         learning = Stage()
         stats = agent.learner.update(episodes)
         if counted:
-            learnt = learning.end() | {"tokens": stats["learn_tokens"], "turns": ENVS * TURNS, "epochs": 4}
-            result |= {"acting": acted, "update": learnt}
+            learned = learning.end() | {"tokens": stats["learn_tokens"], "turns": ENVS * TURNS, "epochs": 4}
+            result |= {"acting": acted, "update": learned}
     result["turns_per_second"] = ENVS * TURNS / result["acting"]["processor_s"]
     result["peak_gib"] = max(result["acting"]["peak_gib"], result["update"]["peak_gib"])
     return result

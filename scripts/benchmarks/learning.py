@@ -2,9 +2,9 @@
 
 python scripts/benchmarks/learning.py [--dtype float32] [--llamagym-python PATH] [--agilerl-python PATH]
 
-A turn is counted once for each pass over its batch, and no batch is learnt from twice: what is prepared or compiled for
-a batch's sizes would be found again. The plain step is what a direct reading of PPO gives: prompt and reply of every
-turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and v_proj of all
+A turn is counted once for each pass over its batch, and no batch is learned from twice: what is prepared or compiled
+for a batch's sizes would be found again. The plain step is what a direct reading of PPO gives: prompt and reply of
+every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and v_proj of all
 layers. PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in turn.
 """
 

@@ -70,7 +70,7 @@ _VARIANTS = {
     "cartpole-grpo": "CartPole: GRPO, stopped after 12 minutes",
     "cartpole-two-decimals-64-environments": "CartPole to two decimals: 64 environments throughout, 58 minutes",
 }
-# Tasks that were learnt with the model and words, with random weights, and with observations as bare numbers.
+# Tasks that were learned with the model and words, with random weights, and with observations as bare numbers.
 _COMPARED, _WAYS = ("blackjack", "taxi", "frozenlake"), ("words", "random", "numbers")
 
 
@@ -98,7 +98,7 @@ def summary() -> str:
 
 
 def results() -> str:
-    """What was learnt: an experiment a line, its plot, and what all ran on."""
+    """What was learned: an experiment a line, its plot, and what all ran on."""
     lines = [
         "| runs, by seed | before | sampled (worst) | greedy (worst) | target | baselines | minutes | GiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -148,7 +148,7 @@ def shortfalls() -> str:
 
 
 def minutes(run: Run) -> float:
-    """How long a run learnt, from demonstrations and from rewards; older files do not say the former."""
+    """How long a run learned, from demonstrations and from rewards; older files do not say the former."""
     return run["minutes"] + (run.get("warm_start") or {}).get("learn_s", 0.0) / 60
 
 

@@ -113,7 +113,7 @@ def likelihoods(agent: Agent, games: list[Game]) -> list[list[float]]:
 
 
 def main() -> None:
-    """Measure the agents of a kept run: that which has only imitated, and that which then learnt from rewards."""
+    """Measure the agents of a kept run: that which has only imitated, and that which then learned from rewards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run with --shown-games")
     parser.add_argument("--games", type=int, default=128, help="of the player, to measure likelihoods on")

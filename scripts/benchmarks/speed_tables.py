@@ -71,7 +71,7 @@ def of_limit(result: dict[str, Any], workload: str) -> float:
 def end_to_end() -> str:
     """Acting and learning together, against others."""
     result = speed_result("end-to-end-bfloat16")
-    lines = ["| turns learnt per second | llamagym | the other | times |", "|---|---|---|---|"]
+    lines = ["| turns learned per second | llamagym | the other | times |", "|---|---|---|---|"]
     for name, ours, label in (
         ("trl_1.16", "llamagym", "TRL 1.16's GRPOTrainer, the same task"),
         ("agilerl_2.58", "llamagym", "AgileRL 2.58's LLM PPO, the same task"),

@@ -1,4 +1,4 @@
-"""This version against an earlier one, in turn: turns acted and learnt from a second of CPU time, and memory.
+"""This version against an earlier one, in turn: turns acted and learned from a second of CPU time, and memory.
 
 git worktree add /tmp/before COMMIT
 python scripts/benchmarks/versions.py /tmp/before
@@ -47,7 +47,7 @@ WORKLOADS = {
     "conversation": (16, 6, 1, 30, 16, "episode"),
     "single": (1, 4, 4, 10, 32, "turn"),
 }
-# Turns acted and learnt from, and tokens learnt from, since replies in free text differ in length, a second of CPU
+# Turns acted and learned from, and tokens learned from, since replies in free text differ in length, a second of CPU
 # time; memory in GiB.
 WORK = ("act", "learn", "learn_tokens", "memory")
 

@@ -158,7 +158,7 @@ def take_batch(agent: Agent, play: Callable[[], int]) -> list[Episode]:
 
 
 def generate_work(workload: Workload, agent: Agent, model: Any, batch: int) -> Work:
-    """`generate` on the same kind of conversations, left-padded, all of it read anew at every turn."""
+    """`generate` on the same kind of conversations, left-padded, all of it read again at every turn."""
     tokenizer, observations = agent.tokenizer, texts(workload.sentences or (1, 1))
 
     def work() -> float:

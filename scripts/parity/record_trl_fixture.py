@@ -9,7 +9,7 @@ environment of its own, with Python 3.10 or 3.11. From the repository's root:
     .venv-trl/bin/python scripts/parity/record_trl_fixture.py
 
 It takes some seconds on a CPU. Every case starts from the same weights and runs two consecutive steps with one trainer,
-so that the optimiser's state and the adaptive KL coefficient carry over. What is worth knowing about the numbers:
+so that the optimizer's state and the adaptive KL coefficient carry over. What is worth knowing about the numbers:
 
 - The policy is the reference plus noise, so the KL is not zero; the value head's weights are drawn too.
 - Initial weights are rounded to three decimals before use: what the file says is exactly what was used.

@@ -64,7 +64,7 @@ def kills(folder: Path, kind: str, save: Callable[[Path], Any]) -> dict[str, int
 
 
 def trained(agent: Agent) -> Agent:
-    """An agent that has learnt something."""
+    """An agent that has learned something."""
     train(agent, DiceEnv, episodes=12, num_envs=2, seed=0)
     return agent
 

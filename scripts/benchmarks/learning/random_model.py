@@ -1,4 +1,4 @@
-"""A model of the embedded one's architecture whose weights are random: does it matter what a model has learnt before?
+"""A model of the embedded one's architecture whose weights are random: does it matter what a model has learned before?
 
 python scripts/benchmarks/learning/random_model.py runs/random-135m
 python scripts/benchmarks/learning/run.py taxi --name comparisons/taxi-random --seeds 0 -- --model runs/random-135m
@@ -16,7 +16,7 @@ from llamagym.models.loading import embedded_model_folder
 
 
 def main() -> None:
-    """Write weights as the architecture initialises them, beside the embedded model's tokenizer."""
+    """Write weights as the architecture initializes them, beside the embedded model's tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""TRL 1.16's GRPOTrainer on the same weights and task: turns learnt a second, replies sampled and learnt from.
+"""TRL 1.16's GRPOTrainer on the same weights and task: turns learned a second, replies sampled and learned from.
 
 It runs in llamagym's own environment:
 
