@@ -24,7 +24,8 @@ from .state import Stateful
 FULL_BATCH = 768
 # A turn counts as no less than this many bits, so that a policy that is certain of the wrong reply can still move.
 _LEAST_BITS = 0.01
-# Updates whose median is the usual scale. A median ignores outliers, and follows a lasting change after half of them.
+# Number of recent updates whose median is the reference scale. A median ignores outliers, and follows a lasting change
+# after half of them.
 _MEMORY = 20
 # A batch's deviation counts as no less than these shares: of the usual deviation of advantages, and of the usual spread
 # of returns. The second one is smaller, since a good critic explains most of the spread.

@@ -1,8 +1,8 @@
-"""What all learners share: options, minibatches, the clipped surrogate, the optimizer's steps, statistics.
+"""The base class of learners: options, minibatches, the clipped surrogate, the optimizer's steps, statistics.
 
-A learner turns episodes into an update of the policy: `update(episodes) -> stats`. What tells one from
-another is where advantages come from (`_credit`), and what else is in the loss. Every token of a reply shares its
-turn's advantage, and a minibatch's loss is a mean over its decisions, so long replies weigh more than short ones.
+A learner turns episodes into an update of the policy: `update(episodes) -> stats`. Learners differ in their advantages
+(`_credit`) and in extra loss terms. Every token of a reply shares its turn's advantage, and a minibatch's loss is a
+mean over its decisions, so long replies weigh more than short ones.
 
 Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
 """
@@ -53,7 +53,7 @@ _MINIBATCHES, _LEAST_TURNS = 4, 64
 # The entropy bonus weighs at most so much per unit of the mean absolute advantage. Without advantages to oppose it, it
 # alone would set the direction of Adam's steps, which have full size however small the coefficient.
 _LARGEST_BONUS = 0.1
-# What an update changes, beside weights and optimizer.
+# State that an update changes, beside weights and optimizer.
 _UPDATE_STATE = ("_steps", "_guard", "_whiten", "_information", "_rate", "_entropy_coef", "_kl", "_rng")
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
 _ADAM_EPS = 1e-5
@@ -243,7 +243,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @abstractmethod
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[TargetsT, Stats]:
-        """Say what each turn is trained towards, and what there is to report about it."""
+        """Compute the targets of each turn, and statistics about them."""
 
     def _scaled(self, advantages: Tensor, mask: Tensor, episodes: Sequence[Episode]) -> Tensor:
         """Advantages, float (E, T), whitened if the options say so; all 0 if the episodes hold no information.
@@ -436,7 +436,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             k3 = masked_mean(ratio * kl_estimate(now.logprobs, reference, "k3"), mask)
             loss = loss + by_decision * self._kl.value * k3
         if not mask.any():
-            # A mean over nothing is no 0 that the means of other minibatches could be averaged with.
+            # An empty mean is undefined: other minibatches must not be averaged with it.
             return loss, Stats()
         stats = {
             "policy_loss": by_decision * policy.loss.item(),

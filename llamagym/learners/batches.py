@@ -83,7 +83,7 @@ class Batching:
 
 
 def _count_different(episodes: Sequence[Episode]) -> int:
-    """Turns without those that open a context as others do, with the same reply; what goes on from there differs."""
+    """The number of distinct turns; only turns that open a context can be equal."""
     turns = [turn for episode in episodes for turn in episode.turns]
     opening = [(turn.prompt.ids, turn.reply.ids) for turn in turns if turn.prompt.starts_context]
     return len(turns) - len(opening) + len(set(opening))

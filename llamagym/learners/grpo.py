@@ -1,10 +1,10 @@
 """Learning without a critic: episodes that began alike are compared (GRPO, RLOO), or none are (REINFORCE).
 
 A turn is credited with what it earned: the discounted return from it on, or the whole episode's. Its baseline is the
-mean of the same over the group's other members, at the same turn index. Every member counts at every index: an episode
-that has ended earns nothing more, which is a fact and not a gap, so a turn that only one member reaches has a baseline
-too. What the others earn does not depend on this turn's action, given what was seen before it; so the baseline takes
-variance away and adds no bias, even where members share their random numbers after the start.
+mean of the same over the group's other members, at the same turn index. Members that have ended count as 0, since they
+earn nothing more, so a turn that only one member reaches has a baseline too. What the others earn does not depend on
+this turn's action, given what was seen before it; so the baseline removes variance and adds no bias, even where members
+share their random numbers after the start.
 
 A member that ends after its group was learned from is compared with what the others had earned: those are the longest
 episodes, and without them a policy would learn from short ones only.

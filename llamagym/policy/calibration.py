@@ -1,8 +1,8 @@
 """The calibration of choices: a prior of each token, the effect of repetition, and the deviation of contexts from both.
 
-All of it is part of the policy. It is measured over a sample of all contexts that offer choices, again whenever the
-sample has changed enough, and frozen when the policy begins to learn. What is offered for the first time later is
-measured where that happens.
+All of it is part of the policy. It is estimated on a sample of the contexts that offer choices, again whenever the
+sample has changed enough, and frozen when the policy begins to learn. Choices that are first offered later are measured
+in that context.
 
 Contexts of a conversation's later turns hold earlier replies, which a small model repeats. With one prior for all of
 them most hands of Blackjack would begin with "stick", and nearly every later turn would be a "hit". So the prior is
@@ -24,12 +24,12 @@ from ..engine.choice_trie import Branch, Ids
 from ..engine.token_tree import TokenTree
 from .repetition import Repetition, Row
 
-# Contexts in the sample: those whose names, which are hashes, come first in order. So all are as likely to be in it,
-# whenever and wherever they are met (a bottom-k sketch, Cohen and Kaplan 2007, https://doi.org/10.1145/1281100.1281133).
+# Contexts in the sample: those with the smallest hashes, so that each is equally likely to be included (a bottom-k
+# sketch, Cohen and Kaplan 2007, https://doi.org/10.1145/1281100.1281133).
 _CONTEXTS = 512
 
 Sample = Mapping[str, Sequence[Row]]
-"""The places of contexts, by the contexts' names."""
+"""The rows of each context, one per branch point, by the context's name."""
 
 
 class Calibration:
@@ -37,18 +37,18 @@ class Calibration:
 
     Attributes:
         prior: Mean relative log-probability of each path in a first turn.
-        repetition: What earlier replies add to that; nothing in a policy that had learned before it met choices.
-        deviation: Of single contexts from both, within a place where choices part: root mean square in nats, at least
-            1. A model that is surer than that would explore nothing.
-        is_frozen: Whether the policy has begun to learn, so that what is known stays.
-        measured: What was measured since several processes last agreed, by the context's name.
+        repetition: Effect of earlier replies; 0 if the policy had learned before choices were first offered.
+        deviation: Root mean square deviation of a context from prior and repetition at a branch point, in nats, at
+            least 1. Logits are divided by it, so that an overconfident model explores.
+        is_frozen: Whether the policy has begun to learn, so that the estimates stay.
+        measured: Rows that were measured since several processes last agreed, by the context's name.
     """
 
     def __init__(self, is_frozen: bool = False) -> None:
-        """Nothing is known.
+        """Start uncalibrated.
 
         Args:
-            is_frozen: Whether each choice is measured once, where it is offered first.
+            is_frozen: Whether each choice is measured once, in the first context that offers it.
         """
         self.prior: dict[Ids, float] = {}
         self.repetition = Repetition()
@@ -56,18 +56,18 @@ class Calibration:
         self.measured: dict[str, Sequence[Row]] = {}
         self.is_frozen = is_frozen
         self._sample: dict[str, Sequence[Row]] = {}
-        # How many contexts have come into the sample, and at how many it is to be looked at again.
+        # Contexts that have entered the sample, and the number at which the fit is repeated.
         self._taken = 0
         self._due = 1
         # The prior when several processes last agreed.
         self._agreed: dict[Ids, float] = {}
 
     def empty_copy(self) -> Calibration:
-        """One of another reference, of which nothing is known."""
+        """An uncalibrated copy, for other base weights."""
         return Calibration(self.is_frozen)
 
     def apart(self) -> Calibration:
-        """One to look at the policy with: what is known stays, and choices that are new to it are measured into it."""
+        """A copy for read-only calls; new choices are measured into the copy."""
         apart = Calibration(self.is_frozen or bool(self.prior))
         apart.prior = dict(self.prior)
         apart.repetition = self.repetition
@@ -87,7 +87,7 @@ class Calibration:
         return [prior + self.repetition.effect(count) for prior, count in zip(priors, counts, strict=True)]
 
     def unmeasured(self, trees: Iterable[TokenTree], learns: bool) -> list[TokenTree]:
-        """Those of these contexts that are to be measured.
+        """The contexts that have to be measured.
 
         Args:
             trees: Each with a pending prompt.
@@ -105,10 +105,10 @@ class Calibration:
         ]
 
     def add(self, found: Mapping[TokenTree, Sequence[Row]]) -> bool:
-        """Take what was measured in contexts that had not been.
+        """Add the measurements of new contexts.
 
         Returns:
-            Whether what was known before has changed.
+            Whether earlier estimates have changed.
         """
         rows = {_name(tree): places for tree, places in found.items()}
         if self.is_frozen:
@@ -128,14 +128,14 @@ class Calibration:
         return prior_changed or (bool(prior) and (self.repetition, self.deviation) != fitted)
 
     def agree(self, measured: Sequence[Sample], learns: bool) -> bool:
-        """Take what several processes, this one among them, measured since they last agreed.
+        """Combine what several processes, this one among them, measured since they last agreed.
 
         Args:
-            measured: By each of them.
+            measured: The measurements of each process.
             learns: Whether the policy has begun to learn.
 
         Returns:
-            Whether anything was: then what each of them sampled counts as another policy's.
+            Whether anything was measured; turns sampled before are then off-policy.
         """
         self.measured = {}
         self.is_frozen |= learns
@@ -170,7 +170,7 @@ class Calibration:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """What `record` was given of."""
+        """Restore a calibration from `record`."""
         # Older records name the sample otherwise; what it came to stays as it is.
         sample = record.get("choice_contexts")
         known = cls(is_frozen=sample is None)
@@ -190,12 +190,12 @@ class Calibration:
         return known
 
     def _take(self, rows: Sample) -> None:
-        """Take contexts into the sample, as far as they belong there."""
+        """Add contexts to the sample, and drop those with the largest hashes."""
         sample = {**self._sample, **rows}
         self._sample = {name: sample[name] for name in sorted(sample)[:_CONTEXTS]}
 
     def _note(self, rows: Sample) -> None:
-        """Take a prior for what has none, and note what other processes have to be told."""
+        """Add priors of new choices, and note what other processes need."""
         for name, places in rows.items():
             # Of a context that is not in the sample only what is offered there for the first time counts.
             new = places if name in self._sample else self._unknown(places)
@@ -209,7 +209,7 @@ class Calibration:
         return all((*branch.path, token) in self.prior for branch in branches for token in branch.targets)
 
     def _unknown(self, places: Sequence[Row]) -> list[Row]:
-        """What has no prior yet, as in a first turn: the rest of its row, which repetition depends on, is not kept."""
+        """The targets without a prior, as in a first turn; the rest of their rows is not kept."""
         rows = (
             [(path, value, 0) for path, value in self.repetition.removed(row) if path not in self.prior]
             for row in places
@@ -218,7 +218,7 @@ class Calibration:
 
     @property
     def _rows(self) -> list[Row]:
-        """All places of the sample."""
+        """All rows of the sample."""
         return [row for places in self._sample.values() for row in places]
 
     def _fit(self) -> None:
@@ -232,7 +232,7 @@ class Calibration:
         self.deviation = max(1.0, math.sqrt(math.fsum(squares) / max(1, len(squares))))
 
     def _means(self, contexts: Iterable[Sequence[Row]]) -> dict[Ids, float]:
-        """The mean of each path over all places that hold it, as in a first turn."""
+        """The mean of each path over all rows that contain it, as in a first turn."""
         found: dict[Ids, list[float]] = {}
         for path, value in (each for places in contexts for row in places for each in self.repetition.removed(row)):
             found.setdefault(path, []).append(value)
@@ -240,17 +240,17 @@ class Calibration:
 
 
 def _name(tree: TokenTree) -> str:
-    """A context's name, as short where conversations are long."""
+    """A context's hash, equally short for long conversations."""
     return blake2b(repr(tree.undecided).encode(), digest_size=16).hexdigest()
 
 
 def _row(saved: Iterable[Sequence[Any]]) -> Row:
-    """What a row was, as JSON gives it back."""
+    """A row from its JSON."""
     return [(ids_from(path), number_from(value), int(number_from(count))) for path, value, count in saved]
 
 
 def _square_of_deviation(values: Sequence[float]) -> float:
-    """Of values from their mean, the mean over all of them.
+    """Mean squared deviation of values from their mean.
 
     >>> _square_of_deviation([-1.0, 3.0])
     4.0

@@ -1,7 +1,7 @@
-"""How much likelier a language model finds what it has replied in the conversation before.
+"""The effect of earlier replies in a conversation on the probability of repeating them.
 
-A small model repeats itself: in Blackjack a 135M model finds "hit" 4 nats likelier after one "hit" and 3 more after
-another, while what it reads about the hand moves it by 0.5.
+A small model repeats itself: in Blackjack "hit" is 4 nats more likely for a 135M model after one "hit" and 3 more after
+another, while the hand that it reads moves it by 0.5.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing_extensions import Self
 from ..engine.choice_trie import Ids
 
 Row = Sequence[tuple[Ids, float, int]]
-"""A place where choices part: of each target its path, its relative log-probability (see `choices.relative`), and how
-many of the replies shown go on with it."""
+"""A branch point: of each target its path, its relative log-probability (see `choices.relative`), and how many of the
+replies shown continue with it."""
 
 # Ridge strength: shrinks the effect where few contexts show any. About the variance of single contexts (0.5) over that
 # of the effect (5), in squared nats.
@@ -32,9 +32,9 @@ class Repetition:
     """The effect of earlier replies on a choice's log-probability, in nats.
 
     Attributes:
-        first: Added to a choice that one earlier reply went on with.
-        per_doubling: Added for each doubling of the number of replies.
-        largest: The largest number measured; more count as that many.
+        first: Effect of one earlier reply that continued with this token.
+        per_doubling: Further effect of each doubling of the number of such replies.
+        largest: The largest number measured; larger ones count as this one.
     """
 
     first: float = 0.0
@@ -42,7 +42,7 @@ class Repetition:
     largest: int = 0
 
     def effect(self, count: int) -> float:
-        """What is added to a choice that so many earlier replies went on with.
+        """The effect of so many earlier replies that continued with a token.
 
         >>> Repetition(4.0, 3.0, largest=2).effect(0), Repetition(4.0, 3.0, largest=2).effect(9)
         (0.0, 7.0)
