@@ -32,7 +32,8 @@ def test_the_probe_is_solved_with_the_other_critic(name):
     probe = PROBES[name]
     # Those of values have a rate for gradient steps.
     other = "lstd" if probe.of_value else "gradient"
-    probe = replace(probe, config=probe.config | {"critic": other})
+    rates = {} if other == "gradient" else {"value_learning_rate": None, "cliprange_value": None}
+    probe = replace(probe, config=probe.config | {"critic": other} | rates)
     assert probe.error(probe.tolerance, "ppo", {}) < probe.tolerance
 
 

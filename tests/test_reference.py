@@ -74,8 +74,9 @@ def test_the_reference_is_the_policy_at_the_end_of_a_warm_start(kind, tmp_path):
         reference = agent.policy.evaluate(segments, reference=True).logprobs
         now = agent.policy.evaluate(segments).logprobs
         expected = other.policy.evaluate(segments).logprobs
-    assert torch.allclose(reference, expected, atol=1e-4)
-    assert not torch.allclose(now, expected, atol=1e-3)
+    assert torch.allclose(reference, expected, atol=2e-5)
+    # The demonstrated policy is nearly certain, so that updates are small.
+    assert not torch.allclose(now, expected, atol=2e-4)
     # Reading it leaves the policy as it was.
     assert agent.policy.weights_version == version
     assert now[:, 0].tolist() == pytest.approx([segment.turns[0].reply.logprobs[0] for segment in segments], abs=1e-4)

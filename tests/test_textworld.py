@@ -75,7 +75,7 @@ def test_the_text_is_the_one_printed(coins):
     printed = observation["text"].splitlines()
     assert re.fullmatch(r"-= \w+ =-", printed[1])
     assert all(re.match(r"\w.*[.!?]$", line) for line in (printed[0], *printed[2:]))
-    assert env.step("dance")[0]["text"] == "That's not a verb I recognize."
+    assert env.step("dance")[0]["text"] == "That's not a verb I recognise."
     env.close()
 
 
@@ -95,13 +95,13 @@ def test_no_command_hangs_or_crashes_the_interpreter(coins):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         said = pool.apply_async(answers, (coins, commands)).get(timeout=120)
     # Nothing of a command is left to be taken for the next one.
-    assert said[1::2] == ["That's not a verb I recognize."] * len(written)
+    assert said[1::2] == ["That's not a verb I recognise."] * len(written)
 
 
 def test_only_a_commands_first_line_counts(coins):
     env = TextWorldEnv(coins)
     env.reset(seed=0)
-    assert env.step("dance\ninventory")[0]["text"] == "That's not a verb I recognize."
+    assert env.step("dance\ninventory")[0]["text"] == "That's not a verb I recognise."
     assert "carrying" in env.step("inventory")[0]["text"]
     env.close()
 
