@@ -641,6 +641,18 @@ def test_moments_that_do_not_fit_are_rejected_when_they_are_loaded(saved, other,
     assert snapshot(other) == before
 
 
+def test_a_checkpoint_of_another_version_is_rejected_as_such(saved, other, tmp_path):
+    folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
+    state = read_state(saved / "checkpoint", "state")
+    state["agent"]["learner"]["learning"]["_whiten"]["_usual"] = 1.0
+    write_state(folder, "state", state)
+    reseal(folder)
+    before = snapshot(other)
+    with pytest.raises(CheckpointError, match=r"Whitening has \['_usual'\].*another version saved it"):
+        other.load_checkpoint(folder)
+    assert snapshot(other) == before
+
+
 @pytest.mark.parametrize(
     "place_and_value",
     [((1, 0), 1), ((1, 1), []), ((1, 4), 99), ((1, 4), None), ((0, 3), 10**6), ((0, 4), -1), ((0, 2), None)],

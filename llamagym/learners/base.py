@@ -275,7 +275,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             segments = deciding
         sums: dict[str, list[float]] = defaultdict(list)
         ratio_error = math.nan
-        steps, skipped = 0, 0
+        steps = 0
+        skipped = 0
         # Steps before the weights that the trust region keeps.
         kept_steps = 0
         # How far the policy has moved, as of the last step that was kept, and the farthest that any step has led.

@@ -61,7 +61,7 @@ def check_episodes(episodes: Sequence[Episode]) -> None:
 
 
 def check_reward(reward: float, place: int, conversation: Conversation, env_id: Hashable) -> None:
-    """Refuse a reward for an action that there is not, was learned from already, or is no number to learn from.
+    """Rejects a reward for a missing or already trained turn, or one that is not a finite number.
 
     Args:
         reward: To be added to what the action has earned.

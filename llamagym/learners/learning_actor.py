@@ -296,7 +296,7 @@ class LearningActor(Actor):
                 them so.
 
         Raises:
-            EpisodeError: There is no such turn, or a reward is no number that can be learned from; none is assigned.
+            EpisodeError: A turn is missing, or a reward is not a finite number; none is assigned.
         """
         given = listed(rewards, "rewards")
         ids = environment_ids(given, env_ids, "rewards")

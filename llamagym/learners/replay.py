@@ -152,7 +152,8 @@ class Replay:
         self._recent.append(self._best(episodes))
         self._lowest.append(min(map(_score, episodes)))
         kept = self.episodes
-        best, worst = _score(kept[0]), min(self._lowest)
+        best = _score(kept[0])
+        worst = min(self._lowest)
         # Rewards are sums of float32 numbers at best.
         if best - worst <= torch.finfo(torch.float32).eps * max(abs(best), abs(worst)):
             return {}

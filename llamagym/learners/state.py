@@ -36,6 +36,7 @@ def restore(owner: Any, state: Mapping[str, Any]) -> None:
     for name, saved in state.items():
         part = getattr(owner, name)
         if isinstance(part, Stateful):
+            _check_names(part, saved)
             restore(part, saved)
         elif isinstance(part, np.random.Generator):
             part.bit_generator.state = saved
@@ -45,6 +46,20 @@ def restore(owner: Any, state: Mapping[str, Any]) -> None:
             _check_moments(part)
         else:
             setattr(owner, name, saved)
+
+
+def _check_names(part: Stateful, saved: Mapping[str, Any]) -> None:
+    """Rejects a state that another version of the library saved.
+
+    Raises:
+        CheckpointError: It holds what this version does not have.
+    """
+    unknown = sorted(saved.keys() - set(part.saved))
+    if unknown:
+        raise CheckpointError(
+            f"The state of {type(part).__name__} has {shortened(unknown)}, which this version of llamagym does not "
+            "have: another version saved it. Continue the run with that version, or start a new one."
+        )
 
 
 def _check_moments(optimizer: Optimizer) -> None:

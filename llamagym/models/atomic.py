@@ -435,7 +435,8 @@ def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
     """Link the files of an old folder that are not listed into a new one; returns their names."""
     carried = set()
     for name in _unlisted(old, listed):
-        path, target = old / name, new / name
+        path = old / name
+        target = new / name
         if path.is_dir() and not path.is_symlink():
             target.mkdir(parents=True, exist_ok=True)
             continue

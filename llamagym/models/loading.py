@@ -94,7 +94,7 @@ def load_model_and_tokenizer(
         device: "auto" takes CUDA before MPS before the CPU.
         dtype: "auto" is the registry's choice for the device; else "float32", "bfloat16", "float16" or a torch dtype.
         load_in_8bit: Quantize the base to 8 bits with bitsandbytes (CUDA only).
-        load_in_4bit: Quantize the base to 4 bits (NF4), likewise.
+        load_in_4bit: Quantize the base to 4 bits (NF4; CUDA only).
         peft_config: The adapter; None is the registry's LoRA, False none at all: every weight is trained. A folder
             that holds an adapter goes on with its own.
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.

@@ -177,7 +177,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             peft_config: The adapter to add to a model that has none.
             base_model: Where an adapter's base is, if not where its configuration says; or the base itself.
             load_in_8bit: Quantize the base to 8 bits with bitsandbytes (CUDA only).
-            load_in_4bit: Quantize the base to 4 bits (NF4), likewise.
+            load_in_4bit: Quantize the base to 4 bits (NF4; CUDA only).
             **kwargs: Passed on to `AutoModelForCausalLM.from_pretrained`, e.g. `dtype`, `device_map`, `token`.
 
         Returns:

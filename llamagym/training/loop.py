@@ -375,7 +375,7 @@ def _require_no_metrics(run_dir: Path) -> None:
 
 
 def _run_id(run_dir: Path | None, tracker: Tracker | None) -> str:
-    """The id of the run that a folder or a tracker belongs to; a new one if there is none."""
+    """The id of the run that a folder or a tracker belongs to, or a new id."""
     own = None if run_dir is None else run_id_of(run_dir)
     passed = tracker.run_id if isinstance(tracker, MultiTracker) else ""
     return own or passed or secrets.token_hex(8)

@@ -64,20 +64,19 @@ def require_run_folder(folder: Path) -> None:
     for name in names:
         if name in _FILES + _FOLDERS and (folder / name).is_symlink():
             raise ConfigError(
-                f"{str(folder / name)!r} is a link, or not a file or folder of a run. Remove it, or pass another "
-                "run_dir. Checkpoints elsewhere are passed as checkpoint_dir."
+                f"{str(folder / name)!r} is a link, and a run writes to no link. Remove "
+                "it, or pass another run_dir. Checkpoints elsewhere are passed as checkpoint_dir."
             )
     if names and not _is_run_folder(folder, names):
         raise ConfigError(
             f"run_dir={str(folder)!r} holds files that are not of a run ({', '.join(map(repr, names[:3]))}"
-            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}). Pass a new or empty folder. A run of "
-            "an earlier version is continued in a new run_dir, with its checkpoints as checkpoint_dir."
+            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}). Pass a new or empty folder."
         )
     for name in names:
         path = folder / name
         if (name in _FILES and not path.is_file()) or (name in _FOLDERS and not path.is_dir()):
             raise ConfigError(
-                f"{str(path)!r} is a link, or not a file or folder of a run. Move it away, or pass another run_dir."
+                f"{str(path)!r} is not what a run has under this name. Move it away, or pass another run_dir."
             )
 
 

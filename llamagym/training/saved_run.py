@@ -86,7 +86,7 @@ class SavedRun:
             prune(self.root, self._keep, path, self.run_id)
 
     def read(self, resuming: ExitStack) -> dict[str, Any] | None:
-        """Brings agent and environments to the newest checkpoint, and returns the loop's state; None if there is none.
+        """Brings agent and environments to the newest checkpoint, and returns the loop's state; None without one.
 
         Args:
             resuming: Is left with an exception where the run cannot go on from that state; the agent then has its own

@@ -97,7 +97,7 @@ class ScoreCallback(Callback):
         result = self._function(run.agent)
         if isinstance(result, EvaluationResult):
             return Score(result.mean, result.standard_error)
-        # NaN stands for what is no number, unless it was returned itself.
+        # as_number() returns NaN for anything but a number.
         is_nan = isinstance(result, (float, np.floating)) and math.isnan(result)
         score = as_number(result)
         if math.isnan(score) and not is_nan:

@@ -162,7 +162,7 @@ def _is_alike(value: Any, other: Any, levels: int) -> bool:
         pass
     try:
         return pickle.dumps(value) == pickle.dumps(other)
-    except Exception:
+    except Exception:  # it cannot be pickled, so that only its type tells
         return type(value) is type(other) and not callable(value)
 
 

@@ -356,7 +356,7 @@ def _require_same_file(position: Mapping[str, Any], checksum: str, path: Path) -
     """Rejects a saved position of another file.
 
     Raises:
-        CheckpointError: The content before the position differs; if there is none, the path.
+        CheckpointError: The content before the position differs, or the path where nothing was written before it.
     """
     is_same = position.get("sha256") == checksum
     # All files begin alike where nothing has been written.

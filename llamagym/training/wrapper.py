@@ -181,7 +181,7 @@ def _is_sequence(observation: Any) -> bool:
 
 
 def _holds(dtype: Any, numbers: Any) -> bool:
-    """Whether a type has these numbers, up to rounding; also if they are no numbers, which Gymnasium rejects."""
+    """Whether a type has these numbers, up to rounding; True for other values, which Gymnasium rejects."""
     if getattr(numbers, "dtype", None) == dtype:
         return True
     try:

@@ -6,7 +6,6 @@ import statistics
 
 from runs import (
     ABLATIONS,
-    BATCH_SIZES,
     COMPARISONS,
     RESULTS,
     SPARSE_REWARDS,
@@ -176,25 +175,6 @@ def ablations() -> str:
             *(", ".join(number(run[f"expected_return_{at}"]) for run in runs) for at in ("before", "after", "greedy")),
             ", ".join(first_reach(run, "step", ",d") for run in runs) if name.startswith("blackjack") else "",
         ]
-        lines.append(table_row(*cells))
-    return "\n".join(lines)
-
-
-def batch_sizes() -> str:
-    """Blackjack in whole conversations with one batch size after another: a size a line, its seeds side by side."""
-    lines = [
-        "| turns in a batch | return after learning, by seed | updates | minutes of one core |",
-        "|---|---|---|---|",
-    ]
-    found = runs_by_name(BATCH_SIZES)
-    for name in sorted(found, key=int):
-        runs = found[name]
-        returns = [
-            f"[{run['return_after']:.3f}](../scripts/benchmarks/results/batch-sizes/{run['file']})" for run in runs
-        ]
-        updates = [f"{run['updates']:,}" for run in runs]
-        minutes_of_one_core = [f"{run['processor_minutes']:.0f}" for run in runs]
-        cells = [f"{int(name):,}", ", ".join(returns), ", ".join(updates), ", ".join(minutes_of_one_core)]
         lines.append(table_row(*cells))
     return "\n".join(lines)
 

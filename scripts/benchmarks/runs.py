@@ -13,7 +13,6 @@ from scipy import stats
 RESULTS = Path(__file__).resolve().parent / "learning" / "results"
 ABLATIONS = RESULTS / "ablations"
 COMPARISONS = RESULTS / "comparisons"
-BATCH_SIZES = RESULTS.parent.parent / "results" / "batch-sizes"
 SPARSE_REWARDS = RESULTS.parent.parent / "results" / "sparse-rewards"
 
 # How experiments are called; others go by the name of their files.
