@@ -517,7 +517,8 @@ from tests.agents import CountdownEnv
 
 class Hangs(CountdownEnv):
     def step(self, action):
-        print(os.getpid(), flush=True)
+        # In one piece: what two processes print at once may be mixed.
+        os.write(1, f"{os.getpid()}\\n".encode())
         # It has the pipe, too.
         subprocess.Popen(["sleep", "600"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -540,8 +541,10 @@ def test_no_process_outlives_a_run_that_is_killed(tmp_path):
     command = [sys.executable, str(tmp_path / "orphans.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        pids = [int(process.stdout.readline()) for _ in range(2)]
+        lines = [process.stdout.readline() for _ in range(2)]
+        # Before anything can fail: the end of the block waits for it.
         process.kill()
+        pids = [int(line) for line in lines]
         deadline = time.monotonic() + 60
         # The pipe is closed once the last process that writes to it has ended.
         assert process.stdout.read() == ""
