@@ -22,7 +22,7 @@ import torch
 
 from llamagym import Callback, CheckpointError, ConfigError, EnvironmentTimeoutError, EpisodeError, train
 from llamagym.models import atomic
-from llamagym.models.atomic import MANIFEST, verify, written_whole
+from llamagym.models.atomic import MANIFEST, SCHEMA, verify, written_whole
 from llamagym.models.checkpoints import best, find, newest, path_of, prune
 from llamagym.models.state_files import read_state, write_state
 from llamagym.training.tracking import JsonlTracker, MultiTracker
@@ -421,7 +421,8 @@ DAMAGE = {
     "the manifest": (lambda folder: (folder / MANIFEST).write_text("{"), "cannot be read"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "holds no checkpoint of llamagym"),
     "another kind": (lambda folder: break_manifest(folder, kind="model"), "holds: model; expected: checkpoint"),
-    "a later version": (lambda folder: break_manifest(folder, schema=99), "format 99.*Upgrade llamagym"),
+    "a later version": (lambda folder: break_manifest(folder, schema=SCHEMA + 1), "Use the version that wrote it"),
+    "an earlier version": (lambda folder: break_manifest(folder, schema=SCHEMA - 1), "Use the version that wrote it"),
 }
 
 

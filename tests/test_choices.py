@@ -475,19 +475,6 @@ def test_a_calibration_goes_on_from_its_record(learns):
     assert (aside.repetition, aside.deviation) == (calibration.repetition, calibration.deviation)
 
 
-def test_a_sample_without_counts_is_measured_anew():
-    record = calibrated(Calibration(), Repeater(4.0, 3.0).rows(150)).record(learns=False)
-    del record["choice_repetition"]
-    taken, due, sample, names, late = record["choice_contexts"]
-    without = {name: [[pair[:2] for pair in row] for row in places] for name, places in sample.items()}
-    old = Calibration.from_record(
-        json.loads(json.dumps(record | {"choice_contexts": [taken, due, without, names, late]}))
-    )
-    assert old.prior.keys() == {(1,), (2,), (3,), (4,)}
-    calibrated(old, rows := Repeater(4.0, 3.0).rows(300), start=150)
-    assert old.repetition == calibrated(Calibration(), rows, start=150).repetition
-
-
 def test_choices_offered_late_beside_one_that_was_repeated_are_measured_without_that():
     model = Repeater(4.0, 3.0)
     early = [row for row in model.rows(600) if all(path < (3,) for path, _, _ in row)]

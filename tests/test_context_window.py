@@ -143,23 +143,6 @@ def test_a_restored_conversation_is_truncated_where_it_would_have_been(template)
         assert one.pending == other.pending
 
 
-def test_a_record_of_an_earlier_version_goes_on(template):
-    """It does not say which turns a context that was begun in the middle shows from before."""
-    conversation = new_conversation(template)
-    for number in range(25):
-        take_turn(conversation, observation(number))
-    table = IdTable()
-    record = conversation_record(conversation, table)
-    del record["first_shown"]
-    restored = new_conversation(template)
-    restore_conversation(restored, record, table)
-    begun = max(index for index, turn in enumerate(conversation.turns) if turn.prompt.starts_context)
-    assert conversation.first_shown < restored.first_shown == begun
-    for number in range(25, 60):
-        shown = turns_shown(take_turn(restored, observation(number)))
-        assert shown == list(range(shown[0], number + 1))
-
-
 def test_a_turn_that_is_taken_back_leaves_the_context_as_it_was(template):
     one, other = new_conversation(template), new_conversation(template)
     for number in range(40):

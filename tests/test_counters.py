@@ -134,10 +134,6 @@ def test_minutes_are_those_of_the_call(monkeypatch):
     assert (again.progress, rest.progress) == (0.5, 1.0)
     # The run's own time goes on.
     assert (again.minutes, rest.minutes) == (1.5, 1.0)
-    # Checkpoints of earlier versions do not say what the budget was.
-    older = Run(agent, None, None, minutes=2)
-    older.load_state_dict({name: value for name, value in over.items() if name != "budget"})
-    assert older.progress == 0.5
 
 
 def test_a_resumed_call_logs_what_it_continues(tmp_path, capsys):

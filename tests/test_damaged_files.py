@@ -591,6 +591,21 @@ def test_damaged_loop_states_are_checkpoint_errors_and_leave_the_agent_unchanged
     assert outcomes["CheckpointError"] >= 6
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        3,
+        {},
+        {"texts": ["a"], "choices": {"lists": [None], "indices": [0, 0]}},
+        {"texts": [1, 2], "choices": {"lists": [None], "indices": [0, 0]}},
+        {"texts": ["a", "b"], "choices": {"lists": [], "indices": [0, 0]}},
+    ],
+)
+def test_damaged_beginnings_of_episodes_are_checkpoint_errors(saved, stopped, tmp_path, first):
+    agent = fresh(saved / "base", seed=2)
+    assert resume_damaged(agent, stopped, tmp_path, ("play", "first"), first) == "CheckpointError"
+
+
 def test_the_page_on_security_shows_the_counts_of_the_result_file():
     root = Path(__file__).parent.parent
     result = json.loads((root / "scripts" / "reliability" / "results" / "damaged_files.json").read_text())

@@ -12,7 +12,6 @@ import torch
 from peft import LoraConfig
 
 from llamagym import AutoModelForCausalLMWithValueHead
-from llamagym.policy.saved import policy_state, restore_policy
 from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -152,22 +151,6 @@ def test_a_checkpoint_between_warm_start_and_first_update_leaves_the_reference_o
     other = agent_of("activated")
     other.load_checkpoint(tmp_path / "checkpoint")
     assert update(other)["ref_kl"] == pytest.approx(0.0, abs=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["activated", "all weights"])
-def test_a_run_of_an_earlier_version_keeps_its_reference(kind):
-    agent = agent_of(kind)
-    update(agent)
-    state = policy_state(agent.policy)
-    reference = state.pop("reference_weights")
-    named = dict(agent.policy.model.pretrained_model.named_parameters())
-    state["reference"] = (
-        None if kind == "activated" else {name: torch.zeros_like(weight) for name, weight in named.items()}
-    )
-    restore_policy(agent.policy, state)
-    assert agent.policy.reference is not None
-    assert agent.policy.reference.keys() == reference.keys()
-    assert not any(weight.any() for weight in agent.policy.reference.values())
 
 
 def test_an_update_that_fails_leaves_the_reference_open(monkeypatch):

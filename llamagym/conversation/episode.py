@@ -36,7 +36,7 @@ class Prompt:
         opening_length: How many trailing ids open the reply, from where an activated LoRA acts: the last one of the
             generation prompt and those of a response prefix.
         replies_shown: Replies of the turns that the model sees, without an end-of-sequence token, and how often each
-            was given; empty for free text, and in checkpoints of earlier versions.
+            was given; empty for free text.
     """
 
     ids: tuple[int, ...]
@@ -58,8 +58,7 @@ class Reply:
         finish_reason: Why the reply ended.
         choice_index: Which of the prompt's choices was taken, or None for free text.
         weights_version: Number of the weights' state that said it.
-        choice_logprobs: Log-probability of each of the prompt's choices; empty for free text, and for replies from
-            checkpoints of earlier versions.
+        choice_logprobs: Log-probability of each of the prompt's choices; empty for free text.
     """
 
     ids: tuple[int, ...]

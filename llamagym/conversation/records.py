@@ -53,8 +53,7 @@ class IdTable:
     def from_state(cls, state: Mapping[str, Any]) -> IdTable:
         """The table that `state_dict` gave."""
         sequences = _parts(state["ids"], state["lengths"])
-        # Older states have no distributions.
-        distributions = _parts(state["logprobs"], state["counts"]) if "logprobs" in state else []
+        distributions = _parts(state["logprobs"], state["counts"])
         return cls(sequences, distributions)
 
 
@@ -92,12 +91,11 @@ def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
 def episode_from(record: Mapping[str, Any], table: IdTable) -> Episode:
     """The episode that `episode_record` gave."""
     turns = tuple(_turn_from(turn, table) for turn in record["turns"])
-    # Older records have no final prompt, no rank and no earlier turns.
-    final = record.get("final_prompt")
+    final = record["final_prompt"]
     final_prompt = None if final is None else _prompt_from(final, table)
     ended = (record["terminated"], record["truncated"], final_prompt)
-    earlier = tuple(_turn_from(turn, table) for turn in record.get("earlier", []))
-    return Episode(turns, *ended, key_from(record["group"]), record.get("rank", 0), earlier)
+    earlier = tuple(_turn_from(turn, table) for turn in record["earlier"])
+    return Episode(turns, *ended, key_from(record["group"]), record["rank"], earlier)
 
 
 def conversation_record(conversation: Conversation, table: IdTable) -> dict[str, Any]:
@@ -117,10 +115,8 @@ def restore_conversation(conversation: Conversation, record: Mapping[str, Any], 
     """Let a new conversation go on where the one that was recorded stood."""
     conversation.system_prompt = record["system_prompt"]
     conversation.turns = [_turn_from(turn, table) for turn in record["turns"]]
-    # Older records do not say what a context that was begun in the middle shows from before.
-    begun = len(conversation.turns) - len(conversation.current_segment().turns)
-    conversation.first_shown = record.get("first_shown", begun)
-    conversation.learnt_turns = record.get("learnt_turns", 0)
+    conversation.first_shown = record["first_shown"]
+    conversation.learnt_turns = record["learnt_turns"]
     conversation.messages = record["messages"]
     conversation.learns, conversation.awaits_reward = record["learns"], record["awaits_reward"]
 
@@ -168,9 +164,7 @@ def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
 
 def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
     prompt, of_reply, reward, penalty, valid = record
-    said, logprobs, value, finish_reason, choice_index, weights_version, *more = of_reply
-    # Older records have no distribution.
-    distribution = next(iter(more), None)
+    said, logprobs, value, finish_reason, choice_index, weights_version, distribution = of_reply
     choice_logprobs = () if distribution is None else table.distribution(distribution)
     reply = Reply(
         table[said],
@@ -203,7 +197,7 @@ def _require_consistent(prompt: Prompt, reply: Reply) -> None:
         raise ValueError("a reply is none of its choices")
     if not 0 <= index < len(prompt.choices) or prompt.choices[index] != reply.ids or len(reply.logprobs) != 1:
         raise ValueError(f"a reply is not the choice {index} of {len(prompt.choices)}")
-    if reply.choice_logprobs and len(reply.choice_logprobs) != len(prompt.choices):
+    if len(reply.choice_logprobs) != len(prompt.choices):
         raise ValueError(f"{len(reply.choice_logprobs)} log-probabilities of {len(prompt.choices)} choices")
 
 
@@ -220,9 +214,8 @@ def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
 
 
 def _prompt_from(record: Sequence[Any], table: IdTable) -> Prompt:
-    ids, starts_context, choices, shared_length, opening_length, *more = record
+    ids, starts_context, choices, shared_length, opening_length, replies_shown = record
     offered = None if choices is None else tuple(table[number] for number in ids_from(choices))
     shared, opening = ids_from([shared_length, opening_length])
-    # Older records lack replies.
-    replies = tuple((table[reply], int(number_from(count))) for reply, count in next(iter(more), ()))
+    replies = tuple((table[reply], int(number_from(count))) for reply, count in replies_shown)
     return Prompt(table[ids], bool(starts_context), offered, shared, opening, replies)

@@ -11,7 +11,6 @@ Where rewards are a matter of luck, the best episodes are the lucky ones; replay
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -116,8 +115,7 @@ class Replay:
         self.reset_optimizer()
         recent = [[episode_from(record, table) for record in best] for best in state["recent"]]
         self._recent = deque(recent, maxlen=self.config.recent_updates)
-        # Older states lack it; then any episode kept counts as better than others.
-        self._lowest = deque(state.get("lowest", [-math.inf]), maxlen=self.config.recent_updates)
+        self._lowest = deque(state["lowest"], maxlen=self.config.recent_updates)
         restore(self, state["learning"])
 
     @property

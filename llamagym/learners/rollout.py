@@ -131,10 +131,7 @@ def collect(
     version = policy.weights_version
     outdated = torch.tensor([turn.reply.weights_version != version for turn in turns])
     branches = _sampled_branches(turns)
-    # Replies from checkpoints of earlier versions lack the distribution that they were drawn from.
-    lacking = torch.tensor([turn.reply.choice_index is not None and not turn.reply.choice_logprobs for turn in turns])
-    to_read = outdated | lacking
-    mixed = [segment for segment in segments if any(to_read[row[id(turn)]] for turn in segment.turns)]
+    mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
     features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
     if asked := segments if with_features else mixed:
         again, now_values = torch.zeros_like(old), torch.zeros_like(values)
@@ -147,7 +144,7 @@ def collect(
             now_branches[rows, : now.branches.shape[1], : now.branches.shape[2]] = now.branches.exp().cpu()
         ranks.sum_([features, again, now_values, now_branches])
         old[outdated], values[outdated] = again[outdated], now_values[outdated]
-        branches[to_read] = now_branches[to_read].log()
+        branches[outdated] = now_branches[outdated].log()
     finals = [episode.final_segment() for episode in episodes]
     bootstrapped = torch.tensor([final is not None for final in finals])
     final_values = torch.zeros(len(episodes))

@@ -41,8 +41,8 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
-"""Version of what is written; raised when older versions could not read it."""
+SCHEMA = 2
+"""Version of the format that is written, and the only one that is read."""
 
 _PIECE = 2**20
 _SCRATCH, _ASIDE = ".writing-", ".replaced-"
@@ -220,7 +220,7 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
         The manifest.
 
     Raises:
-        CheckpointError: It is damaged, something else, or of a later version.
+        CheckpointError: It is damaged, something else, or of another version.
     """
     bring_back(folder)
     if not folder.is_dir():
@@ -229,10 +229,10 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
     manifest = read_manifest(folder, kind)
     if manifest["kind"] != kind:
         raise CheckpointError(f"{str(folder)!r} holds: {manifest['kind'][:80]}; expected: {kind}.")
-    if manifest["schema"] > SCHEMA:
+    if manifest["schema"] != SCHEMA:
         raise CheckpointError(
             f"{str(folder)!r} was written by llamagym {str(manifest.get('llamagym'))[:80]} in format "
-            f"{manifest['schema']}, and this version reads formats up to {SCHEMA}. Upgrade llamagym."
+            f"{manifest['schema']}, and this version reads format {SCHEMA} only. Use the version that wrote it."
         )
     for name, (size, checksum) in manifest["files"].items():
         path = file_inside(folder, name)

@@ -116,7 +116,7 @@ def newest(root: Path) -> Path | None:
     """The newest checkpoint that is whole; None if there are none at all.
 
     Raises:
-        CheckpointError: There are some, all of them damaged or of a later version.
+        CheckpointError: There are some, all of them damaged or of another version.
     """
     wrong: list[CheckpointError] = []
     for path in reversed(_all(root)):

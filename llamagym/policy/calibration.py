@@ -171,22 +171,17 @@ class Calibration:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """Restore a calibration from `record`."""
-        # Older records name the sample otherwise; what it came to stays as it is.
-        sample = record.get("choice_contexts")
+        sample = record["choice_contexts"]
         known = cls(is_frozen=sample is None)
         known.prior = known._agreed = {ids_from(path): number_from(value) for path, value in record["choice_prior"]}
-        # Older records lack it.
-        first, per_doubling, largest = map(number_from, record.get("choice_repetition", (0.0, 0.0, 0)))
+        first, per_doubling, largest = map(number_from, record["choice_repetition"])
         known.repetition = Repetition(first, per_doubling, int(largest))
         known.deviation = number_from(record["choice_deviation"])
-        # In older records contexts lack the counts of replies. They are measured again when they are met again.
-        if sample is not None and "choice_repetition" in record:
-            known._taken, known._due, rows, names, *late = sample
+        if sample is not None:
+            known._taken, known._due, rows, names, late = sample
             known._sample = {name: list(map(_row, places)) for name, places in rows.items()}
             known.measured = {name: known._sample[name] for name in names}
-            # Older records lack these.
-            for of_names in late:
-                known.measured |= {name: list(map(_row, places)) for name, places in of_names.items()}
+            known.measured |= {name: list(map(_row, places)) for name, places in late.items()}
         return known
 
     def _take(self, rows: Sample) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..conversation.records import ids_from
 from ..models.trained_weights import restore_trained_, trained_state
@@ -31,7 +30,7 @@ def policy_state(policy: Policy) -> dict[str, Any]:
 def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
     """Take the state of a policy with this model and these options."""
     restore_trained_(policy.model, state["model"])
-    policy.reference = _reference_from(policy, state)
+    policy.reference = state["reference_weights"]
     # An adapter that grew with its weights is noticed here, which drops what choices were measured against.
     policy.drop_caches()
     restore_choices(policy, state)
@@ -58,14 +57,3 @@ def restore_choices(policy: Policy, record: Mapping[str, Any], with_calibration:
     # Where none is wanted, earlier versions recorded an empty one.
     if with_calibration and policy.calibrates:
         policy.calibration = Calibration.from_record(record) if "choice_prior" in record else None
-
-
-def _reference_from(policy: Policy, state: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """The reference of a state."""
-    if "reference_weights" in state:
-        reference: dict[str, Tensor] | None = state["reference_weights"]
-        return reference
-    # Earlier versions took the model under its adapter, or else a copy of all its weights.
-    saved = state["reference"] or {}
-    learns = dict(policy.model.pretrained_model.named_parameters())
-    return {name: weight for name, weight in saved.items() if learns[name].requires_grad}

@@ -424,7 +424,7 @@ def _copies_for_batches(learner: Learner, stats: Stats) -> int:
 def _notified(callbacks: Callbacks, run: Run, saved_state: Mapping[str, Any] | None) -> Iterator[None]:
     """Call the callbacks at the start of the training and, whatever ends it, at its end."""
     callbacks.on_training_start(run)
-    if saved_state is not None and "callbacks" in saved_state:
+    if saved_state is not None:
         callbacks.load_state_dict(saved_state["callbacks"])
     callbacks.raise_error()
     try:

@@ -16,8 +16,6 @@ _LARGEST = 2**62
 def check_loop_state(loop: Mapping[str, Any], num_envs: int, starts_again: bool) -> None:
     """Rejects a loop's state that lacks a part, or has one of another type or length.
 
-    Parts that were added in later versions may be missing.
-
     Args:
         loop: What `load_checkpoint` returned.
         num_envs: Number of environments that are resumed.
@@ -28,11 +26,10 @@ def check_loop_state(loop: Mapping[str, Any], num_envs: int, starts_again: bool)
     """
     _check_run(loop)
     _require(_is_list(loop, "tracker"), loop, "tracker", "a list")
-    if "callbacks" in loop:
-        callbacks = loop["callbacks"]
-        states = callbacks.get("callbacks") if isinstance(callbacks, Mapping) else None
-        is_valid = isinstance(states, list) and all(map(_is_callback, states))
-        _require(is_valid, loop, "callbacks", "names and states")
+    callbacks = loop.get("callbacks")
+    states = callbacks.get("callbacks") if isinstance(callbacks, Mapping) else None
+    is_valid = isinstance(states, list) and all(map(_is_callback, states))
+    _require(is_valid, loop, "callbacks", "names and states")
     play = loop.get("play")
     if not isinstance(play, Mapping):
         raise _fault(loop, "play", "a dictionary")
@@ -49,27 +46,21 @@ def _check_run(loop: Mapping[str, Any]) -> None:
     _require(_is_list(loop, "returns") and all(map(_is_real, loop["returns"])), loop, "returns", "numbers")
     episodes = len(loop["returns"])
     _require(_is_list(loop, "updates") and all(map(_are_statistics, loop["updates"])), loop, "updates", "statistics")
-    if "successes" in loop:
-        is_valid = _is_list(loop, "successes", episodes) and all(map(_is_flag_or_none, loop["successes"]))
-        _require(is_valid, loop, "successes", f"{episodes} flags")
-    if "uncounted" in loop:
-        uncounted = loop["uncounted"]
-        _require(_is_count(uncounted) and uncounted <= episodes, loop, "uncounted", f"a count up to {episodes}")
-    if "batch_began" in loop:
-        began = loop["batch_began"]
-        _require(_is_number(began) and 0 <= began <= 1, loop, "batch_began", "a number from 0 to 1")
-    if "budget" in loop:
-        _require(_is_budget(loop["budget"]), loop, "budget", "limits, what was used before, and a flag")
+    is_valid = _is_list(loop, "successes", episodes) and all(map(_is_flag_or_none, loop["successes"]))
+    _require(is_valid, loop, "successes", f"{episodes} flags")
+    uncounted = loop.get("uncounted", -1)
+    _require(_is_count(uncounted) and uncounted <= episodes, loop, "uncounted", f"a count up to {episodes}")
+    began = loop.get("batch_began", -1)
+    _require(_is_number(began) and 0 <= began <= 1, loop, "batch_began", "a number from 0 to 1")
+    _require(_is_budget(loop.get("budget")), loop, "budget", "limits, what was used before, and a flag")
 
 
 def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> None:
     """Checks what `Play.resume` takes."""
     entropy = play.get("entropy")
     _require(isinstance(entropy, int) and not isinstance(entropy, bool) and entropy >= 0, play, "entropy", "a seed")
-    if "ranks" in play:
-        _require(_is_count(play["ranks"]), play, "ranks", "a count")
-    if "next_group" in play or starts_again:
-        _require(_is_count(play.get("next_group")), play, "next_group", "a count")
+    _require(_is_count(play.get("ranks")), play, "ranks", "a count")
+    _require(_is_count(play.get("next_group")), play, "next_group", "a count")
     # With other environments the lists have lengths of their own, and are not read.
     length = None if starts_again else num_envs
     _require(_is_list(play, "groups", length) and all(map(_is_count, play["groups"])), play, "groups", "counts")
@@ -77,12 +68,13 @@ def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> N
     _require(is_valid, play, "actions", "the actions of each environment")
     is_valid = _is_list(play, "texts", length) and all(map(_is_text_or_none, play["texts"]))
     _require(is_valid, play, "texts", "a text for each environment")
-    if "choices" in play:
-        _require(_are_choices(play["choices"], length), play, "choices", "lists of choices, and an index for each")
-    if "told_to_rest" in play:
-        is_valid = _is_list(play, "told_to_rest", length)
-        is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
-        _require(is_valid, play, "told_to_rest", "a flag for each environment")
+    _require(_are_choices(play.get("choices"), length), play, "choices", "lists of choices, and an index for each")
+    # Only environments that cannot be played again have the beginnings of their episodes.
+    first = play.get("first")
+    _require(first is None or _is_beginnings(first, len(play["texts"])), play, "first", "texts and choices, or None")
+    is_valid = _is_list(play, "told_to_rest", length)
+    is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
+    _require(is_valid, play, "told_to_rest", "a flag for each environment")
 
 
 def _require(is_valid: bool, state: Mapping[str, Any], name: str, expected: str) -> None:
@@ -147,6 +139,14 @@ def _is_budget(budget: object) -> bool:
         return False
     are_limits = all(value is None or _is_number(value) for value in limits.values())
     return are_limits and all(map(_is_number, before.values()))
+
+
+def _is_beginnings(first: object, length: int) -> bool:
+    """Whether these are the text and the choices that each environment's episode began with."""
+    if not isinstance(first, Mapping) or not _is_list(first, "texts", length):
+        return False
+    are_texts = all(isinstance(text, str) for text in first["texts"])
+    return are_texts and _are_choices(first.get("choices"), length)
 
 
 def _are_choices(choices: object, length: int | None) -> bool:

@@ -334,7 +334,7 @@ class Play:
             CheckpointError: It does, and may not.
         """
         self._entropy = state["entropy"]
-        if starts_again or state.get("ranks", 1) != self._ranks:
+        if starts_again or state["ranks"] != self._ranks:
             logger.warning("Other environments or another number of processes: the episodes under way start again.")
             self._groups = self._groups_from(state["next_group"])
             self.begin()
@@ -345,7 +345,7 @@ class Play:
         self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
         can_replay = self._parts[0].can_replay
         replay = dict(enumerate(self._actions)) if can_replay else None
-        self._told_to_rest[:] = state.get("told_to_rest", False)
+        self._told_to_rest[:] = state["told_to_rest"]
         self._at_rest = self._told_to_rest & np.array([text is None for text in state["texts"]])
         with _named_if_damaged(replay):
             self._reset(np.ones(len(self._ids), dtype=bool), replay, self._at_rest)
@@ -428,10 +428,8 @@ class Play:
         Raises:
             CheckpointError: It does.
         """
-        if "choices" not in state:  # of an earlier version
-            return
         saved, saved_texts = state["choices"], state["texts"]
-        first = state.get("first")
+        first = state["first"]
         if not is_replayed and first is not None:
             saved, saved_texts = first["choices"], first["texts"]
         now, texts = self._choices_record(list(zip(self._observations, self._infos, strict=True))), self._texts()

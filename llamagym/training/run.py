@@ -154,14 +154,10 @@ class Run:
         """Go on from what was saved."""
         self.is_resumed = True
         self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
-        # Runs that were saved before successes were counted say nothing of theirs.
-        self.successes = state.get("successes", [None] * len(self.returns))
-        self._uncounted = state.get("uncounted", len(self.returns))
+        self.successes, self._uncounted = state["successes"], state["uncounted"]
         self._began = time.perf_counter() - state["seconds"]
-        # Checkpoints of earlier versions do not say what the budget was: it counted from the run's beginning.
-        older = {"limits": self._budget, "before": self._before, "is_finished": self._progress_of_all() == 1}
-        budget = state.get("budget", older)
+        budget = state["budget"]
         continues = budget["limits"] == self._budget and not budget["is_finished"]
         self._before = budget["before"] if continues else self._used
         # 0 where a new budget begins.
-        self._pace(min(state.get("batch_began", 0.0), self._progress_of_all()))
+        self._pace(min(state["batch_began"], self._progress_of_all()))

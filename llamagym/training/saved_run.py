@@ -103,7 +103,6 @@ class SavedRun:
         changed = check_options(path, "train", self._options, fixed={"seed"}, allowed=self._allow_changes)
         restarting = ("num_envs", "group_size", "environment", "judge")
         starts_again = any(name.split(".")[0] in restarting for name in changed)
-        # Those of older versions have no id: they are never deleted.
         self.run_id = str(verify(path, KIND, checksums=False).get("run", self.run_id))
         loading = self._agent.loading_checkpoint(
             path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)

@@ -1,0 +1,110 @@
+"""Records short training runs with fixed seeds, and compares them with those of another commit, bit by bit.
+
+    python -m scripts.reliability.golden_runs record before.json
+    python -m scripts.reliability.golden_runs compare before.json
+
+Record before a refactoring, compare after it, on the same machine: another processor rounds differently. The runs are
+those of tests/resumed_run.py and a few more: PPO with both critics, GRPO, REINFORCE, replay, warm start, references;
+choices and free text, one turn or the whole conversation as context; float32 and bfloat16. `compare` exits with 1 if
+anything differs, and prints the statistic that differs most of each such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.agents import ChoiceAgent
+from tests.resumed_run import CASES, Talker, demonstrations, learn, make
+
+UPDATES = 4
+_REINFORCE = {"algorithm": "reinforce"}
+CASES_HERE: dict[str, tuple[Any, dict[str, Any]]] = {
+    **CASES,
+    "REINFORCE": (ChoiceAgent, _REINFORCE),
+    "REINFORCE, free text": (Talker, _REINFORCE),
+    "GRPO, whole conversations": (Talker, {"algorithm": "grpo", "grpo": {"group_size": 2}, "context": "episode"}),
+    "gradient critic, free text": (Talker, {"ppo": {"critic": "gradient"}}),
+    "trust region": (ChoiceAgent, {"ppo": {"target_kl": 1e-4, "ppo_epochs": 3}}),
+}
+
+
+def run(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Trains a case's agent for a few updates; returns its statistics, returns and a checksum of its weights."""
+    kind, options = CASES_HERE[name]
+    agent = make(kind, **dict(options))
+    for weight in agent.policy.model.parameters():
+        if not weight.requires_grad:
+            weight.data = weight.data.to(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        if name.startswith("warm start"):
+            agent.sft_from_jsonl(demonstrations(Path(folder)), epochs=1)
+        result = learn(agent, UPDATES)
+    found: dict[str, Any] = json.loads(json.dumps(result))
+    return found
+
+
+def runs() -> dict[str, Any]:
+    """All cases in both dtypes, by name."""
+    torch.set_num_threads(1)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    # Without an adapter every weight learns, in float32.
+    cases = [(case, dtype) for case in CASES_HERE for dtype in dtypes if (case, dtype) != ("all weights", "bfloat16")]
+    return {f"{case}, {dtype}": run(case, dtypes[dtype]) for case, dtype in cases}
+
+
+def largest_difference(before: list[dict[str, float]], after: list[dict[str, float]]) -> str:
+    """The statistic that differs most between two runs, relative to its size."""
+    worst = 0.0
+    text = "statistics are equal"
+    for update, (old, new) in enumerate(zip(before, after, strict=False)):
+        for key in sorted(old.keys() | new.keys()):
+            one, other = old.get(key), new.get(key)
+            if one == other or (one != one and other != other):
+                continue
+            is_relative = isinstance(one, float) and isinstance(other, float)
+            difference = abs(one - other) / max(abs(one), abs(other)) if is_relative else float("inf")
+            if difference > worst:
+                worst = difference
+                text = f"update {update}: {key} {one} -> {other}"
+    return text
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Prints each run and whether it is equal; returns how many are not."""
+    different = 0
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before or name not in after:
+            different += 1
+            print(f"{name}: only {'before' if name in before else 'after'}")
+            continue
+        parts = [part for part in before[name] if json.dumps(before[name][part]) != json.dumps(after[name].get(part))]
+        if parts:
+            different += 1
+            print(f"{name}: {', '.join(parts)} differ; {largest_difference(before[name]['stats'], after[name]['stats'])}")
+        else:
+            print(f"{name}: equal")
+    return different
+
+
+def main() -> int:
+    """Record or compare, as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("record", "compare"))
+    parser.add_argument("path", type=Path, help="the file with the recorded runs")
+    arguments = parser.parse_args()
+    found = runs()
+    if arguments.action == "record":
+        arguments.path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return 0
+    return min(1, compare(json.loads(arguments.path.read_text(encoding="utf-8")), found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
