@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from tests.agents import ChoiceAgent
+from tests.agents import ChoiceAgent, make_agent
 from tests.resumed_run import CASES, Talker, demonstrations, learn, make
 
 UPDATES = 4
-_REINFORCE = {"algorithm": "reinforce"}
+_REINFORCE = {"algorithm": "reinforce", "reinforce": {"batch_size": 16}, "context": "turn"}
 CASES_HERE: dict[str, tuple[Any, dict[str, Any]]] = {
     **CASES,
     "REINFORCE": (ChoiceAgent, _REINFORCE),
     "REINFORCE, free text": (Talker, _REINFORCE),
-    "GRPO, whole conversations": (Talker, {"algorithm": "grpo", "grpo": {"group_size": 2}, "context": "episode"}),
+    "GRPO, whole conversations": (Talker, {"algorithm": "grpo", "grpo": {"group_size": 4}, "context": "episode"}),
     "gradient critic, free text": (Talker, {"ppo": {"critic": "gradient"}}),
     "trust region": (ChoiceAgent, {"ppo": {"target_kl": 1e-4, "ppo_epochs": 3}}),
 }
@@ -38,7 +38,9 @@ CASES_HERE: dict[str, tuple[Any, dict[str, Any]]] = {
 def run(name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Trains a case's agent for a few updates; returns its statistics, returns and a checksum of its weights."""
     kind, options = CASES_HERE[name]
-    agent = make(kind, **dict(options))
+    # REINFORCE has other options than those that `make` passes.
+    build = make_agent if name.startswith("REINFORCE") else make
+    agent = build(kind, **dict(options))
     for weight in agent.policy.model.parameters():
         if not weight.requires_grad:
             weight.data = weight.data.to(dtype)
@@ -87,7 +89,9 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
         parts = [part for part in before[name] if json.dumps(before[name][part]) != json.dumps(after[name].get(part))]
         if parts:
             different += 1
-            print(f"{name}: {', '.join(parts)} differ; {largest_difference(before[name]['stats'], after[name]['stats'])}")
+            print(
+                f"{name}: {', '.join(parts)} differ; {largest_difference(before[name]['stats'], after[name]['stats'])}"
+            )
         else:
             print(f"{name}: equal")
     return different
