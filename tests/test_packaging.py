@@ -74,11 +74,16 @@ def build(kind: str, source: Path, target: Path) -> Path:
     return path
 
 
+def without_python_path() -> dict[str, str]:
+    """The environment variables of a user: what PYTHONPATH leads to would count as installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def look(python: Path, folder: Path, **variables: str) -> dict:
     """What a process finds that starts in an empty folder."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(python), "-c", LOOK.format(names=json.dumps(NAMES))]
-    seen = subprocess.run(command, cwd=folder, env=kept | variables, capture_output=True, text=True, check=False)
+    variables = without_python_path() | variables
+    seen = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert seen.returncode == 0, seen.stderr
     return json.loads(seen.stdout)
 
@@ -88,7 +93,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=True, symlinks=os.name != "nt")
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
+    subprocess.run(install, env=without_python_path(), check=True, capture_output=True)
     (site,) = folder.rglob("site-packages")
     # Paths in a .pth file come after the environment's own, and .pth files there are not read: no other llamagym is.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
