@@ -179,15 +179,21 @@ def _as_action(said: Any, space: spaces.Space[Any]) -> Any:
         return int(said) if isinstance(said, int) and not isinstance(said, bool) else None
     # As objects, since NumPy would make floats of large integers, and integers of True.
     numbers = np.array(said, dtype=object)
-    has_fractions = space.dtype is not None and space.dtype.kind == "f"
+    assert space.dtype is not None
+    has_fractions = space.dtype.kind == "f"
     if numbers.ndim == 0 and space.shape == (1,):
         numbers = numbers.reshape(1)
     kinds = (int, float) if has_fractions else (int,)
     if numbers.shape != space.shape or not all(type(number) in kinds for number in numbers.flat):
         return None
+    if space.dtype.kind in "iu":
+        # NumPy 1 warns, and turns numbers beyond the type's range into others.
+        limits = np.iinfo(space.dtype)
+        if not all(limits.min <= number <= limits.max for number in numbers.flat):
+            return None
     with np.errstate(over="ignore"):
         action = numbers.astype(space.dtype)
-    # Numbers beyond the type's range would come out as others, and JSON reads 1e999 as infinity.
+    # JSON reads 1e999 as infinity.
     is_exact = np.isfinite(action).all() if has_fractions else (action == numbers).all()
     return action if is_exact else None
 
