@@ -162,7 +162,7 @@ class Loop(RuleBasedStateMachine):
         """All that an update changes, but for what is only counted."""
         agent = self.agent
         optimizers = [agent.learner.optimizer, *([] if agent._replay is None else [agent._replay.optimizer])]
-        states = [of_weight for optimizer in optimizers for of_weight in optimizer.state_dict()["state"].values()]
+        states = [of_weight for optimizer in optimizers for of_weight in optimizer.adam.state_dict()["state"].values()]
         tensors = [tensor for of_weight in states for tensor in of_weight.values()]
         return [tensor.clone() for tensor in (*agent.policy.model.state_dict().values(), *tensors)]
 

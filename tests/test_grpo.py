@@ -254,7 +254,7 @@ def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(ki
     episodes, learner = list(agent._buffer), agent.learner
     weights = [weight for weight in agent.policy.model.pretrained_model.parameters() if weight.requires_grad]
     gradients = []
-    learner.optimizer.step = lambda: gradients.extend(weight.grad.clone() for weight in weights)
+    learner.optimizer.adam.step = lambda: gradients.extend(weight.grad.clone() for weight in weights)
     stats = learner.update(episodes)
     assert (stats["optimizer_steps"], stats["clip_fraction"]) == (1.0, 0.0)
     # By hand: returns to go with gamma 0.5, normalized, times the log-probability of all of a turn's decisions.

@@ -268,8 +268,10 @@ def test_skipped_steps_do_not_raise_the_learning_rate(monkeypatch):
     """Nothing was measured, so the KL is unknown and not 0."""
     agent = offering(target_kl=0.02)
     # After the warm-up, when a small KL would mean too small a rate.
-    agent.learner._steps, agent.learner._rate.scale = 100, 0.1
-    monkeypatch.setattr(agent.learner._guard, "passes", lambda *_: False)
+    agent.learner.optimizer.total_steps = 100
+    agent.learner._rate.scale = 0.1
+    usual = agent.learner._loss
+    monkeypatch.setattr(agent.learner, "_loss", lambda *args: (usual(*args)[0] * math.nan, usual(*args)[1]))
     stats = update(agent, ["x"] * 16)
     assert (stats["skipped_steps"], stats["optimizer_steps"]) == (2.0, 0.0)
     assert agent.learner._rate.scale == 0.1

@@ -11,12 +11,12 @@ import torch
 
 from llamagym import LlamaGymError, PPOConfig
 from llamagym.errors import DivergedError
-from llamagym.learners import base
+from llamagym.learners import base, ranks
 from llamagym.learners.advantages import Returns, Whitening
 from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import kl_estimate
 from llamagym.learners.ppo_trainer import PPOTrainer
-from llamagym.learners.trust_region import TrustRegion
+from llamagym.learners.safe_optimizer import SafeOptimizer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.test_replay import episode
 from tests.tiny import tiny_model
@@ -122,16 +122,30 @@ def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], k
 
 
 def test_the_weights_kept_last_come_back_and_take_no_new_memory():
-    weight = torch.zeros(3)
-    region = TrustRegion([weight], None)
-    region.enter()
-    memory = region._kept[0].data_ptr()
-    weight.fill_(1.0)
-    region.enter()
-    assert region._kept[0].data_ptr() == memory
-    weight.fill_(math.nan)
-    region.return_to()
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = SafeOptimizer([[weight]], ranks.accelerator(weight.device), max_grad_norm=1.0)
+    optimizer.keep_weights()
+    memory = optimizer._kept[0].data_ptr()
+    weight.data.fill_(1.0)
+    optimizer.keep_weights()
+    assert optimizer._kept[0].data_ptr() == memory
+    weight.data.fill_(math.nan)
+    optimizer.undo()
     assert weight.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("target_kl", "kl", "is_too_far"),
+    [(0.02, 0.04, True), (0.02, 0.03, False), (None, 9.0, False), (0.02, math.nan, True), (None, math.inf, True)],
+)
+def test_the_trust_region_ends_at_one_and_a_half_times_the_target(target_kl: float, kl: float, is_too_far: bool):
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = SafeOptimizer([[weight]], ranks.accelerator(weight.device), max_grad_norm=1.0, target_kl=target_kl)
+    assert optimizer.observe_kl(kl) == is_too_far
+    # A batch that supports a quarter of a full step's KL has a quarter of the region.
+    assert optimizer.is_too_far(share=0.25) == (is_too_far or target_kl is not None)
+    # A smaller KL later does not make up for it.
+    assert optimizer.observe_kl(0.0) == is_too_far
 
 
 @pytest.mark.parametrize("rates", [{"learning_rate": 1e36}, {"value_learning_rate": 3e37}], ids=["policy", "value"])

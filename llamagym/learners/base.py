@@ -34,14 +34,11 @@ from .batches import Batching
 from .checks import check_episodes, check_precision, check_trainable
 from .config import LearnerConfig
 from .controllers import AdaptiveKLController, Cooldown, RateController
-from .guard import FiniteGuard
 from .losses import clipped_surrogate, kl_estimate, masked_mean
 from .minibatches import minibatches
 from .rollout import Sampled, Targets, collect, kl_of_decisions, measure_kl, outcomes, own_share
-from .state import restore, state_of
-from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_
-from .trust_region import TrustRegion, farthest
-from .undo import attributes_undone_on_error, undone_on_error
+from .safe_optimizer import SafeOptimizer
+from .state import attributes_undone_on_error, restore, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ _MINIBATCHES, _LEAST_TURNS = 4, 64
 # alone would set the direction of Adam's steps, which have full size however small the coefficient.
 _LARGEST_BONUS = 0.1
 # State that an update changes, beside weights and optimizer.
-_UPDATE_STATE = ("_steps", "_guard", "_whiten", "_information", "_rate", "_entropy_coef", "_kl", "_rng")
+_UPDATE_STATE = ("_whiten", "_information", "_rate", "_entropy_coef", "_kl", "_rng")
 # Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
 _ADAM_EPS = 1e-5
 
@@ -94,11 +91,18 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.epochs, self._nodes = epochs, config.microbatch_nodes
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
         ranks.take_first_(self._all_weights())
-        self._steps, self._guard = 0, FiniteGuard()
         self._whiten = Whitening()
         self._information = Information()
         self.advantages: dict[int, float] = {}
-        self.reset_optimizer()
+        mask_frozen_gradients_(policy.model.pretrained_model)
+        self.optimizer = SafeOptimizer(
+            self._learning_weights(),
+            self.accelerator,
+            config.max_grad_norm,
+            config.target_kl,
+            betas=_ADAM_BETAS,
+            eps=_ADAM_EPS,
+        )
         self._rate = RateController(config.target_kl)
         self._entropy_coef = config.entropy_coef
         self.cooldown = Cooldown(config.cooldown)
@@ -108,10 +112,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def reset_optimizer(self) -> None:
         """Start the optimizer on the policy's weights as they are now: a warm start replaces them."""
         mask_frozen_gradients_(self.policy.model.pretrained_model)
-        parts = self._learning_weights()
-        groups = [{"params": part} for part in parts]
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups, betas=_ADAM_BETAS, eps=_ADAM_EPS))
-        self._trust_region = TrustRegion([weight for part in parts for weight in part], self.config.target_kl)
+        self.optimizer.restart(self._learning_weights())
 
     def _learning_weights(self) -> list[list[nn.Parameter]]:
         """The policy's weights that learn, and the value head's if it does."""
@@ -154,7 +155,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def undone_on_error(self) -> Iterator[None]:
         """While open, an exception restores weights, optimizer, controllers and counters."""
         counted = attributes_undone_on_error(self.policy, {"num_updates": int, "reference": copy})
-        with undone_on_error(self, dict.fromkeys(self._update_state, deepcopy), self._all_weights()), counted:
+        state = attributes_undone_on_error(self, dict.fromkeys(self._update_state, deepcopy))
+        with self.optimizer.undone_on_error(self._all_weights()), state, counted:
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,10 +208,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _update(self, episodes: Sequence[Episode]) -> Stats:
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = segments_of(episodes)
-        if not holds_exactly(self.optimizer, (weight for part in self._learning_weights() for weight in part)):
+        if not self.optimizer.holds(weight for part in self._learning_weights() for weight in part):
             logger.warning("the weights that learn are others than before: the optimizer starts again")
             self.reset_optimizer()
-        move_state_(self.optimizer)
+        self.optimizer.begin()
         self.policy.model.zero_grad()
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)
@@ -273,72 +275,54 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         deciding = [segment for segment in segments if any(turn.decision_count for turn in segment.turns)]
         if not self._steps_critic:
             segments = deciding
+        optimizer = self.optimizer
         sums: dict[str, list[float]] = defaultdict(list)
         ratio_error = math.nan
-        steps = 0
-        skipped = 0
-        # Steps before the weights that the trust region keeps.
-        kept_steps = 0
-        # How far the policy has moved, as of the last step that was kept, and the farthest that any step has led.
-        kl = largest_kl = 0.0
-        region = self._trust_region
         size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(sampled.row) / _MINIBATCHES))
         for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
-            stats, fresh_error = self._backward(minibatch, sampled, targets, first=not steps)
+            stats, fresh_error = self._backward(minibatch, sampled, targets, first=not optimizer.steps)
             if math.isnan(ratio_error):
                 ratio_error = fresh_error
-            if not self._guard.passes(stats, gradients_of(self.optimizer)):
-                self.optimizer.zero_grad()
-                skipped += 1
+            if not optimizer.accepts(stats):
+                optimizer.adam.zero_grad()
                 continue
-            # A minibatch without a decision measures nothing and steps the critic alone: the weights before the
-            # policy's last step are kept until a later one shows where it led.
-            is_measured = "approx_kl" in stats
-            if is_measured:
-                measured = stats.pop("approx_kl")
-                # Before the first step nothing has moved, and what differs is rounding.
-                if steps:
-                    largest_kl = farthest(largest_kl, measured)
-                if region.is_left(largest_kl / share):
-                    break
-                kl = measured if steps else kl
-            if is_measured or not steps:
-                region.enter()
-                kept_steps = steps
+            # A minibatch without a decision has no KL and steps the critic alone; the weights before the policy's last
+            # step are kept until a later minibatch shows where it led.
+            kl = stats.pop("approx_kl", None)
+            # Before the first step nothing has moved, and what differs is rounding.
+            if kl is not None and optimizer.steps and optimizer.observe_kl(kl, share):
+                break
+            if kl is not None or not optimizer.steps:
+                optimizer.keep_weights()
             for name, value in stats.items():
                 sums[name].append(value)
-            sums["grad_norm"].append(self._step(math.sqrt(share), targets.is_flat))
-            steps += 1
+            sums["grad_norm"].append(self._step(share, targets.is_flat))
         else:
             # No later minibatch shows where the last step led.
-            if steps and deciding:
+            if optimizer.steps and deciding:
                 probe = minibatches(deciding, size, self._rng)[0]
-                measured = measure_kl(self.policy, probe, sampled, self.pass_tokens)
-                largest_kl = farthest(largest_kl, measured)
-                kl = kl if region.is_left(largest_kl / share) else measured
-        if steps:
-            self._guard.settle(math.isfinite(largest_kl))
+                optimizer.observe_kl(measure_kl(self.policy, probe, sampled, self.pass_tokens), share)
+        if optimizer.steps:
+            optimizer.end()
             # Where all steps were skipped nothing was measured, and the KL is unknown.
-            may_rise = self._steps >= self.config.warmup_steps and not (targets.is_flat or self._whiten.is_small)
-            self._rate.update(largest_kl / share, may_rise)
-        if stopped := region.is_left(largest_kl / share):
-            logger.info("approx_kl %.4f, target_kl %s: a step is undone", largest_kl, self.config.target_kl)
-            region.return_to()
-            self.optimizer.zero_grad()
-            steps = kept_steps
-            skipped += 0 if math.isfinite(largest_kl) else 1
+            may_rise = optimizer.total_steps >= self.config.warmup_steps
+            may_rise = may_rise and not targets.is_flat and not self._whiten.is_small
+            self._rate.update(optimizer.largest_kl / share, may_rise)
+        if stopped := optimizer.is_too_far(share):
+            logger.info("approx_kl %.4f, target_kl %s: a step is undone", optimizer.largest_kl, self.config.target_kl)
+            optimizer.undo()
         means = {name: float(np.mean(values)) for name, values in sums.items()}
         if not targets.is_flat:
             self._entropy_coef *= self.config.entropy_decay
         policy_share = 0.0 if targets.is_flat else share
         rate = self.config.learning_rate * self._rate.scale * self.cooldown.scale
         return means | {
-            "approx_kl": kl,
+            "approx_kl": optimizer.kl,
             "ratio_error": ratio_error,
             "step_share": policy_share,
             "learning_rate": rate * math.sqrt(policy_share),
-            "optimizer_steps": float(steps),
-            "skipped_steps": float(skipped),
+            "optimizer_steps": float(optimizer.steps),
+            "skipped_steps": float(optimizer.skipped),
             "stopped_early": float(stopped),
         }
 
@@ -382,7 +366,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 old = sampled.old_logprobs[[rows[i] for i in fresh], : now.logprobs.shape[1]].to(now.logprobs.device)
                 error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
                 fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)
-        sum_gradients_(self.optimizer)
+        self.optimizer.sum_gradients_()
         if not decisions:
             # Without gradients Adam leaves the policy alone; with zeros its momentum would move it.
             for weight in self.optimizer.param_groups[0]["params"]:
@@ -448,25 +432,18 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         }
         return loss, stats
 
-    def _step(self, rate_scale: float, only_critic: bool) -> float:
-        """One optimizer step on the gradients at hand; returns the norm of the policy's.
+    def _step(self, share: float, only_critic: bool) -> float:
+        """Makes one optimizer step on the gradients at hand; returns the norm of the policy's gradient.
 
         Args:
-            rate_scale: A factor of the policy's learning rate.
-            only_critic: Whether the policy stays as it is: without gradients Adam leaves its weights alone.
+            share: Share of a full step's KL. The KL is in proportion to the square of the learning rate.
+            only_critic: Whether the policy stays as it is: Adam leaves weights without gradients alone.
         """
-        groups = self.optimizer.param_groups
         if only_critic:
-            for weight in groups[0]["params"]:
+            for weight in self.optimizer.param_groups[0]["params"]:
                 weight.grad = None
-        # Each by its own norm: the value head's gradient is far the larger and would scale the policy's away.
-        norms = [self.accelerator.clip_grad_norm_(group["params"], self.config.max_grad_norm) for group in groups]
-        self._steps += 1
-        schedule = min(1.0, self._steps / self.config.warmup_steps) * self.cooldown.scale
-        for group, rate, scale in zip(
-            groups, self._rates, (self._rate.scale * rate_scale, self._value_unit), strict=False
-        ):
-            group["lr"] = rate * scale * schedule
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(norms[0])
+        warmup = min(1.0, (self.optimizer.total_steps + 1) / self.config.warmup_steps)
+        scales = self._rate.scale * math.sqrt(share), self._value_unit
+        schedule = warmup * self.cooldown.scale
+        rates = [rate * scale * schedule for rate, scale in zip(self._rates, scales, strict=False)]
+        return self.optimizer.step(rates)[0]

@@ -12,6 +12,7 @@ response masks and the penalty "full" are left out.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -35,7 +36,6 @@ from ..policy.choices import entropy_from_logits
 from . import ranks
 from .checks import check_precision, check_samples, check_trainable, check_trainer
 from .controllers import AdaptiveKLController
-from .guard import FiniteGuard
 from .losses import (
     KLEstimator,
     clipped_surrogate,
@@ -47,10 +47,9 @@ from .losses import (
     masked_whiten,
 )
 from .ppo import PPOConfig, Sizes
+from .safe_optimizer import SafeOptimizer
 from .samples import Samples, pack, read
-from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_, weights_of
-from .trust_region import TrustRegion
-from .undo import undone_on_error
+from .state import attributes_undone_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -138,28 +137,22 @@ class PPOTrainer:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
         self.accelerator = ranks.accelerator(model.device)
-        self._reset_optimizer()
+        # TRL's early stopping undoes nothing; only what is not finite is undone.
+        self.optimizer = SafeOptimizer(
+            self._learning_weights(), self.accelerator, config.max_grad_norm, clips_jointly=True
+        )
         self._kl_controller = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._estimator = _ESTIMATORS[kl_penalty]
         self._ratio_threshold = ratio_threshold
-        self._guard = FiniteGuard()
         self._rng: Shuffler = np.random.default_rng(config.seed) if rng is None else rng
-
-    def _reset_optimizer(self) -> None:
-        """Start the optimizer on the weights that learn now."""
-        mask_frozen_gradients_(self.model.pretrained_model)
-        body, head = self._learning_weights()
-        check_precision(body + head)
-        rates = self.config.learning_rate, self._sizes.value_learning_rate
-        groups = [{"params": part, "lr": rate} for part, rate in zip((body, head), rates, strict=True)]
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(groups))
-        # TRL's early stopping undoes nothing; only what is not finite is undone.
-        self._trust_region = TrustRegion(body + head, target_kl=None)
 
     def _learning_weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The model's weights that learn, and the value head's."""
+        mask_frozen_gradients_(self.model.pretrained_model)
         body = [weight for weight in self.model.pretrained_model.parameters() if weight.requires_grad]
-        return body, list(self.model.v_head.parameters())
+        head = list(self.model.v_head.parameters())
+        check_precision(body + head)
+        return body, head
 
     @property
     def kl_coef(self) -> float:
@@ -193,16 +186,16 @@ class PPOTrainer:
         started = time.perf_counter()
         embeddings: Any = self.model.pretrained_model.get_input_embeddings()
         check_samples(queries, responses, scores, self._sizes.batch, len(embeddings.weight))
-        steered = {"_kl_controller": deepcopy, "_guard": deepcopy}
         with lock_of(self.model):
-            if not holds_exactly(self.optimizer, chain(*self._learning_weights())):
+            if not self.optimizer.holds(chain(*self._learning_weights())):
                 logger.warning("the weights that learn are others than before: the optimizer starts again")
-                self._reset_optimizer()
-            move_state_(self.optimizer)
+                self.optimizer.restart(self._learning_weights())
+            self.optimizer.begin()
             self.model.zero_grad()
             # Dropout would make the ratio of new to old probability differ from 1 before anything was learned.
             self.model.eval()
-            with undone_on_error(self, steered, weights_of(self.optimizer)):
+            controller = attributes_undone_on_error(self, {"_kl_controller": deepcopy})
+            with self.optimizer.undone_on_error(self.optimizer.weights), controller:
                 batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
                 stats |= self._optimize(batch)
                 if self.config.adap_kl_ctrl:
@@ -252,10 +245,11 @@ class PPOTrainer:
                 moved = ranks.mean(steps[-1]["policy_kl"])
                 stopped = moved > _KL_TOLERANCE * config.target_kl
         if made := [step for step in steps if not step["skipped"]]:
-            self._guard.settle(is_good := self._says_finite(batch))
-            if not is_good:
+            is_undone = self.optimizer.observe_kl(0.0 if self._is_output_finite(batch) else math.inf)
+            self.optimizer.end()
+            if is_undone:
                 logger.warning("after the last step the model's output is not finite: that step is undone")
-                self._trust_region.return_to()
+                self.optimizer.undo()
                 made[-1]["skipped"] = 1.0
         return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} | {
             "ratio_error": steps[0]["ratio_error"],
@@ -266,11 +260,11 @@ class PPOTrainer:
         }
 
     @torch.no_grad()
-    def _says_finite(self, batch: Samples) -> bool:
-        """Whether what the model says of the shortest sample is finite; no later minibatch shows it."""
+    def _is_output_finite(self, batch: Samples) -> bool:
+        """Whether the model's output for the shortest sample is finite; no later minibatch shows it."""
         shortest = batch.rows(batch.attention.sum(1).argmin()[None])
-        said = read(self.model, shortest.ids, shortest.attention, shortest.mask)
-        return all(ranks.gather_objects(all(bool(part.isfinite().all()) for part in said)))
+        output = read(self.model, shortest.ids, shortest.attention, shortest.mask)
+        return all(ranks.gather_objects(all(bool(part.isfinite().all()) for part in output)))
 
     def _step(self, rows: Tensor, batch: Samples) -> dict[str, float]:
         """One optimizer step on some rows; the chunks' losses add up to the mean over all their response tokens."""
@@ -284,7 +278,7 @@ class PPOTrainer:
             for name, value in parts.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, error)
-        is_finite = self._guard.passes(stats, gradients_of(self.optimizer))
+        is_finite = self.optimizer.accepts(stats)
         skipped = not is_finite or stats["mean_ratio"] > self._ratio_threshold
         del stats["mean_ratio"]
         if skipped:
@@ -292,14 +286,12 @@ class PPOTrainer:
             logger.warning("a minibatch is skipped: %s", why)
             stats["policy_loss"] = stats["value_loss"] = 0.0
             # As in TRL the optimizer still takes its step: its moments decay, and carry the weights a little on.
-            self.optimizer.zero_grad(set_to_none=False)
+            self.optimizer.adam.zero_grad(set_to_none=False)
         else:
-            self._trust_region.enter()
-        sum_gradients_(self.optimizer)
-        norm = self.accelerator.clip_grad_norm_(weights_of(self.optimizer), self.config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {**stats, "grad_norm": float(norm), "ratio_error": ratio_error, "skipped": float(skipped)}
+            self.optimizer.keep_weights()
+        self.optimizer.sum_gradients_()
+        (norm,) = self.optimizer.step([self.config.learning_rate, self._sizes.value_learning_rate])
+        return {**stats, "grad_norm": norm, "ratio_error": ratio_error, "skipped": float(skipped)}
 
     def _loss(self, batch: Samples) -> tuple[Tensor, dict[str, float], float]:
         """The loss of some rows, its parts, and the largest |ratio - 1|."""

@@ -11,10 +11,11 @@ Where rewards are a matter of luck, the best episodes are the lucky ones; replay
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,9 @@ from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
 from . import ranks
-from .guard import FiniteGuard
 from .rollout import is_finite, own_share, players, shortest_opening
-from .state import restore, state_of
-from .steps import gradients_of, holds_exactly, move_state_, sum_gradients_, weights_of
-from .trust_region import TrustRegion
-from .undo import undone_on_error
+from .safe_optimizer import SafeOptimizer
+from .state import attributes_undone_on_error, restore, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,31 +81,32 @@ class Replay:
         self.policy = policy
         self.config = config
         self.accelerator = ranks.accelerator(policy.device)
-        self.reset_optimizer()
+        self.optimizer = SafeOptimizer([self._learning_weights()], self.accelerator, config.max_grad_norm)
         self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
         # The lowest score in each of these updates.
         self._lowest: deque[float] = deque(maxlen=config.recent_updates)
         self._rng = np.random.default_rng(config.seed)
-        self._guard = FiniteGuard()
 
     def reset_optimizer(self) -> None:
         """Start the optimizer on the policy's weights as they are now: a warm start replaces them."""
-        weights = self._learning_weights()
-        self.optimizer = self.accelerator.prepare(torch.optim.Adam(weights, lr=self.config.learning_rate))
+        self.optimizer.restart([self._learning_weights()])
 
     def _learning_weights(self) -> list[nn.Parameter]:
         return [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
 
-    def undone_on_error(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
         """While open, an exception puts buffer and optimizer back to where they were; weights are the learner's."""
-        return undone_on_error(self, {"_recent": copy, "_lowest": copy, "_rng": deepcopy, "_guard": deepcopy}, ())
+        buffer = attributes_undone_on_error(self, {"_recent": copy, "_lowest": copy, "_rng": deepcopy})
+        with self.optimizer.undone_on_error(), buffer:
+            yield
 
     def state_dict(self, table: IdTable) -> dict[str, Any]:
         """What to save; token ids go to `table`."""
         return {
             "recent": [[episode_record(episode, table) for episode in best] for best in self._recent],
             "lowest": list(self._lowest),
-            "learning": state_of(self, ("optimizer", "_rng", "_guard")),
+            "learning": state_of(self, ("optimizer", "_rng")),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], table: IdTable) -> None:
@@ -139,12 +138,10 @@ class Replay:
             statistics are empty.
         """
         started = time.perf_counter()
-        if not holds_exactly(self.optimizer, self._learning_weights()):
+        if not self.optimizer.holds(self._learning_weights()):
             logger.warning("the weights that learn are others than before: replay's optimizer starts again")
             self.reset_optimizer()
-        move_state_(self.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * rate_scale
+        self.optimizer.begin()
         self.policy.model.zero_grad()
         # What is not among the best of its own update never will be among the best of several.
         self._recent.append(self._best(episodes))
@@ -159,15 +156,17 @@ class Replay:
         segments = [segment for segment in contexts if any(_teaches(turn) for turn in segment.turns)]
         if not segments:
             return {}
-        region = TrustRegion(weights_of(self.optimizer), target_kl=None)
         played_by = players(kept)
         drawn = (self._draw(segments) for _ in range(self.config.steps))
+        rate = self.config.learning_rate * rate_scale
         with self.policy.trees.kept():
-            made = [step for chosen in drawn if (step := self._step(chosen, played_by, region))]
+            made = [step for chosen in drawn if (step := self._step(chosen, played_by, rate))]
         if made:
-            self._guard.settle(is_good := self._says_finite(segments))
-            if not is_good:
-                region.return_to()
+            # Without a target KL only output that is not finite is too far.
+            is_undone = self.optimizer.observe_kl(0.0 if self._is_output_finite(segments) else math.inf)
+            self.optimizer.end()
+            if is_undone:
+                self.optimizer.undo()
                 made.pop()
         loss, norm = np.mean(made, axis=0) if made else (np.nan, np.nan)
         returns = [episode.total_reward for episode in kept]
@@ -197,13 +196,11 @@ class Replay:
         return drawn
 
     @torch.no_grad()
-    def _says_finite(self, segments: list[Segment]) -> bool:
-        """Whether what the policy says after the last step is finite."""
+    def _is_output_finite(self, segments: list[Segment]) -> bool:
+        """Whether the policy's output after the last step is finite."""
         return all(ranks.gather_objects(is_finite(self.policy.evaluate(shortest_opening(segments)))))
 
-    def _step(
-        self, segments: list[Segment], played_by: Mapping[int, int], region: TrustRegion
-    ) -> tuple[float, float] | None:
+    def _step(self, segments: list[Segment], played_by: Mapping[int, int], rate: float) -> tuple[float, float] | None:
         """One optimizer step; returns the loss before it and the gradient's norm, None if it could not be made."""
         count = sum(turn.decision_count for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
@@ -213,16 +210,14 @@ class Replay:
             loss = -now.logprobs[now.mask & valid[:, None]].sum() / count
             self.accelerator.backward(loss)
             total += loss.item()
-        sum_gradients_(self.optimizer)
+        self.optimizer.sum_gradients_()
         total = sum(ranks.gather_objects(total))
-        if not self._guard.passes({"replay_loss": total}, gradients_of(self.optimizer)):
-            self.optimizer.zero_grad()
+        if not self.optimizer.accepts({"replay_loss": total}):
+            self.optimizer.adam.zero_grad()
             return None
-        region.enter()
-        norm = self.accelerator.clip_grad_norm_(weights_of(self.optimizer), self.config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, float(norm)
+        self.optimizer.keep_weights()
+        (norm,) = self.optimizer.step([rate])
+        return total, norm
 
 
 def _teaches(turn: Turn) -> bool:

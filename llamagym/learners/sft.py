@@ -27,7 +27,7 @@ from ..models.lora import freeze_and_extend_, is_fresh
 from ..models.peft_internals import has_variants
 from ..options import Options
 from ..policy.policy import Policy
-from .guard import diverged
+from .safe_optimizer import diverged
 from .trl_internals import TRAINER, LossTrainer, nothing_but_weights_changed, trainer_config
 
 logger = logging.getLogger(__name__)

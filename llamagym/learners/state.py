@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,6 +47,23 @@ def restore(owner: Any, state: Mapping[str, Any]) -> None:
             _check_moments(part)
         else:
             setattr(owner, name, saved)
+
+
+@contextmanager
+def attributes_undone_on_error(owner: Any, attributes: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """While open, an exception gives attributes the values that they had.
+
+    Args:
+        owner: The object that has them.
+        attributes: By name, the function that copies each of them.
+    """
+    before = {name: copied(getattr(owner, name)) for name, copied in attributes.items()}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            setattr(owner, name, value)
+        raise
 
 
 def _check_names(part: Stateful, saved: Mapping[str, Any]) -> None:
