@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llamagym import Agent
-from llamagym.conversation.episode import Segment, Turn
+from llamagym.conversation.episode import Segment, Turn, segments_of
 from llamagym.policy.evaluation import Evaluation
 
 CHOICES = ("go left", "go right", "stay")
@@ -83,7 +83,7 @@ def compare(agent: Any, steps: int = 3, envs: int = 3) -> Difference:
         envs: Environments, whose observations have different lengths.
     """
     conversations = play(agent, steps, envs)
-    segments = [segment for talk in conversations for segment in talk.finished(False, None).segments()]
+    segments = segments_of([talk.finished(False, None) for talk in conversations])
     model = agent.policy.model.pretrained_model
     turns = [turn for segment in segments for turn in plain_turns(model, segment)]
     acting = max(far_apart(torch.tensor(turn.reply.logprobs), expected) for turn, expected in turns)
@@ -100,7 +100,7 @@ def compare(agent: Any, steps: int = 3, envs: int = 3) -> Difference:
 
 def reference_error(agent: Any, base: Any) -> float:
     """Largest difference of log-probabilities of the reference policy, without the adapter, and of the base alone."""
-    segments = agent.conversation(0).finished(False, None).segments()
+    segments = segments_of([agent.conversation(0).finished(False, None)])
     turns = [turn for segment in segments for turn in plain_turns(base, segment)]
     with torch.no_grad():
         return largest_error(agent.policy.evaluate(segments, reference=True), turns)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from llamagym.conversation.episode import rows_of
 from tests.agents import ChoiceAgent, make_agent
 from tests.test_kl import offering
 
@@ -69,7 +70,7 @@ def test_a_minibatch_without_advantages_has_no_gradient_of_entropy_alone():
     backward, step = agent.learner._backward, agent.learner._step
 
     def noting_advantages(minibatch, sampled, targets, first):
-        rows = [sampled.row[id(turn)] for segment in minibatch for turn in segment.turns]
+        rows = rows_of(minibatch)
         largest.append(targets.advantages[rows].abs().max().item())
         return backward(minibatch, sampled, targets, first)
 

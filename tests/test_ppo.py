@@ -59,7 +59,7 @@ def test_the_kl_penalty_is_k1_per_turn_and_leaves_rewards_alone():
     targets, mean_kl = targets_of(agent, episodes)
     turns = [turn for episode in episodes for turn in episode.turns]
     with torch.no_grad():
-        references = [agent.policy.evaluate(e.segments(), reference=True).logprobs for e in episodes]
+        references = [agent.policy.evaluate(segments_of([e]), reference=True).logprobs for e in episodes]
     expected = []
     for turn, reference in zip(turns, [row for r in references for row in r], strict=True):
         expected.append(sum(turn.reply.logprobs) - reference[: len(turn.reply.logprobs)].sum().item())
@@ -106,7 +106,7 @@ def test_target_kl_holds_the_policy_where_it_runs_away_without():
         episodes = [*agent._buffer]
         stats = agent.terminate_episode()
         with torch.no_grad():
-            now = torch.cat([agent.policy.evaluate(e.segments()).logprobs[:, 0] for e in episodes])
+            now = torch.cat([agent.policy.evaluate(segments_of([e])).logprobs[:, 0] for e in episodes])
         moved[target] = (0.5 * (now - torch.tensor(before[: len(now)])).square().mean()).item()
         assert stats["stopped_early"] == float(target is not None)
     assert moved[0.01] < 0.5 * moved[None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llamagym import ConfigError
-from llamagym.conversation.episode import Episode, Prompt, Reply, Turn
+from llamagym.conversation.episode import Episode, Prompt, Reply, Turn, segments_of
 from llamagym.errors import DivergedError
 from llamagym.learners.replay import Replay, ReplayConfig
 from tests.agents import ChoiceAgent, WordAgent, make_agent
@@ -79,7 +79,7 @@ def test_replies_of_the_best_episodes_become_likelier(kind, activated):
             agent.assign_rewards([0.0], [env])
         episodes.append(Episode(tuple(agent.conversation(env).turns), terminated=True, truncated=False))
         episodes[-1].turns[-1].reward = float(env)
-    best = [segment for one in episodes[2:] for segment in one.segments()]
+    best = segments_of(episodes[2:])
 
     def logprob() -> float:
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.conversation.episode import Episode, Segment
+from llamagym.conversation.episode import Episode, Segment, segments_of
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.engine.token_tree import TokenTree
 from tests.agents import ChoiceAgent, WordAgent, make_agent, settled, touch_weights
@@ -235,7 +235,7 @@ def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(famil
         reply = agent.tokenizer.decode(conversation.turns[index - 1].reply.ids)
         assert "I say " + reply in seen
     recorded = [logprob for turn in conversation.turns for logprob in turn.reply.logprobs]
-    segments = Episode(tuple(conversation.turns), True, False).segments()
+    segments = segments_of([Episode(tuple(conversation.turns), True, False)])
     assert len(segments) == len(starts)
     assert max(TokenTree.from_segment(segment).context_length for segment in segments) < 300
     now = agent.policy.evaluate(segments)

@@ -17,6 +17,7 @@ from torch import nn
 import llamagym.learners.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
 from llamagym.conversation.demonstrations import demonstrations_path, read_demonstrations
+from llamagym.conversation.episode import segments_of
 from llamagym.errors import DivergedError
 from llamagym.models.lora import fresh_rows, has_frozen_half, is_activated
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
@@ -52,7 +53,7 @@ def episodes_of(agent, path):
 
 
 def segments_shown(agent, path):
-    return [segment for episode in episodes_of(agent, path) for segment in episode.segments()]
+    return segments_of(episodes_of(agent, path))
 
 
 def trained_turns(agent, path):

@@ -98,10 +98,24 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Turns that share one context, and possibly a prompt that awaits its reply."""
+    """Turns that share one context, and possibly a prompt that awaits its reply.
+
+    Attributes:
+        turns: The turns in order.
+        pending: The prompt that awaits its reply.
+        first_row: The first turn's row in a batch's tensors; those of the other turns follow.
+        rank: The process that played it.
+    """
 
     turns: tuple[Turn, ...]
     pending: Prompt | None = None
+    first_row: int = 0
+    rank: int = 0
+
+    @property
+    def rows(self) -> range:
+        """The turns' rows in a batch's tensors."""
+        return range(self.first_row, self.first_row + len(self.turns))
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -154,10 +168,6 @@ class Episode:
         """Undiscounted sum of the environment's rewards (penalties not included)."""
         return sum(turn.reward for turn in self.all_turns)
 
-    def segments(self) -> list[Segment]:
-        """The episode cut wherever a turn starts a new context."""
-        return [Segment(tuple(turns)) for turns in _split_contexts(self.turns)]
-
     def final_segment(self) -> Segment | None:
         """The context that ends with the final prompt; None without one."""
         if self.final_prompt is None:
@@ -167,8 +177,19 @@ class Episode:
 
 
 def segments_of(episodes: Iterable[Episode]) -> list[Segment]:
-    """All segments of some episodes, in order."""
-    return [segment for episode in episodes for segment in episode.segments()]
+    """The episodes of a batch, cut wherever a turn starts a new context; rows follow the order of turns."""
+    segments: list[Segment] = []
+    row = 0
+    for episode in episodes:
+        for turns in _split_contexts(episode.turns):
+            segments.append(Segment(tuple(turns), first_row=row, rank=episode.rank))
+            row += len(turns)
+    return segments
+
+
+def rows_of(segments: Iterable[Segment]) -> list[int]:
+    """The rows of all turns of some segments, in order."""
+    return [row for segment in segments for row in segment.rows]
 
 
 def played_by(rank: int, episode: Episode, versions: Mapping[int, int]) -> Episode:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..conversation.episode import Episode, Segment, segments_of
+from ..conversation.episode import Episode, Segment, rows_of, segments_of
 from ..models.hardware import is_out_of_memory
 from ..models.lora import mask_frozen_gradients_
 from ..policy.evaluation import Evaluation
@@ -226,7 +226,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             self.policy, episodes, segments, self.pass_tokens, bool(config.init_kl_coef), self.reads_features
         )
         targets, stats = self._credit(episodes, sampled)
-        self.advantages = dict(zip(sampled.row, targets.advantages.tolist(), strict=True))
+        turns = [turn for episode in episodes for turn in episode.turns]
+        self.advantages = dict(zip(map(id, turns), targets.advantages.tolist(), strict=True))
         stats |= self._optimize(segments, sampled, targets)
         self.policy.num_updates += 1
         if config.init_kl_coef:
@@ -278,7 +279,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         optimizer = self.optimizer
         sums: dict[str, list[float]] = defaultdict(list)
         ratio_error = math.nan
-        size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(sampled.row) / _MINIBATCHES))
+        size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(targets.advantages) / _MINIBATCHES))
         for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
             stats, fresh_error = self._backward(minibatch, sampled, targets, first=not optimizer.steps)
             if math.isnan(ratio_error):
@@ -351,9 +352,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         stats: dict[str, float] = defaultdict(float)
         fresh_error = math.nan
         bonus = self._entropy_bonus(minibatch, sampled, targets)
-        for chunk in self.policy.chunks(own_share(minibatch, sampled.ranks), self.pass_tokens):
-            turns = [turn for segment in chunk for turn in segment.turns]
-            rows = [sampled.row[id(turn)] for turn in turns]
+        for chunk in self.policy.chunks(own_share(minibatch), self.pass_tokens):
+            rows = rows_of(chunk)
             now = self.policy.evaluate(chunk)
             share = now.mask.sum().item() / max(decisions, 1), len(rows) / turn_count
             loss, parts = self._loss(now, rows, sampled, targets, bonus, *share)
@@ -378,11 +378,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     def _entropy_bonus(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> float:
         """The weight of the entropy bonus, bounded by the mean absolute advantage of the minibatch's decisions."""
-        turns = [turn for segment in minibatch for turn in segment.turns if turn.decision_count]
-        if not turns:
+        rows = torch.tensor(rows_of(minibatch))
+        rows = rows[sampled.deciding_rows[rows]]
+        if not len(rows):
             return 0.0
-        advantages = targets.advantages[[sampled.row[id(turn)] for turn in turns]]
-        return min(self._bonus, _LARGEST_BONUS * advantages.abs().mean().item())
+        return min(self._bonus, _LARGEST_BONUS * targets.advantages[rows].abs().mean().item())
 
     def _loss(
         self,

@@ -29,7 +29,7 @@ from ..conversation.records import IdTable, episode_from, episode_record
 from ..options import Options
 from ..policy.policy import Policy
 from . import ranks
-from .rollout import is_finite, own_share, players, shortest_opening
+from .rollout import is_finite, own_share, shortest_opening
 from .safe_optimizer import SafeOptimizer
 from .state import attributes_undone_on_error, restore, state_of
 
@@ -156,11 +156,10 @@ class Replay:
         segments = [segment for segment in contexts if any(_teaches(turn) for turn in segment.turns)]
         if not segments:
             return {}
-        played_by = players(kept)
         drawn = (self._draw(segments) for _ in range(self.config.steps))
         rate = self.config.learning_rate * rate_scale
         with self.policy.trees.kept():
-            made = [step for chosen in drawn if (step := self._step(chosen, played_by, rate))]
+            made = [step for chosen in drawn if (step := self._step(chosen, rate))]
         if made:
             # Without a target KL only output that is not finite is too far.
             is_undone = self.optimizer.observe_kl(0.0 if self._is_output_finite(segments) else math.inf)
@@ -200,11 +199,11 @@ class Replay:
         """Whether the policy's output after the last step is finite."""
         return all(ranks.gather_objects(is_finite(self.policy.evaluate(shortest_opening(segments)))))
 
-    def _step(self, segments: list[Segment], played_by: Mapping[int, int], rate: float) -> tuple[float, float] | None:
+    def _step(self, segments: list[Segment], rate: float) -> tuple[float, float] | None:
         """One optimizer step; returns the loss before it and the gradient's norm, None if it could not be made."""
         count = sum(turn.decision_count for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
-        for chunk in self.policy.chunks(own_share(segments, played_by), self.config.microbatch_nodes):
+        for chunk in self.policy.chunks(own_share(segments), self.config.microbatch_nodes):
             now = self.policy.evaluate(chunk)
             valid = torch.tensor([turn.valid for segment in chunk for turn in segment.turns], device=now.mask.device)
             loss = -now.logprobs[now.mask & valid[:, None]].sum() / count

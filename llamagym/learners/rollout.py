@@ -11,14 +11,14 @@ targets of a branch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..conversation.episode import Episode, Segment, Turn
+from ..conversation.episode import Episode, Segment, Turn, rows_of
 from ..policy.choices import logprobs_on_the_way
 from ..policy.chunks import shares
 from ..policy.evaluation import Evaluation
@@ -35,8 +35,6 @@ class Sampled:
     """A batch's turns, as tensors.
 
     Attributes:
-        row: Each turn's row in the tensors below, by the turn's identity; rows follow the episodes' order.
-        ranks: Which of several processes played each turn, by its identity.
         outdated: True at turns that other weights sampled than those before the update, bool (N,).
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
         weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
@@ -54,8 +52,6 @@ class Sampled:
             update, float (N, M, K), -inf for padding.
     """
 
-    row: dict[int, int]
-    ranks: dict[int, int]
     outdated: Tensor
     old_logprobs: Tensor
     weights: Tensor
@@ -122,7 +118,6 @@ def collect(
         with_features: Whether the critic's features are wanted.
     """
     turns = [turn for episode in episodes for turn in episode.turns]
-    row, played_by = {id(turn): index for index, turn in enumerate(turns)}, players(episodes)
     said = [turn.reply.logprobs for turn in turns]
     width = max(map(len, said))
     sampled = torch.tensor([[*logprobs, *[0.0] * (width - len(logprobs))] for logprobs in said])
@@ -131,13 +126,13 @@ def collect(
     version = policy.weights_version
     outdated = torch.tensor([turn.reply.weights_version != version for turn in turns])
     branches = _sampled_branches(turns)
-    mixed = [segment for segment in segments if any(outdated[row[id(turn)]] for turn in segment.turns)]
+    mixed = [segment for segment in segments if outdated[list(segment.rows)].any()]
     features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
     if asked := segments if with_features else mixed:
         again, now_values = torch.zeros_like(old), torch.zeros_like(values)
         # As probabilities, since those of all processes are added up.
         now_branches = torch.zeros_like(branches)
-        for rows, now in evaluate_chunks(policy, own_share(asked, played_by), row, nodes):
+        for rows, now in evaluate_chunks(policy, own_share(asked), nodes):
             if with_features:
                 features[rows] = now.features.float().cpu()
             again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
@@ -161,7 +156,7 @@ def collect(
     reference, kl = old, torch.zeros(len(turns))
     if with_reference:
         reference = torch.zeros_like(old)
-        for rows, now in evaluate_chunks(policy, own_share(segments, played_by), row, nodes, reference=True):
+        for rows, now in evaluate_chunks(policy, own_share(segments), nodes, reference=True):
             reference[rows, : now.mask.shape[1]] = now.logprobs.cpu()
         ranks.sum_([reference])
         kl = kl_estimate(old, reference, "k1").masked_fill(~mask, 0.0).sum(1)
@@ -174,8 +169,6 @@ def collect(
         real[index, : len(episode.turns)] = True
         decides[index, : len(episode.turns)] = torch.tensor([turn.decision_count > 0 for turn in episode.turns])
     return Sampled(
-        row,
-        played_by,
         outdated,
         old,
         weights,
@@ -235,14 +228,9 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
     }
 
 
-def players(episodes: Iterable[Episode]) -> dict[int, int]:
-    """Which of several processes played each turn, by the turn's identity."""
-    return {id(turn): episode.rank for episode in episodes for turn in episode.turns}
-
-
-def own_share(segments: Sequence[Segment], played_by: Mapping[int, int]) -> Sequence[Segment]:
-    """What this process reads of what all of them have to read; `played_by` as from `players`."""
-    return segments if ranks.count() == 1 else shares(segments, ranks.count(), played_by)[ranks.rank()]
+def own_share(segments: Sequence[Segment]) -> Sequence[Segment]:
+    """This process's share of the segments that all of them have to evaluate together."""
+    return segments if ranks.count() == 1 else shares(segments, ranks.count())[ranks.rank()]
 
 
 def is_finite(now: Evaluation) -> bool:
@@ -257,11 +245,11 @@ def shortest_opening(segments: Iterable[Segment]) -> list[Segment]:
 
 @torch.no_grad()
 def evaluate_chunks(
-    policy: Policy, segments: Sequence[Segment], row: Mapping[int, int], nodes: int, reference: bool = False
+    policy: Policy, segments: Sequence[Segment], nodes: int, reference: bool = False
 ) -> Iterator[tuple[list[int], Evaluation]]:
-    """What policy or reference says of the segments' turns, `nodes` tokens at a time, each with its turns' rows."""
+    """Evaluates policy or reference on the segments, `nodes` tokens at a time; yields rows with their evaluation."""
     for chunk in policy.chunks(segments, nodes):
-        yield [row[id(turn)] for segment in chunk for turn in segment.turns], policy.evaluate(chunk, reference)
+        yield rows_of(chunk), policy.evaluate(chunk, reference)
 
 
 def kl_of_decisions(sampled: Sampled, rows: list[int], now: Evaluation) -> Tensor:
@@ -291,7 +279,7 @@ def kl_of_decisions(sampled: Sampled, rows: list[int], now: Evaluation) -> Tenso
 def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes: int) -> float:
     """How far the policy has moved there, in nats per decision; infinite where what it says is not finite."""
     total = count = 0.0
-    for rows, now in evaluate_chunks(policy, own_share(segments, sampled.ranks), sampled.row, nodes):
+    for rows, now in evaluate_chunks(policy, own_share(segments), nodes):
         total += 0.0 if is_finite(now) else math.inf
         total += kl_of_decisions(sampled, rows, now)[now.mask].sum().item()
         count += now.mask.sum().item()

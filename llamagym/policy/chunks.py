@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..conversation.episode import Segment
 from ..engine.token_tree import TokenTree
@@ -62,13 +62,12 @@ def check_room(trees: Sequence[TokenTree], most: int, reply_tokens: int = 0) -> 
     return lengths
 
 
-def shares(segments: Sequence[Segment], count: int, ranks: Mapping[int, int]) -> list[list[Segment]]:
-    """Divide recorded contexts among processes, equal ones together, so that each has about as much to read.
+def shares(segments: Sequence[Segment], count: int) -> list[list[Segment]]:
+    """Divides recorded contexts among processes, equal ones together, so that each has about as many tokens.
 
     Args:
-        segments: What is to be read, in one order on all processes.
-        count: How many processes there are.
-        ranks: Which of them played each turn, by the turn's identity: it has read the history already.
+        segments: Contexts in the same order on all processes. The process that played one has cached its history.
+        count: Number of processes.
     """
     equal: dict[TokenTree, list[Segment]] = {}
     for segment in segments:
@@ -76,7 +75,7 @@ def shares(segments: Sequence[Segment], count: int, ranks: Mapping[int, int]) ->
     parts: list[list[Segment]] = [[] for _ in range(count)]
     loads = [0] * count
     for tree in sorted(equal, key=lambda tree: -tree.node_count):
-        players = {ranks[id(segment.turns[0])] for segment in equal[tree]}
+        players = {segment.rank for segment in equal[tree]}
         costs = [tree.node_count + (0 if rank in players else len(tree.history)) for rank in range(count)]
         least = min(range(count), key=lambda rank: loads[rank] + costs[rank])
         parts[least] += equal[tree]
