@@ -11,8 +11,8 @@ import torch
 
 from llamagym import train
 from llamagym.conversation.episode import segments_of
+from llamagym.learners.batches import minibatches
 from llamagym.learners.controllers import AdaptiveKLController, RateController
-from llamagym.learners.minibatches import minibatches
 from llamagym.learners.rollout import collect
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 

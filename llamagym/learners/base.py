@@ -30,12 +30,11 @@ from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
 from . import ranks
 from .advantages import Information, Returns, Whitening, step_share
-from .batches import Batching
+from .batches import Batching, minibatches
 from .checks import check_episodes, check_precision, check_trainable
 from .config import LearnerConfig
 from .controllers import AdaptiveKLController, Cooldown, RateController
 from .losses import clipped_surrogate, kl_estimate, masked_mean
-from .minibatches import minibatches
 from .rollout import Sampled, Targets, collect, kl_of_decisions, measure_kl, outcomes, own_share
 from .safe_optimizer import SafeOptimizer
 from .state import attributes_undone_on_error, restore, state_of

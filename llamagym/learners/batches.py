@@ -1,10 +1,12 @@
-"""When episodes make a batch."""
+"""When episodes make a batch, and how a batch is cut into minibatches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..conversation.episode import Episode
+import numpy as np
+
+from ..conversation.episode import Episode, Segment
 from .config import LearnerConfig
 
 # Where no batch size is given: so many turns that differ are enough, or so many in all.
@@ -91,3 +93,18 @@ def _count_different(episodes: Sequence[Episode]) -> int:
 
 def _count_turns(episodes: Sequence[Episode]) -> int:
     return sum(len(episode.turns) for episode in episodes)
+
+
+def minibatches(segments: Sequence[Segment], size: int, rng: np.random.Generator) -> list[list[Segment]]:
+    """Shuffled segments in groups of about `size` turns; a remainder below half of that joins the last group."""
+    groups: list[list[Segment]] = [[]]
+    left = sum(len(segment.turns) for segment in segments)
+    count = 0
+    for index in rng.permutation(len(segments)):
+        groups[-1].append(segments[index])
+        count += len(segments[index].turns)
+        left -= len(segments[index].turns)
+        if count >= size and left >= size // 2 and left:
+            groups.append([])
+            count = 0
+    return groups

@@ -107,90 +107,147 @@ def collect(
     with_reference: bool,
     with_features: bool = False,
 ) -> Sampled:
-    """What was sampled, and what the policy and the reference say of it now; each process reads its share.
+    """Lays a batch out as tensors; turns that older weights sampled are evaluated again, by all processes together.
 
     Args:
-        policy: Which has yet to learn from the batch.
+        policy: The policy before the update.
         episodes: The batch.
-        segments: These, cut where contexts begin.
+        segments: Its segments, from `segments_of`.
         nodes: Tokens in one forward pass.
-        with_reference: Whether to ask the reference at all.
+        with_reference: Whether to evaluate the reference.
         with_features: Whether the critic's features are wanted.
     """
     turns = [turn for episode in episodes for turn in episode.turns]
-    said = [turn.reply.logprobs for turn in turns]
-    width = max(map(len, said))
-    sampled = torch.tensor([[*logprobs, *[0.0] * (width - len(logprobs))] for logprobs in said])
-    mask = torch.arange(width) < torch.tensor(list(map(len, said)))[:, None]
-    old, values = sampled.clone(), torch.tensor([turn.reply.value for turn in turns])
+    sampled_logprobs, mask = _padded([turn.reply.logprobs for turn in turns])
     version = policy.weights_version
     outdated = torch.tensor([turn.reply.weights_version != version for turn in turns])
-    branches = _sampled_branches(turns)
-    mixed = [segment for segment in segments if outdated[list(segment.rows)].any()]
-    features = torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0)
-    if asked := segments if with_features else mixed:
-        again, now_values = torch.zeros_like(old), torch.zeros_like(values)
-        # As probabilities, since those of all processes are added up.
-        now_branches = torch.zeros_like(branches)
-        for rows, now in evaluate_chunks(policy, own_share(asked), nodes):
-            if with_features:
-                features[rows] = now.features.float().cpu()
-            again[rows, : now.mask.shape[1]], now_values[rows] = now.logprobs.cpu(), now.values.cpu()
-            now_branches[rows, : now.branches.shape[1], : now.branches.shape[2]] = now.branches.exp().cpu()
-        ranks.sum_([features, again, now_values, now_branches])
-        old[outdated], values[outdated] = again[outdated], now_values[outdated]
-        branches[outdated] = now_branches[outdated].log()
+    before = _Before(
+        logprobs=sampled_logprobs.clone(),
+        values=torch.tensor([turn.reply.value for turn in turns]),
+        branches=_sampled_branches(turns),
+        features=torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0),
+    )
+    _evaluate_again(policy, before, segments, outdated, nodes, with_features)
+    bootstrapped, final_values, final_features = _read_final_states(policy, episodes, before.features.shape[1])
+    ref_logprobs = before.logprobs
+    ref_kl = torch.zeros(len(turns))
+    if with_reference:
+        ref_logprobs = torch.zeros_like(before.logprobs)
+        for rows, now in evaluate_chunks(policy, own_share(segments), nodes, reference=True):
+            ref_logprobs[rows, : now.mask.shape[1]] = now.logprobs.cpu()
+        ranks.sum_([ref_logprobs])
+        ref_kl = kl_estimate(before.logprobs, ref_logprobs, "k1").masked_fill(~mask, 0.0).sum(1)
+    rewards, real, decides = _padded_turns(episodes)
+    return Sampled(
+        outdated=outdated,
+        old_logprobs=before.logprobs,
+        weights=(before.logprobs - sampled_logprobs).exp().clamp_max(_LARGEST_WEIGHT),
+        old_values=before.values,
+        features=before.features,
+        bootstrapped=bootstrapped,
+        final_values=final_values,
+        final_features=final_features,
+        ref_logprobs=ref_logprobs,
+        ref_kl=ref_kl,
+        rewards=rewards,
+        real=real,
+        decides=decides,
+        branches=before.branches,
+    )
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The policy before the update on a batch's turns; attributes as in `Sampled`."""
+
+    logprobs: Tensor
+    values: Tensor
+    branches: Tensor
+    features: Tensor
+
+
+def _padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as a tensor, float (N, L), and True at what they hold, bool (N, L)."""
+    width = max(map(len, rows))
+    values = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
+    mask = torch.arange(width) < torch.tensor(list(map(len, rows)))[:, None]
+    return values, mask
+
+
+def _evaluate_again(
+    policy: Policy, before: _Before, segments: Sequence[Segment], outdated: Tensor, nodes: int, with_features: bool
+) -> None:
+    """Evaluates segments with outdated turns and replaces what was recorded of these turns, in place.
+
+    Args:
+        policy: The policy before the update.
+        before: As recorded when turns were sampled; all features are filled in if they are wanted.
+        segments: The batch.
+        outdated: True at turns that other weights sampled, bool (N,).
+        nodes: Tokens in one forward pass.
+        with_features: Whether the critic's features are wanted, of every turn.
+    """
+    if not with_features:
+        segments = [segment for segment in segments if outdated[list(segment.rows)].any()]
+    if not segments:
+        return
+    logprobs = torch.zeros_like(before.logprobs)
+    values = torch.zeros_like(before.values)
+    # Probabilities: those of all processes are added up, and log-probabilities of padding are infinite.
+    probabilities = torch.zeros_like(before.branches)
+    for rows, now in evaluate_chunks(policy, own_share(segments), nodes):
+        if with_features:
+            before.features[rows] = now.features.float().cpu()
+        logprobs[rows, : now.mask.shape[1]] = now.logprobs.cpu()
+        values[rows] = now.values.cpu()
+        probabilities[rows, : now.branches.shape[1], : now.branches.shape[2]] = now.branches.exp().cpu()
+    ranks.sum_([before.features, logprobs, values, probabilities])
+    before.logprobs[outdated] = logprobs[outdated]
+    before.values[outdated] = values[outdated]
+    before.branches[outdated] = probabilities[outdated].log()
+
+
+def _read_final_states(policy: Policy, episodes: Sequence[Episode], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values the states after episodes that were cut off.
+
+    Args:
+        policy: The policy before the update.
+        episodes: The batch.
+        width: Number of the critic's features; 0 if they are not wanted.
+
+    Returns:
+        `bootstrapped`, `final_values` and `final_features` of `Sampled`.
+    """
     finals = [episode.final_segment() for episode in episodes]
     bootstrapped = torch.tensor([final is not None for final in finals])
-    final_values = torch.zeros(len(episodes))
-    final_features = torch.zeros(len(episodes), features.shape[1])
+    values = torch.zeros(len(episodes))
+    features = torch.zeros(len(episodes), width)
     # Each process reads its share: read by all, they would be rounded differently in each.
     own = [row for row, final in enumerate(finals) if final is not None and row % ranks.count() == ranks.rank()]
     if own:
-        of_finals = policy.read_critic([final for final in (finals[row] for row in own) if final is not None])
-        final_values[own] = of_finals.values
-        if with_features:
-            final_features[own] = of_finals.features
-    ranks.sum_([final_values, final_features])
-    weights = (old - sampled).exp().clamp_max(_LARGEST_WEIGHT)
-    reference, kl = old, torch.zeros(len(turns))
-    if with_reference:
-        reference = torch.zeros_like(old)
-        for rows, now in evaluate_chunks(policy, own_share(segments), nodes, reference=True):
-            reference[rows, : now.mask.shape[1]] = now.logprobs.cpu()
-        ranks.sum_([reference])
-        kl = kl_estimate(old, reference, "k1").masked_fill(~mask, 0.0).sum(1)
-    # Episodes and segments list the turns in the same order, so the mask's order is the rows' order.
+        reading = policy.read_critic([final for final in (finals[row] for row in own) if final is not None])
+        values[own] = reading.values
+        if width:
+            features[own] = reading.features
+    ranks.sum_([values, features])
+    return bootstrapped, values, features
+
+
+def _padded_turns(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor]:
+    """`rewards`, `real` and `decides` of `Sampled`, each (E, T)."""
     rewards = torch.zeros(len(episodes), max(len(episode.turns) for episode in episodes))
     real = torch.zeros_like(rewards, dtype=torch.bool)
     decides = torch.zeros_like(real)
     for index, episode in enumerate(episodes):
-        rewards[index, : len(episode.turns)] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
-        real[index, : len(episode.turns)] = True
-        decides[index, : len(episode.turns)] = torch.tensor([turn.decision_count > 0 for turn in episode.turns])
-    return Sampled(
-        outdated,
-        old,
-        weights,
-        values,
-        features,
-        bootstrapped,
-        final_values,
-        final_features,
-        reference,
-        kl,
-        rewards,
-        real,
-        decides,
-        branches,
-    )
+        length = len(episode.turns)
+        rewards[index, :length] = torch.tensor([turn.reward + turn.penalty for turn in episode.turns])
+        real[index, :length] = True
+        decides[index, :length] = torch.tensor([turn.decision_count > 0 for turn in episode.turns])
+    return rewards, real, decides
 
 
 def _sampled_branches(turns: Sequence[Turn]) -> Tensor:
-    """What the branches on the way to each turn's choice offered when it was sampled, (N, M, K); see `Sampled`.
-
-    Where a reply does not say that, the numbers mean nothing.
-    """
+    """Log-probabilities at the branches on the way to each turn's choice when it was sampled, (N, M, K)."""
     known: dict[tuple[object, ...], Tensor] = {}
     of_turns = []
     for turn in turns:
@@ -198,8 +255,7 @@ def _sampled_branches(turns: Sequence[Turn]) -> Tensor:
         if choices is None or reply.choice_index is None:
             of_turns.append(torch.zeros(0, 0))
             continue
-        logprobs = reply.choice_logprobs or (0.0,) * len(choices)
-        key = (choices, logprobs, reply.choice_index)
+        key = (choices, reply.choice_logprobs, reply.choice_index)
         if key not in known:
             known[key] = logprobs_on_the_way(*key)
         of_turns.append(known[key])
