@@ -377,7 +377,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     def _entropy_bonus(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> float:
         """The weight of the entropy bonus, bounded by the mean absolute advantage of the minibatch's decisions."""
-        rows = torch.tensor(rows_of(minibatch))
+        rows = torch.tensor(rows_of(minibatch), dtype=torch.long)
         rows = rows[sampled.deciding_rows[rows]]
         if not len(rows):
             return 0.0
