@@ -62,12 +62,13 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     """Learns from episodes.
 
     Attributes:
-        policy: Whose weights are updated.
-        config: How.
+        policy: The policy that is updated.
+        config: The learner's options.
         epochs: Passes over a batch, as far as `target_kl` allows.
-        has_critic: Whether the value head is learned, so that episodes that were cut off can be valued.
-        cooldown: Told how far a run has come.
-        advantages: What the turns of the latest batch were trained towards, by their `id`.
+        has_critic: Whether the value head is learned, so that truncated episodes can be bootstrapped.
+        optimizer: Moves the policy's trainable weights and, with a gradient critic, the value head.
+        cooldown: Scales learning rates down at the end of a run, whose progress `train` reports to it.
+        advantages: Advantages of the latest batch's turns, by the turn's `id`; for transcripts.
     """
 
     has_critic: ClassVar[bool]
@@ -75,13 +76,13 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def __init__(
         self, policy: Policy, config: LearnerConfig, epochs: int, value_learning_rate: float | None = None
     ) -> None:
-        """Prepare optimizer and reference.
+        """Creates the optimizer.
 
         Args:
-            policy: Whose trainable weights are updated.
-            config: How.
+            policy: The policy whose trainable weights are updated.
+            config: The learner's options.
             epochs: Passes over a batch.
-            value_learning_rate: Of the value head; None leaves it as it is.
+            value_learning_rate: Learning rate of the value head; None if no gradient steps train it.
         """
         check_trainable(policy.model)
         self.policy = policy
@@ -109,19 +110,19 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self._rng = np.random.default_rng(config.seed)
 
     def reset_optimizer(self) -> None:
-        """Start the optimizer on the policy's weights as they are now: a warm start replaces them."""
+        """Restarts the optimizer on the policy's current weights: a warm start replaces them."""
         mask_frozen_gradients_(self.policy.model.pretrained_model)
         self.optimizer.restart(self._learning_weights())
 
     def _learning_weights(self) -> list[list[nn.Parameter]]:
-        """The policy's weights that learn, and the value head's if it does."""
+        """The policy's trainable weights, and the value head's if gradient steps train it."""
         body = [p for p in self.policy.model.pretrained_model.parameters() if p.requires_grad]
         parts = [body, list(self.policy.model.v_head.parameters())][: len(self._rates)]
         check_precision(weight for part in parts for weight in part)
         return parts
 
     def _all_weights(self) -> list[Tensor]:
-        """All that an update may change in place: the weights that learn, the value head, its constants."""
+        """All tensors that an update may change in place: trainable weights, value head and its buffers."""
         body, head = self._learning_weights()[0], self.policy.model.v_head
         return [*body, *head.parameters(), *head.buffers()]
 
@@ -132,7 +133,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @property
     def reads_features(self) -> bool:
-        """Whether crediting a batch takes the critic's features."""
+        """Whether `_credit` needs the critic's features."""
         return False
 
     @property
@@ -159,11 +160,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, beside weights."""
+        """The state to save, without weights."""
         return {"nodes": self._nodes, "learning": state_of(self, ("optimizer", *self._update_state))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a learner with these options, once the policy has its weights."""
+        """Restores what `state_dict` returned, after the policy has its weights."""
         self.reset_optimizer()
         if state["nodes"]:  # memory may have run out before
             self._nodes = min(self.pass_tokens, state["nodes"])
@@ -171,7 +172,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @property
     def _value_unit(self) -> float:
-        """What the value head's learning rate is measured in, in reward units."""
+        """The unit of the value head's learning rate, in reward units."""
         return 1.0
 
     @property
@@ -180,15 +181,16 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         return self._entropy_coef * self.cooldown.scale
 
     def update(self, episodes: Sequence[Episode]) -> Stats:
-        """One update on a batch, of which one episode at least is over; the same in all processes.
+        """Updates the policy once on a batch; the same in all processes. After an error everything is as before.
 
-        An error leaves no trace.
+        Args:
+            episodes: The batch; at least one episode has ended.
 
         Returns:
-            Statistics; docs/statistics.md says what each means.
+            Statistics, explained in docs/statistics.md.
 
         Raises:
-            EpisodeError: There are no episodes.
+            EpisodeError: The batch is empty.
             DivergedError: Several steps in a row had losses or gradients that are not finite.
         """
         check_episodes(episodes)
@@ -198,7 +200,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                     with self.undone_on_error(), self.policy.trees.kept():
                         return self._update(episodes)
                 except (MemoryError, RuntimeError) as error:
-                    # Other processes are in the middle of theirs and would not begin again.
+                    # Other processes are in the middle of the same update and would not repeat it.
                     if not is_out_of_memory(error) or self.pass_tokens == 1 or ranks.count() > 1:
                         raise
                 self._nodes = self.pass_tokens // 2
@@ -208,7 +210,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         config, started, forwarded = self.config, time.perf_counter(), self.policy.tokens_forwarded
         segments = segments_of(episodes)
         if not self.optimizer.holds(weight for part in self._learning_weights() for weight in part):
-            logger.warning("the weights that learn are others than before: the optimizer starts again")
+            logger.warning("the trainable weights were replaced: the optimizer starts again")
             self.reset_optimizer()
         self.optimizer.begin()
         self.policy.model.zero_grad()
@@ -217,7 +219,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             version = self.policy.weights_version
             ranks.take_first_(self._all_weights())
             if self.policy.weights_version != version:
-                # Rounded otherwise than in the first process, on other hardware.
+                # On other hardware they were rounded differently than in the first process.
                 self.policy.drop_caches(version)
         if config.init_kl_coef:
             self.policy.fix_reference()
@@ -245,7 +247,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @abstractmethod
     def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[TargetsT, Stats]:
-        """Compute the targets of each turn, and statistics about them."""
+        """Computes the targets of each turn, and statistics about them."""
 
     def _scaled(self, advantages: Tensor, mask: Tensor, episodes: Sequence[Episode]) -> Tensor:
         """Advantages, float (E, T), whitened if the options say so; all 0 if the episodes hold no information.
@@ -345,7 +347,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _backward(
         self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT, first: bool
     ) -> tuple[Stats, float]:
-        """A minibatch's gradients, summed over processes; its statistics, before the `first` step the ratio's error."""
+        """Computes a minibatch's gradients, summed over processes.
+
+        Returns:
+            The minibatch's statistics; before the `first` step the largest |ratio - 1|, otherwise NaN.
+        """
         decisions = sum(turn.decision_count for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
@@ -396,13 +402,13 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """The loss of a microbatch and its parts, weighted so that a minibatch's microbatches add up to its mean.
 
         Args:
-            now: What the current weights say of the microbatch's turns.
+            now: Evaluation of the microbatch's turns under the current weights.
             rows: The turns' rows in `sampled` and `targets`.
-            sampled: What was sampled, of the whole batch.
-            targets: What it is trained towards.
-            bonus: The weight of the entropy bonus.
+            sampled: The whole batch.
+            targets: The whole batch's targets.
+            bonus: Weight of the entropy bonus, per nat.
             by_decision: The microbatch's share of the minibatch's decisions.
-            by_turn: Its share of the turns.
+            by_turn: Its share of the minibatch's turns.
         """
         config, device, mask = self.config, now.logprobs.device, now.mask
         old = sampled.old_logprobs[rows, : mask.shape[1]].to(device)
@@ -411,11 +417,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         entropy = masked_mean(now.entropy, mask)
         loss = by_decision * (policy.loss - bonus * entropy)
         if (unknown := advantages == 0).any():
-            # Steps for the sake of other turns must not change the policy where nothing was learned.
+            # Steps for other turns must not change the policy where the advantage is zero.
             loss = loss + by_decision * masked_mean(kl_estimate(old, now.logprobs, "k3") * unknown, mask)
         if config.kl_in_loss:
             reference = sampled.ref_logprobs[rows, : mask.shape[1]].to(device)
-            # Weighted by the ratio, so that value and gradient stay unbiased once the policy has left its samples.
+            # Weighted by the ratio, so that value and gradient stay unbiased once the policy has moved.
             ratio = (now.logprobs - old).exp()
             k3 = masked_mean(ratio * kl_estimate(now.logprobs, reference, "k3"), mask)
             loss = loss + by_decision * self._kl.value * k3

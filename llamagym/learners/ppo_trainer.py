@@ -188,7 +188,7 @@ class PPOTrainer:
         check_samples(queries, responses, scores, self._sizes.batch, len(embeddings.weight))
         with lock_of(self.model):
             if not self.optimizer.holds(chain(*self._learning_weights())):
-                logger.warning("the weights that learn are others than before: the optimizer starts again")
+                logger.warning("the trainable weights were replaced: the optimizer starts again")
                 self.optimizer.restart(self._learning_weights())
             self.optimizer.begin()
             self.model.zero_grad()

@@ -139,7 +139,7 @@ class Replay:
         """
         started = time.perf_counter()
         if not self.optimizer.holds(self._learning_weights()):
-            logger.warning("the weights that learn are others than before: replay's optimizer starts again")
+            logger.warning("the trainable weights were replaced: replay's optimizer starts again")
             self.reset_optimizer()
         self.optimizer.begin()
         self.policy.model.zero_grad()

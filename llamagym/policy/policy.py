@@ -323,7 +323,7 @@ class Policy:
             is_base = is_fresh(self.model.pretrained_model) and all(map(is_low_rank, weights))
             self.reference = {} if is_base else {name: weight.detach().clone() for name, weight in weights.items()}
         elif self.reference and _shapes(self.reference) != _shapes(weights):
-            logger.warning("the weights that learn are others than before: the reference is the policy as it is now")
+            logger.warning("the trainable weights were replaced: the reference is the policy as it is now")
             self.reference = None
             self.fix_reference()
 
