@@ -246,15 +246,16 @@ def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
-    for name, minutes in ((".writing-killed", 61), (".writing-now", 59), ("letters", 61)):
+    for name, minutes in ((".writing-killed_1", 61), (".writing-running1", 59), ("letters", 61)):
         (tmp_path / name / "whole").mkdir(parents=True)
         (tmp_path / name / "whole" / "model.safetensors").write_bytes(b"half")
         if name != "letters":
             (tmp_path / name / "llamagym").touch()
-        os.utime(tmp_path / name, (time.time() - 60 * minutes,) * 2)
+        for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
+            os.utime(path, (time.time() - 60 * minutes,) * 2)
     monkeypatch.setattr(loading, "_convert", lambda gguf, folder: None)
     folder = embedded_model_folder()
-    assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".writing-now", "letters"}
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".writing-running1", "letters"}
 
 
 def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,12 +47,14 @@ SCHEMA = 2
 
 _PIECE = 2**20
 _SCRATCH, _ASIDE = ".writing-", ".replaced-"
+# Names that `tempfile.mkdtemp` gives.
+_SCRATCH_PATTERN = re.compile(rf"{re.escape(_SCRATCH)}[a-z0-9_]{{8}}")
 _SCRATCH_FILE = ".llamagym-"
 _SCRATCH_FILE_PATTERN = re.compile(rf"{re.escape(_SCRATCH_FILE)}.+-[0-9a-f]{{8}}")
-# Only a temporary folder that contains this file is ours to remove.
+# Only a temporary folder that contains this file, empty, is ours to remove. Its writer holds a lock on it.
 _OWNER = "llamagym"
 _WHOLE, _RETIRED = "whole", "retired"
-# What is an hour old was left by a process that was killed.
+# Older temporary folders are treated as abandoned.
 _STALE_S = 3600.0
 _LARGEST_MANIFEST = 2**24
 
@@ -89,12 +92,13 @@ def written_whole(
         # Not the scratch folder itself, which only its owner may open.
         whole = scratch / _WHOLE
         whole.mkdir()
-        yield whole
-        _seal(whole, {**(facts or {}), "kind": kind, "schema": SCHEMA, "llamagym": own_version()})
-        with _locked(folder.parent):
-            _put(folder, whole, kind, replace)
-        is_in_place = True
-        _flush(folder.parent)
+        with _locked(scratch / _OWNER):
+            yield whole
+            _seal(whole, {**(facts or {}), "kind": kind, "schema": SCHEMA, "llamagym": own_version()})
+            with _locked(folder.parent):
+                _put(folder, whole, kind, replace)
+            is_in_place = True
+            _flush(folder.parent)
     except BaseException as error:
         _clean_up(scratch, missing)
         if not _is_of_writing(error):
@@ -289,14 +293,35 @@ def bring_back_all(parent: Path) -> None:
 
 
 def remove_stale(parent: Path) -> None:
-    """Delete temporary folders that killed processes left in a folder, but not those of running processes."""
+    """Deletes temporary folders that killed processes left in a folder, but not those of running processes."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another process deletes it too
-            is_ours = not scratch.is_symlink() and _OWNER in os.listdir(scratch)
-            # A folder of the user may have such a name, too.
-            is_ours = is_ours and {*os.listdir(scratch)} <= {_OWNER, _WHOLE, _RETIRED}
-            if is_ours and time.time() - scratch.stat().st_mtime > _STALE_S:
+            if _is_scratch(scratch) and not _is_in_use(scratch):
                 shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_scratch(folder: Path) -> bool:
+    """Whether a folder is a temporary one of this library: the user's folders may have such a name, too."""
+    if folder.is_symlink() or not _SCRATCH_PATTERN.fullmatch(folder.name):
+        return False
+    mark = (folder / _OWNER).lstat()
+    return stat.S_ISREG(mark.st_mode) and not mark.st_size and {*os.listdir(folder)} <= {_OWNER, _WHOLE, _RETIRED}
+
+
+def _is_in_use(scratch: Path) -> bool:
+    """Whether a process writes to a temporary folder: something in it is new, or its mark is locked."""
+    newest = max(path.lstat().st_mtime for path in (scratch, *scratch.rglob("*")))
+    if time.time() - newest <= _STALE_S:
+        return True
+    if fcntl is not None:
+        with (scratch / _OWNER).open("rb") as mark:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:  # some network file systems have no locks
+                return False
+    return False
 
 
 def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
@@ -469,12 +494,15 @@ def _is_of_writing(error: BaseException) -> bool:
 
 
 @contextmanager
-def _locked(parent: Path) -> Iterator[None]:
-    """While open, no other process of this library renames folders in `parent`, where the system has such locks."""
+def _locked(path: Path) -> Iterator[None]:
+    """While open, this process holds the lock of a file or folder, where the system has such locks.
+
+    Folders in another one are renamed only while that one is locked.
+    """
     if fcntl is None:
         yield
         return
-    descriptor = os.open(parent, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):  # some network file systems lock no folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)
