@@ -12,7 +12,7 @@ import pytest
 
 from llamagym import CheckpointError
 from llamagym.models import atomic
-from llamagym.models.atomic import bring_back, verify, written_whole
+from llamagym.models.atomic import bring_back, replace_file, verify, written_whole
 
 
 def write(folder: Path, text: str) -> None:
@@ -182,3 +182,41 @@ def test_a_save_whose_files_are_new_is_not_removed_by_another(tmp_path, monkeypa
         write(tmp_path / "quick", "quick")
         assert whole.exists()
     assert content(tmp_path / "slow") == "written just now"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
+def test_saving_again_keeps_modes(tmp_path, exchanges):
+    write(tmp_path / "now", "old")
+    (tmp_path / "now" / "notes").mkdir()
+    (tmp_path / "now" / "notes" / "diary.txt").write_text("mine")
+    modes = {"": 0o700, "a.txt": 0o640, "notes": 0o710, "notes/diary.txt": 0o600}
+    for name, mode in modes.items():
+        (tmp_path / "now" / name).chmod(mode)
+    write(tmp_path / "now", "new")
+    assert content(tmp_path / "now") == "new"
+    assert {name: (tmp_path / "now" / name).stat().st_mode & 0o777 for name in modes} == modes
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
+def test_saving_to_an_empty_folder_keeps_its_mode(tmp_path):
+    (tmp_path / "now").mkdir(0o700)
+    write(tmp_path / "now", "new")
+    assert (tmp_path / "now").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
+@pytest.mark.parametrize("mode", [0o600, 0o444])
+def test_replacing_a_file_keeps_its_mode(tmp_path, monkeypatch, mode):
+    path = tmp_path / "metrics.csv"
+    replace_file(path, "old")
+    usual = path.stat().st_mode
+    assert usual & 0o777 == 0o666 & ~(umask := os.umask(0o22))
+    os.umask(umask)
+    path.chmod(mode)
+    readable = []
+    monkeypatch.setattr(atomic, "_flush", lambda scratch: readable.append(scratch.stat().st_mode & 0o077))
+    replace_file(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == mode
+    # Nor may others read it while it is written.
+    assert readable == [0]

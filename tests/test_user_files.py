@@ -770,6 +770,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     # What a link points to may belong to somebody else.
     replace_file(tmp_path / "link", "new")
     assert tree(tmp_path) == {"a": b"old", "link": b"new"}
+    assert (tmp_path / "link").stat().st_mode == (tmp_path / "a").stat().st_mode
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

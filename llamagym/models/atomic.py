@@ -115,7 +115,7 @@ def written_whole(
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole or not at all, in place of an older version.
+    """Write a file that appears whole or not at all, in place of an older version, whose mode it keeps.
 
     Raises:
         OSError: The disk is full, or cannot be written; then the older version is as it was.
@@ -123,9 +123,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
     _remove_stale_files(path)
     scratch = path.with_name(f"{_SCRATCH_FILE}{path.name}-{secrets.token_hex(4)}")
     try:
+        if path.is_file() and not path.is_symlink():
+            scratch.touch(0o600)
         # Text may hold half of a character pair, such as a file's name that is not UTF-8.
         write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
         _flush(scratch)
+        _keep_mode(path, scratch)
         scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
@@ -395,6 +398,7 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     """Put a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
     _require_own(folder, kind)
+    _keep_mode(folder, new)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():
             folder.rmdir()
@@ -404,6 +408,8 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
         raise FileExistsError(f"{str(folder)!r} exists")
     listed = {MANIFEST, *read_manifest(folder)["files"]}
     carried = _carry_over(folder, new, listed)
+    for path in new.rglob("*"):
+        _keep_mode(folder / path.relative_to(new), path)
     aside = _aside(folder)
     if _is_own(aside):  # of a process that was killed just after its new folder had the name
         _retire(aside, folder, new.parent)
@@ -482,6 +488,13 @@ def _link(path: Path, target: Path) -> None:
         os.link(path, target)
     except OSError:
         shutil.copy2(path, target)
+
+
+def _keep_mode(old: Path, new: Path) -> None:
+    """Gives a file or folder the permissions of the one that it replaces, if there is one."""
+    with suppress(OSError):  # there is none, or the file system has no permissions
+        if not (old.is_symlink() or new.is_symlink()):
+            new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def _aside(folder: Path) -> Path:
