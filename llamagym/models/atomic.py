@@ -6,7 +6,8 @@ alter some of it later, the manifest shows it. A folder that is replaced is exch
 Linux; elsewhere it is renamed first, and renamed back if the process gets no further.
 
 The manifest also protects the user's files. Only a folder that is new, empty, or has a manifest of the same kind is
-written to; only files that its manifest lists are removed, and all others are carried over.
+written to (a model's may hold a tokenizer alone); only files that its manifest lists are removed, and all others are
+carried over.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -57,6 +59,12 @@ _WHOLE, _RETIRED = "whole", "retired"
 # Older temporary folders are treated as abandoned.
 _STALE_S = 3600.0
 _LARGEST_MANIFEST = 2**24
+_TOKENIZER_FILES = (
+    *("added_tokens.json", "additional_chat_templates", "chat_template.*", "merges.txt", "special_tokens_map.json"),
+    *("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model", "sentencepiece*.model"),
+)
+# Files that a folder without a manifest may hold, by kind: a tokenizer is often saved before its model.
+_MAY_HOLD = {"model": _TOKENIZER_FILES}
 
 
 @contextmanager
@@ -75,7 +83,8 @@ def written_whole(
     Raises:
         ConfigError: The folder's path is invalid.
         CheckpointError: The folder holds something else, or cannot be written. What lay there is as it was, and no
-            temporary file is left. The message says so if only the last flush of the disk failed.
+            temporary file is left. If only the final flush failed, the new version is in place, and the message says
+            so.
     """
     folder = user_folder(folder).resolve()
     _require_replaceable(folder)
@@ -133,27 +142,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-
-
-def move_files(source: Path, folder: Path, own: str) -> None:
-    """Moves all files of a folder into another, in place of files of an older save only.
-
-    Args:
-        source: The folder with the new files.
-        folder: The other folder.
-        own: Name of the file that identifies an older save.
-
-    Raises:
-        FileExistsError: A file of the same name exists, and no older save; then nothing is moved.
-    """
-    names = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file()]
-    if not (folder / own).is_file():
-        for name in names:
-            if os.path.lexists(folder / name):
-                raise FileExistsError(f"{str(name)!r} is to be written, and a file of this name is yours")
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).replace(folder / name)
 
 
 def is_scratch_file(name: str) -> bool:
@@ -290,7 +278,7 @@ def bring_back(folder: Path) -> None:
 
 
 def bring_back_all(parent: Path) -> None:
-    """Do so for every folder in another."""
+    """Renames all such folders back in a parent folder."""
     for aside in parent.glob(f"{_ASIDE}*"):
         bring_back(parent / aside.name.removeprefix(_ASIDE))
 
@@ -300,7 +288,7 @@ def remove_stale(parent: Path) -> None:
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another process deletes it too
             if _is_scratch(scratch) and not _is_in_use(scratch):
-                shutil.rmtree(scratch, ignore_errors=True)
+                _remove_scratch(scratch)
 
 
 def _is_scratch(folder: Path) -> bool:
@@ -327,10 +315,17 @@ def _is_in_use(scratch: Path) -> bool:
     return False
 
 
+def _remove_scratch(scratch: Path) -> None:
+    """Deletes a temporary folder, its mark last: should the process be killed, a later one recognizes the rest."""
+    for name in (_WHOLE, _RETIRED):
+        shutil.rmtree(scratch / name, ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
 def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
     """Remove a temporary folder, and those folders that were made for it and are still empty."""
     if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove_scratch(scratch)
     for parent in made:
         with suppress(OSError):
             parent.rmdir()
@@ -354,7 +349,7 @@ def _require_replaceable(folder: Path) -> None:
 
 
 def require_own(folder: Path, kind: str) -> None:
-    """Reject a folder that neither is new, nor empty, nor was written here with the same kind.
+    """Rejects an existing folder that has files and no manifest of this kind.
 
     Raises:
         CheckpointError: It is such a folder.
@@ -367,9 +362,9 @@ def require_own(folder: Path, kind: str) -> None:
 
 
 def _require_own(folder: Path, kind: str) -> None:
-    """Do so under the lock, which the caller holds."""
+    """Rejects such a folder under the lock, which the caller holds."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
-    if not names:
+    if all(any(fnmatchcase(name, pattern) for pattern in _MAY_HOLD.get(kind, ())) for name in names):
         return
     try:
         found = read_manifest(folder)["kind"]
@@ -406,6 +401,9 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
         return
     if not replace:
         raise FileExistsError(f"{str(folder)!r} exists")
+    if not (folder / MANIFEST).exists():
+        # A tokenizer alone. Folders without a manifest are not renamed back.
+        replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
     listed = {MANIFEST, *read_manifest(folder)["files"]}
     carried = _carry_over(folder, new, listed)
     for path in new.rglob("*"):

@@ -38,6 +38,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import ModelLoadError
+from .atomic import bring_back
 from .registry import EMBEDDED_NAME
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def local_path(name: str | Path) -> Path | None:
         raise ModelLoadError(f"the name of the model is empty: {text!r}. Pass a registered name, a folder or a hub id.")
     # This leaves the home of an unknown user as it is, and Path.expanduser raises.
     path = Path(os.path.expanduser(text))
+    bring_back(path)
     # Unlike Path.exists, this is False also where a name is too long or a folder may not be read.
     if os.path.exists(path):
         return path

@@ -283,7 +283,7 @@ def _converted(gguf: Path, name: str) -> Path:
         return folder
     logger.info("Converting %s into %s; this happens once. 135 million weights take half a minute.", gguf.name, folder)
     try:
-        with written_whole(folder, "model", replace=False) as whole, loading_quietly(reads_gguf=True):
+        with written_whole(folder, "converted model", replace=False) as whole, loading_quietly(reads_gguf=True):
             _convert(gguf, whole)
     except (CheckpointError, ConfigError) as error:
         if not folder.is_dir():  # else another process was faster

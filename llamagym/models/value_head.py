@@ -8,7 +8,8 @@ departures:
   differ in scale by orders of magnitude between dimensions; one learning rate does not suit them all otherwise.
 - There is no dropout: the same input must give the same value in every pass.
 
-On disk: what transformers or PEFT writes for the model (full weights or adapter), beside `value_head.safetensors`.
+On disk: what transformers or PEFT writes for the model (full weights or adapter), `value_head.safetensors`, and a
+manifest of these files, which the next save replaces.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ConfigError, ModelLoadError, excerpt
-from .atomic import move_files, reason_of
+from ..errors import ConfigError, ModelLoadError, excerpt
+from .atomic import written_whole
 from .hub import (
     ADAPTER_CONFIG,
     check_model_file,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
+KIND = "model"
 VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
 _HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
@@ -270,25 +272,19 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Write the adapter, or the full weights where there is none, and the value head.
 
         Args:
-            save_directory: Folder to write into; created if it does not exist. Files of an older save are replaced, all
-                others stay.
+            save_directory: Folder to write, whole or not at all: new, empty, a model's, or one that holds a tokenizer
+                alone. A model is replaced; other files in its folder stay.
             **kwargs: Passed on to the language model's `save_pretrained`.
 
         Raises:
             ConfigError: The folder's path is invalid.
-            CheckpointError: The folder has a file of a name that is to be written, and no older save; or it cannot be
-                written.
+            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         folder = user_folder(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
-                self.write_files(Path(scratch), **kwargs)
-                move_files(Path(scratch), folder, VALUE_HEAD_FILE)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write the model {str(folder)!r}: {reason_of(error)}.") from error
+        with written_whole(folder, KIND) as whole:
+            self.write_files(whole, **kwargs)
 
     def write_files(self, folder: Path, **kwargs: Any) -> None:
         """Writes what `save_pretrained` saves into a new folder.
@@ -313,7 +309,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         private: bool | None = None,
         token: str | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes to the model hub, making the repository if need be.
+        """Upload what `save_pretrained` writes, without the manifest, to the model hub; makes the repository if needed.
 
         Args:
             repo_id: The repository, "user/name".
@@ -325,7 +321,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             The commit's address.
         """
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.write_files(Path(folder))
             return upload(Path(folder), repo_id, commit_message, private, token)
 
 
