@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -578,6 +579,81 @@ def test_weights_whose_second_half_is_missing_are_named(offline: bool, tmp_path:
     sorted(tmp_path.glob("model-*.safetensors"))[-1].unlink()
     with pytest.raises(ModelLoadError, match=r"cannot load a causal language model .*model-0000"):
         load_model_and_tokenizer(tmp_path, "cpu")
+
+
+def changed(file: Path, **changes: Any) -> None:
+    """Sets values in a JSON file; None removes one."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 64},
+        {"hidden_act": "nope"},
+        {"rope_parameters": {"rope_type": "nope"}},
+        {"num_attention_heads": "x"},
+        {"num_attention_heads": 0},
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    changed(folder / "config.json", **changes)
+    with pytest.raises(ModelLoadError, match=re.escape(repr(str(folder)))):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+def test_rejects_weights_that_the_model_lacks(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    changed(folder / "config.json", num_hidden_layers=2)
+    with pytest.raises(ModelLoadError, match=r"holds 18 weights that LlamaForCausalLM lacks.*layers\.2\."):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+@pytest.mark.parametrize("index", ["{}", "[]", "", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors\.index\.json"):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_model_name_or_path": ["a"]},
+        {"base_model_name_or_path": {"a": 1}},
+        {"base_model_name_or_path": 1},
+        {"revision": ["a"]},
+        {"r": 3},
+        {"r": "x"},
+        {"r": 0},
+        {"target_modules": ["nope"]},
+        {"task_type": "SEQ_CLS"},
+        {"peft_type": "IA3"},
+    ],
+    ids=str,
+)
+def test_an_adapter_s_configuration_that_does_not_fit_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    base, folder = save_tiny("llama", tmp_path / "base"), tmp_path / "adapter"
+    load_model_and_tokenizer(base, "cpu", "float32")[0].save_pretrained(folder)
+    changed(folder / "adapter_config.json", **changes)
+    for load in LOADERS:
+        with pytest.raises(ModelLoadError, match=re.escape(str(folder))):
+            load(folder)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=["main", "CUDA"])
+def test_memory_that_runs_out_is_no_damage(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(type(error)):
+        AutoModelForCausalLMWithValueHead.from_pretrained(save_tiny("llama", tmp_path))
 
 
 def test_an_adapter_without_weights_or_base_names_what_is_missing(offline: bool, tmp_path: Path) -> None:

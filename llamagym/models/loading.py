@@ -27,7 +27,8 @@ from transformers import PreTrainedTokenizerBase
 from ..conversation.chat_template import invocation_tokens
 from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean, excerpt
 from ..options import check_arguments, shortened
-from .atomic import reason_of, written_whole
+from .adapters import read_adapter_config
+from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import (
     ADAPTER_CONFIG,
@@ -63,8 +64,6 @@ _COPIES_TO_TRAIN = 4
 _PACKED_COPIES = {torch.bfloat16: 1.45, torch.float32: 0.725}
 BESIDE_WEIGHTS_GIB = 0.8
 """Libraries, kernels, activations: what runs took at their peak, less weights and packed copies, is 0.7 to 1.2."""
-# Options of adapters by which PEFT imports a module or reads a file elsewhere.
-_NAMES_CODE = ("megatron_config", "auto_mapping", "prompt_tuning_init_state_dict_path")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -137,8 +136,7 @@ def load_model_and_tokenizer(
     if adapter is not None:
         if peft_config is not None:
             raise ModelLoadError(f"{str(name)!r} holds an adapter of its own: drop peft_config, or load its base.")
-        _require_no_code(adapter)
-        base_name = PeftConfig.from_pretrained(str(adapter.parent)).base_model_name_or_path or ""
+        base_name = read_adapter_config(adapter).get("base_model_name_or_path") or ""
         if not base_name:
             raise ModelLoadError(
                 f"the adapter {str(name)!r} does not name its base. Add base_model_name_or_path to it."
@@ -181,24 +179,6 @@ def load_model_and_tokenizer(
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _name_base(model, entry.hub_id)
     return model if quantization else model.to(target), tokenizer, target
-
-
-def _require_no_code(adapter: Path) -> None:
-    """Reject an adapter whose configuration names a module that PEFT would import or a file that it would read.
-
-    Raises:
-        ModelLoadError: It names one, or cannot be read.
-    """
-    try:
-        config = dict(json.loads(adapter.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ModelLoadError(f"{str(adapter)!r} cannot be read: {reason_of(error)}. Save the adapter again.") from error
-    for option in _NAMES_CODE:
-        if config.get(option):
-            raise ModelLoadError(
-                f"{str(adapter)!r} sets {option}={shortened(config[option])}, by which an adapter names code or files "
-                "elsewhere. Remove it if you trust the adapter and do not need it."
-            )
 
 
 def load_needs_gib(
@@ -384,7 +364,7 @@ def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None:
         # Models whose tokenizer opens every text with its bos token were trained to see one.
-        opens = bool(tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id)
+        opens = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + PLAIN_CHAT_TEMPLATE
         logger.warning("the tokenizer of %s has no chat template: using a plain Instruct/Output one.", source)
     return tokenizer
