@@ -259,6 +259,30 @@ def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".writing-running1", "letters"}
 
 
+@pytest.mark.parametrize("cache", ["~no-such-user/cache", "a" * 5000])
+def test_a_cache_folder_that_is_no_path_is_named(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    monkeypatch.setenv("LLAMAGYM_CACHE", cache)
+    with pytest.raises(ConfigError, match=rf"LLAMAGYM_CACHE='{cache[:20]}.*Pass another path"):
+        embedded_model_folder()
+
+
+def test_the_cache_folder_needs_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.setattr(Path, "expanduser", lambda path: fail() if str(path).startswith("~") else path)
+    monkeypatch.setattr(loading, "_convert", lambda gguf, folder: None)
+    monkeypatch.delenv("LLAMAGYM_CACHE", raising=False)
+    for name in ("XDG_CACHE_HOME", "LLAMAGYM_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert embedded_model_folder().is_relative_to(tmp_path / name)
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LLAMAGYM_CACHE", "")
+    with pytest.raises(ConfigError, match=r"LLAMAGYM_CACHE='~/.cache/llamagym': 'Could not determine home"):
+        embedded_model_folder()
+
+
 def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)

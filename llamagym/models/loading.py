@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
 from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean, excerpt
-from ..options import check_arguments, shortened
+from ..options import check_arguments, shortened, user_path
 from .adapters import read_adapter_config
 from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
@@ -234,6 +234,7 @@ def embedded_model_folder() -> Path:
 
     Raises:
         ModelLoadError: The package is not installed, or the cache folder cannot be written.
+        ConfigError: `LLAMAGYM_CACHE` is not a path.
     """
     try:
         package = distribution(EMBEDDED_PACKAGE)
@@ -256,8 +257,8 @@ def _gguf_folder(gguf: Path) -> Path:
 def _converted(gguf: Path, name: str) -> Path:
     """The folder in the cache that holds a GGUF file's weights and tokenizer under `name`."""
     cache = os.environ.get("LLAMAGYM_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamagym"
-    root = Path(cache).expanduser() if cache else base
+    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "llamagym")
+    root = user_path(cache or usual, "LLAMAGYM_CACHE")
     folder = root / f"{name}-{_CONVERSION}"
     if folder.is_dir():
         return folder
