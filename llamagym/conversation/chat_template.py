@@ -124,7 +124,8 @@ class ChatTemplate:
 
     def _shared_uncached(self, system: str) -> list[int]:
         one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")
-        return one[: next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)]
+        # A tokenizer may know neither letter; then nothing shows where the prompts begin to differ.
+        return one[: next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)]
 
     def _opening(self, system: str, user: str) -> list[Message]:
         if not system:
