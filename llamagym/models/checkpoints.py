@@ -190,8 +190,11 @@ def _fact(manifest: dict[str, Any], name: str) -> float:
 
 
 def difference(name: str, saved: Any, passed: Any) -> str:
-    """Says of an option what was saved and what is passed."""
-    return f"{name} was {_around(saved, passed)!r} and is now {_around(passed, saved)!r}"
+    """Describes a changed option."""
+    are_texts = isinstance(saved, str) and isinstance(passed, str)
+    was, is_now = (saved, passed) if are_texts else (repr(saved), repr(passed))
+    was, is_now = _around(was, is_now), _around(is_now, was)
+    return f"{name} was {was!r} and is now {is_now!r}" if are_texts else f"{name} was {was} and is now {is_now}"
 
 
 def _differences(path: str, saved: Any, passed: Any, free: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -204,9 +207,9 @@ def _differences(path: str, saved: Any, passed: Any, free: Collection[str]) -> I
         yield path, difference(path, saved, passed)
 
 
-def _around(text: Any, other: Any) -> Any:
-    """Of a long text what lies around its first difference from another one; anything else as it is."""
-    if not (isinstance(text, str) and isinstance(other, str) and len(text) > _LONG):
+def _around(text: str, other: str) -> str:
+    """Excerpt of a long text around its first difference from another."""
+    if len(text) <= _LONG:
         return text
     pairs = enumerate(zip(text, other, strict=False))
     first = next((i for i, (one, another) in pairs if one != another), min(len(text), len(other)))
