@@ -444,7 +444,7 @@ def test_what_is_damaged_or_foreign_is_refused_and_an_older_one_taken(tmp_path, 
 
 def test_a_folder_without_checkpoints_is_named(tmp_path):
     assert newest(tmp_path) is None
-    with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
+    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a folder with checkpoints"):
         make_agent(WordAgent).load_checkpoint(tmp_path)
 
 

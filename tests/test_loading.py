@@ -382,7 +382,7 @@ def test_a_model_s_first_agent_settles_its_depth(tmp_path: Path) -> None:
     [
         ({"lora_layer_fraction": 0.0}, "expected a share"),
         ({"lora_layer_fraction": "all"}, "must be a number"),
-        ({"lora_layer_fraction": 1.0, "peft_config": False}, "peft_config says otherwise"),
+        ({"lora_layer_fraction": 1.0, "peft_config": False}, "cannot be combined with peft_config"),
     ],
 )
 def test_a_share_that_is_none_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

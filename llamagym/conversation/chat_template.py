@@ -22,7 +22,7 @@ from .plain_text import PlainText
 # Plain words, which no template trims or escapes.
 _SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
 _OTHER_USER, _OTHER_REPLY = "otherprobe", "anotherandlongerreply"
-# Numbers of earlier turns that templates are tried with: those that count turns do so from few on, or by small periods.
+# Templates that depend on the number of turns usually do so at small counts or small periods.
 _EARLIER_TURNS = (*range(1, 9), 16, 32, 64)
 
 Message = dict[str, str]

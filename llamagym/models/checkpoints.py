@@ -26,10 +26,10 @@ _LONG = 80
 
 
 def require_none(root: Path) -> None:
-    """Refuse a folder that holds checkpoints already: a new run's would be taken for older ones of that run.
+    """Rejects a folder that already has checkpoints: a new run's would be mixed with them.
 
     Raises:
-        CheckpointError: It does.
+        CheckpointError: It has.
     """
     if found := _all(root):
         raise CheckpointError(
@@ -47,7 +47,8 @@ def find(folder: Path) -> Path:
     """A folder that is a checkpoint, or the newest whole one in it.
 
     Raises:
-        CheckpointError: It is none and holds none, or all that it holds are damaged or of a later version.
+        CheckpointError: It is neither a checkpoint nor a folder with checkpoints, or all of them are damaged or of
+            another version.
     """
     bring_back(folder)
     if (folder / MANIFEST).exists():
@@ -57,7 +58,9 @@ def find(folder: Path) -> Path:
         raise CheckpointError(f"there is no folder {str(folder)!r}. Pass what save_checkpoint() wrote.")
     found = newest(folder)
     if found is None:
-        raise CheckpointError(f"{str(folder)!r} is no checkpoint and holds none. Pass what save_checkpoint() wrote.")
+        raise CheckpointError(
+            f"{str(folder)!r} is neither a checkpoint nor a folder with checkpoints. Pass what save_checkpoint() wrote."
+        )
     return found
 
 

