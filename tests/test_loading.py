@@ -629,6 +629,15 @@ def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], tmp_path: 
         load_model_and_tokenizer(folder, "cpu", "float32")
 
 
+def test_rejects_weights_of_other_shapes(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    changed(folder / "config.json", intermediate_size=48)
+    with pytest.raises(
+        ModelLoadError, match=r"holds 12 weights of other shapes .*down_proj.*\(32, \d+\), expected \(32, 48"
+    ):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
 def test_rejects_weights_that_the_model_lacks(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     changed(folder / "config.json", num_hidden_layers=2)

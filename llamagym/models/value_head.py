@@ -384,7 +384,8 @@ def _source(name: str | Path) -> str:
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     # Otherwise transformers would ask on the terminal whether to run a repository's code.
-    kwargs = {"trust_remote_code": False, **kwargs}
+    # What does not fit is reported below, with both shapes.
+    kwargs = {"trust_remote_code": False, **kwargs, "ignore_mismatched_sizes": True}
     if Path(source).is_dir():
         check_indexes(Path(source))
     with _errors_named(source):
@@ -397,6 +398,13 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
         raise ModelLoadError(
             f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, among them {missing[0]!r}. "
             "Check that the folder is complete and that its config.json fits the weights."
+        )
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        key, saved, expected = mismatched[0]
+        raise ModelLoadError(
+            f"{str(source)!r} holds {len(mismatched)} weights of other shapes than {type(model).__name__} has by its "
+            f"config.json, among them {key!r}: {tuple(saved)}, expected {tuple(expected)}. Check that the two fit."
         )
     # Nor are weights left out silently; the value head of TRL's checkpoints is read later.
     unexpected = sorted(key for key in report["unexpected_keys"] if not key.startswith(_PREFIX))
