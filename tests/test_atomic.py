@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from llamagym import CheckpointError
 from llamagym.models import atomic
-from llamagym.models.atomic import bring_back, verify, written_whole
+from llamagym.models.atomic import bring_back, replace_file, verify, written_whole
 
 
 def write(folder: Path, text: str) -> None:
@@ -103,7 +104,7 @@ def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
     assert killed.returncode == (0 if nth == 4 else 9)
     # Much later, when what was left aside counts as stale.
     for left in tmp_path.glob(f"{atomic._SCRATCH}*"):
-        os.utime(left, (0, 0))
+        aged(left)
     atomic.remove_stale(tmp_path)
     assert content(tmp_path / "now") == expected
     write(tmp_path / "now", "newest")
@@ -116,3 +117,103 @@ def test_what_was_set_aside_never_takes_the_place_of_what_is_there(tmp_path):
     write(tmp_path / ".replaced-now", "old")
     bring_back(tmp_path / "now")
     assert content(tmp_path / "now") == "new"
+
+
+def abandoned(folder: Path) -> Path:
+    """A temporary folder of a process that was killed two hours ago."""
+    (folder / atomic._WHOLE).mkdir(parents=True)
+    (folder / atomic._OWNER).touch()
+    return aged(folder)
+
+
+def aged(folder: Path) -> Path:
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (time.time() - 7200,) * 2, follow_symlinks=False)
+    return folder
+
+
+def test_removes_abandoned_temporary_folders(tmp_path):
+    abandoned(tmp_path / ".writing-abcd_123")
+    write(tmp_path / "now", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["now"]
+
+
+@pytest.mark.parametrize("mark", ["folder", "text", "link", "missing"])
+def test_keeps_folders_of_the_user_that_are_named_like_temporary_ones(tmp_path, mark):
+    folder = abandoned(tmp_path / ".writing-chapters")
+    (folder / "llamagym").unlink()
+    if mark == "folder":
+        (folder / "llamagym").mkdir()
+        (folder / "llamagym" / "chapter1.md").write_text("my text")
+    elif mark == "text":
+        (folder / "llamagym").write_text("my text")
+    elif mark == "link":
+        (tmp_path / "empty").touch()
+        (folder / "llamagym").symlink_to(tmp_path / "empty")
+    aged(folder)
+    write(tmp_path / "now", "new")
+    assert folder.exists()
+    assert os.path.lexists(folder / "llamagym") == (mark != "missing")
+
+
+def test_keeps_folders_whose_names_are_no_temporary_ones(tmp_path):
+    for name in (".writing-drafts", ".writing-A-Letter", ".writing-chapters2"):
+        abandoned(tmp_path / name)
+    write(tmp_path / "now", "new")
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.skipif(atomic.fcntl is None, reason="needs locks")
+def test_a_save_that_takes_hours_is_not_removed_by_another(tmp_path):
+    with written_whole(tmp_path / "slow", "checkpoint") as whole:
+        (whole / "a.txt").write_text("slow")
+        aged(whole.parent)
+        write(tmp_path / "quick", "quick")
+        assert whole.exists()
+    assert content(tmp_path / "slow") == "slow"
+
+
+def test_a_save_whose_files_are_new_is_not_removed_by_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "fcntl", None)
+    with written_whole(tmp_path / "slow", "checkpoint") as whole:
+        (whole / "a.txt").write_text("slow")
+        aged(whole.parent)
+        (whole / "a.txt").write_text("written just now")
+        write(tmp_path / "quick", "quick")
+        assert whole.exists()
+    assert content(tmp_path / "slow") == "written just now"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
+def test_saving_again_keeps_modes(tmp_path, exchanges):
+    write(tmp_path / "now", "old")
+    (tmp_path / "now" / "notes").mkdir()
+    (tmp_path / "now" / "notes" / "diary.txt").write_text("mine")
+    modes = {"": 0o700, "a.txt": 0o640, "notes": 0o710, "notes/diary.txt": 0o600}
+    for name, mode in modes.items():
+        (tmp_path / "now" / name).chmod(mode)
+    write(tmp_path / "now", "new")
+    assert content(tmp_path / "now") == "new"
+    assert {name: (tmp_path / "now" / name).stat().st_mode & 0o777 for name in modes} == modes
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
+def test_saving_to_an_empty_folder_keeps_its_mode(tmp_path):
+    (tmp_path / "now").mkdir(0o700)
+    write(tmp_path / "now", "new")
+    assert (tmp_path / "now").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
+@pytest.mark.parametrize("mode", [0o600, 0o444])
+def test_replacing_a_file_keeps_its_mode(tmp_path, monkeypatch, mode):
+    path = tmp_path / "metrics.csv"
+    replace_file(path, "old")
+    path.chmod(mode)
+    readable = []
+    monkeypatch.setattr(atomic, "_flush", lambda scratch: readable.append(scratch.stat().st_mode & 0o077))
+    replace_file(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == mode
+    # Nor may others read it while it is written.
+    assert readable == [0]

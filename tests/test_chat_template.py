@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from llamagym import ChatTemplateError, ConfigError
 from llamagym.conversation.chat_template import ChatTemplate, end_ids
@@ -72,6 +74,16 @@ def test_later_prompts_are_what_the_template_puts_after_the_last_reply(template:
         )
         expected = whole.rpartition("REPLY")[2]
         assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_a_tokenizer_that_knows_no_letters_shares_nothing():
+    words = {"<unk>": 0, "<e>": 1, "You": 2, "win": 3}
+    known = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=known, unk_token="<unk>", eos_token="<e>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' <e> ' }}{% endfor %}"
+    template = ChatTemplate(tokenizer, append_only=False)
+    assert template.shared_length("You", template.first_prompt("You", "win")) == 0
 
 
 def test_no_prompt_contains_words_of_the_probe():

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import torch
 from llamagym import Callback, CheckpointError, ConfigError, EnvironmentTimeoutError, EpisodeError, train
 from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, SCHEMA, verify, written_whole
-from llamagym.models.checkpoints import best, find, newest, path_of, prune
+from llamagym.models.checkpoints import best, check_options, difference, find, newest, path_of, prune
 from llamagym.models.state_files import read_state, write_state
 from llamagym.training.tracking import JsonlTracker, MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
@@ -443,7 +444,7 @@ def test_what_is_damaged_or_foreign_is_refused_and_an_older_one_taken(tmp_path, 
 
 def test_a_folder_without_checkpoints_is_named(tmp_path):
     assert newest(tmp_path) is None
-    with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
+    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a folder with checkpoints"):
         make_agent(WordAgent).load_checkpoint(tmp_path)
 
 
@@ -607,6 +608,23 @@ def test_a_run_is_not_resumed_as_another_one(tmp_path, options, message):
     with pytest.raises(CheckpointError, match=message):
         learning(tmp_path, resume=True, **options)
     assert learning(tmp_path, resume=True)[1].returns[:12] == done.returns
+
+
+@pytest.mark.parametrize(
+    "saved", [list(range(200_000)), "x" * 200_000, {"a": "x" * 200_000}], ids=["list", "text", "dict"]
+)
+def test_a_large_value_in_a_manifest_is_a_short_error(tmp_path, saved):
+    make_agent(WordAgent).save_checkpoint(tmp_path / "now")
+    manifest = json.loads((tmp_path / "now" / MANIFEST).read_text())
+    (tmp_path / "now" / MANIFEST).write_text(json.dumps(manifest | {"train": {"num_envs": saved}}))
+    with pytest.raises(CheckpointError, match=r"num_envs was .*\.\.\. and is now 4") as raised:
+        check_options(tmp_path / "now", "train", {"num_envs": 4})
+    assert len(str(raised.value)) < 1000
+
+
+def test_an_error_shows_where_long_lists_differ():
+    one, other = list(range(1000)), [*range(998), 0, 999]
+    assert re.search(r"^a was \.\.\..* 998, 999\] and is now \.\.\..* 0, 999\]$", difference("a", one, other))
 
 
 class Terse(ChoiceAgent):

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -246,15 +247,40 @@ def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
-    for name, minutes in ((".writing-killed", 61), (".writing-now", 59), ("letters", 61)):
+    for name, minutes in ((".writing-killed_1", 61), (".writing-running1", 59), ("letters", 61)):
         (tmp_path / name / "whole").mkdir(parents=True)
         (tmp_path / name / "whole" / "model.safetensors").write_bytes(b"half")
         if name != "letters":
             (tmp_path / name / "llamagym").touch()
-        os.utime(tmp_path / name, (time.time() - 60 * minutes,) * 2)
+        for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
+            os.utime(path, (time.time() - 60 * minutes,) * 2)
     monkeypatch.setattr(loading, "_convert", lambda gguf, folder: None)
     folder = embedded_model_folder()
-    assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".writing-now", "letters"}
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".writing-running1", "letters"}
+
+
+@pytest.mark.parametrize("cache", ["~no-such-user/cache", "a" * 5000])
+def test_a_cache_folder_that_is_no_path_is_named(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    monkeypatch.setenv("LLAMAGYM_CACHE", cache)
+    with pytest.raises(ConfigError, match=rf"LLAMAGYM_CACHE='{cache[:20]}.*Pass another path"):
+        embedded_model_folder()
+
+
+def test_the_cache_folder_needs_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.setattr(Path, "expanduser", lambda path: fail() if str(path).startswith("~") else path)
+    monkeypatch.setattr(loading, "_convert", lambda gguf, folder: None)
+    monkeypatch.delenv("LLAMAGYM_CACHE", raising=False)
+    for name in ("XDG_CACHE_HOME", "LLAMAGYM_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert embedded_model_folder().is_relative_to(tmp_path / name)
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LLAMAGYM_CACHE", "")
+    with pytest.raises(ConfigError, match=r"LLAMAGYM_CACHE='~/.cache/llamagym': 'Could not determine home"):
+        embedded_model_folder()
 
 
 def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +382,7 @@ def test_a_model_s_first_agent_settles_its_depth(tmp_path: Path) -> None:
     [
         ({"lora_layer_fraction": 0.0}, "expected a share"),
         ({"lora_layer_fraction": "all"}, "must be a number"),
-        ({"lora_layer_fraction": 1.0, "peft_config": False}, "peft_config says otherwise"),
+        ({"lora_layer_fraction": 1.0, "peft_config": False}, "cannot be combined with peft_config"),
     ],
 )
 def test_a_share_that_is_none_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -577,6 +603,90 @@ def test_weights_whose_second_half_is_missing_are_named(offline: bool, tmp_path:
     sorted(tmp_path.glob("model-*.safetensors"))[-1].unlink()
     with pytest.raises(ModelLoadError, match=r"cannot load a causal language model .*model-0000"):
         load_model_and_tokenizer(tmp_path, "cpu")
+
+
+def changed(file: Path, **changes: Any) -> None:
+    """Sets values in a JSON file; None removes one."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 64},
+        {"hidden_act": "nope"},
+        {"rope_parameters": {"rope_type": "nope"}},
+        {"num_attention_heads": "x"},
+        {"num_attention_heads": 0},
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    changed(folder / "config.json", **changes)
+    with pytest.raises(ModelLoadError, match=re.escape(repr(str(folder)))):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+def test_rejects_weights_of_other_shapes(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    changed(folder / "config.json", intermediate_size=48)
+    with pytest.raises(
+        ModelLoadError, match=r"holds 12 weights of other shapes .*down_proj.*\(32, \d+\), expected \(32, 48"
+    ):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+def test_rejects_weights_that_the_model_lacks(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    changed(folder / "config.json", num_hidden_layers=2)
+    with pytest.raises(ModelLoadError, match=r"holds 18 weights that LlamaForCausalLM lacks.*layers\.2\."):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+@pytest.mark.parametrize("index", ["{}", "[]", "", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors\.index\.json"):
+        load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_model_name_or_path": ["a"]},
+        {"base_model_name_or_path": {"a": 1}},
+        {"base_model_name_or_path": 1},
+        {"revision": ["a"]},
+        {"r": 3},
+        {"r": "x"},
+        {"r": 0},
+        {"target_modules": ["nope"]},
+        {"task_type": "SEQ_CLS"},
+        {"peft_type": "IA3"},
+    ],
+    ids=str,
+)
+def test_an_adapter_s_configuration_that_does_not_fit_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    base, folder = save_tiny("llama", tmp_path / "base"), tmp_path / "adapter"
+    load_model_and_tokenizer(base, "cpu", "float32")[0].save_pretrained(folder)
+    changed(folder / "adapter_config.json", **changes)
+    for load in LOADERS:
+        with pytest.raises(ModelLoadError, match=re.escape(str(folder))):
+            load(folder)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=["main", "CUDA"])
+def test_memory_that_runs_out_is_no_damage(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(type(error)):
+        AutoModelForCausalLMWithValueHead.from_pretrained(save_tiny("llama", tmp_path))
 
 
 def test_an_adapter_without_weights_or_base_names_what_is_missing(offline: bool, tmp_path: Path) -> None:

@@ -40,6 +40,20 @@ def test_control_tokens_of_a_text_are_spelt_out(family):
             assert controls_in(tokenizer, template.next_prompt("Be good.", text, end)) == expected
 
 
+def test_control_tokens_beside_any_private_characters_are_spelt_out():
+    tokenizer = tiny_tokenizer("llama")
+    text = PlainText(tokenizer)
+    name = tokenizer.eos_token
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    usual, spelt = text.encode(private), text.encode(name)
+    assert controls_in(tokenizer, text.encode(name + private)) == []
+    assert text.encode(name + private) == spelt + usual
+    # What looks like a mark is text, too.
+    for number in range(3):
+        looks_so = f"\ue000{number}\ue0010\ue000"
+        assert text.encode(looks_so + name + looks_so) == text.encode(looks_so) + spelt + text.encode(looks_so)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_without_control_tokens_are_encoded_as_ever(family):
     tokenizer = tiny_tokenizer(family)

@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import peft
 import pytest
+from safetensors.torch import load_file
 
-from llamagym import CheckpointError, ConfigError, ModelLoadError, load_model_and_tokenizer
+from llamagym import (
+    AutoModelForCausalLMWithValueHead,
+    CheckpointError,
+    ConfigError,
+    LlamaGymError,
+    ModelLoadError,
+    load_model_and_tokenizer,
+)
 from llamagym.__main__ import main
 from llamagym.cli.prompts import agent_class, read_wording
 from llamagym.cli.runs import load_agent
@@ -303,6 +312,56 @@ def test_an_adapter_cannot_name_code_or_files(run, changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ModelLoadError, match=rf"adapter_config.json.*{next(iter(changes))}"):
         load_model_and_tokenizer(run / "agent", "cpu")
+
+
+LOADERS = [
+    lambda folder: load_model_and_tokenizer(folder, "cpu", "float32"),
+    AutoModelForCausalLMWithValueHead.from_pretrained,
+]
+
+
+@pytest.mark.parametrize("load", LOADERS, ids=["load_model_and_tokenizer", "from_pretrained"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"peft_type": "SHADOW", "shadow_model": "{secret}"},
+        {"peft_type": "XLORA", "hidden_size": 32, "adapters": {"0": "{secret}"}},
+        {"peft_type": "PROMPT_TUNING", "tokenizer_name_or_path": "{secret}", "prompt_tuning_init": "TEXT"},
+        {"peft_type": "NOPE"},
+        {"peft_type": None},
+        {"peft_type": ["LORA"]},
+    ],
+)
+def test_rejects_an_adapter_of_another_method_before_peft_reads_it(run, tmp_path, monkeypatch, load, changes):
+    agent = run / "agent"
+    shutil.copytree(agent, tmp_path / "secret")
+    config = json.loads((agent / "adapter_config.json").read_text())
+    kept = {name: config[name] for name in ("base_model_name_or_path", "task_type")}
+    text = json.dumps(kept | changes).replace("{secret}", str(tmp_path / "secret"))
+    (agent / "adapter_config.json").write_text(text)
+    reseal(agent)
+    for part in (peft.PeftConfig, peft.PeftModel):
+        monkeypatch.setattr(part, "from_pretrained", lambda *_, **__: pytest.fail("PEFT was asked"))
+    with pytest.raises(ModelLoadError, match=r"adapter_config.json.*peft_type"):
+        load(agent)
+    with pytest.raises(LlamaGymError, match=r"adapter_config.json.*peft_type"):
+        load_agent(run, None, None)
+
+
+@pytest.mark.parametrize("load", LOADERS, ids=["load_model_and_tokenizer", "from_pretrained"])
+@pytest.mark.parametrize("name", ["../private/weights.safetensors", "{private}/weights.safetensors"])
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_cannot_name_weights_elsewhere(tmp_path, load, name, index):
+    folder, private = tmp_path / "model", tmp_path / "private"
+    tiny_base_model("llama").save_pretrained(folder)
+    tiny_tokenizer("llama").save_pretrained(folder)
+    private.mkdir()
+    (folder / "model.safetensors").rename(private / "weights.safetensors")
+    keys = load_file(private / "weights.safetensors")
+    weight_map = {key: name.replace("{private}", str(private)) for key in keys}
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(ModelLoadError, match=rf"{index}.*weights.safetensors'.*outside"):
+        load(folder)
 
 
 @pytest.mark.parametrize(

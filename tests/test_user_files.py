@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from llamagym import CheckpointError, ConfigError, EvalCallback, train, write_report
+from llamagym import AutoModelForCausalLMWithValueHead, CheckpointError, ConfigError, EvalCallback, train, write_report
 from llamagym.models import atomic
 from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
 from llamagym.models.checkpoints import best, newest, path_of
@@ -26,6 +27,7 @@ from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, d
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.killed import killed_at
 from tests.resumed_run import SIZES, DiceEnv
+from tests.tiny import tiny_base_model, tiny_model
 
 WRITERS = {
     "save": lambda agent, folder: agent.save(folder),
@@ -405,25 +407,100 @@ def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):
 # Models with a value head
 
 
-@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", "adapter_model.safetensors"])
+def filled(model: Any, value: float) -> Any:
+    """The model, all of whose weights have one value."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(value)
+    return model
+
+
+def values(model: Any) -> set[float]:
+    """The values of all trained and frozen weights, the value head included."""
+    return {value for weight in model.parameters() for value in weight.unique().tolist()}
+
+
+@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", "adapter_model.safetensors", "notes.txt"])
 def test_a_model_is_not_saved_over_files_of_the_user(agent, tmp_path, name):
     (tmp_path / name).write_text("mine")
     before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"cannot write the model .*'{name}' is to be written"):
+    with pytest.raises(CheckpointError, match=rf"holds files that llamagym did not write there \('{name}'\)"):
         agent.policy.model.save_pretrained(tmp_path)
     assert tree(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_model_is_saved_beside_other_files_and_over_an_older_save(agent, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    agent.tokenizer.save_pretrained(str(tmp_path))
-    agent.policy.model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("tokenizer_first", [True, False])
+def test_a_model_is_saved_beside_its_tokenizer_and_over_an_older_save(agent, tmp_path, tokenizer_first):
+    folder = tmp_path / "model"
+    saves = [lambda: agent.tokenizer.save_pretrained(str(folder)), lambda: agent.policy.model.save_pretrained(folder)]
+    for save in saves if tokenizer_first else saves[::-1]:
+        save()
+    (folder / "notes.txt").write_text("mine")
+    before = tree(folder)
+    agent.policy.model.save_pretrained(folder)
+    assert tree(folder) == before
+    assert {"value_head.safetensors", "tokenizer.json"} <= before.keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_saved_again_in_shards_is_the_new_one(tmp_path):
+    model = filled(AutoModelForCausalLMWithValueHead(tiny_base_model("llama")), 3.0)
+    for value, options in ((3.0, {}), (7.0, {"max_shard_size": "20KB"}), (5.0, {})):
+        filled(model, value).save_pretrained(tmp_path / "model", **options)
+        assert values(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "model")) == {value}
+
+
+def test_full_weights_saved_over_an_adapter_are_the_new_ones(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    filled(AutoModelForCausalLMWithValueHead(tiny_base_model("llama")), 7.0).save_pretrained(tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists()
+    assert values(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)) == {7.0}
+
+
+def test_full_weights_are_not_saved_over_settings_that_the_user_added_to_an_adapter(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"my": "experiment"}')
     before = tree(tmp_path)
-    agent.policy.model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'config.json' is to be written, and a file of this name is yours"):
+        AutoModelForCausalLMWithValueHead(tiny_base_model("llama")).save_pretrained(tmp_path)
     assert tree(tmp_path) == before
-    assert before["notes.txt"] == b"mine"
-    assert "value_head.safetensors" in before
+
+
+def test_a_model_that_a_killed_process_had_renamed_is_loaded(tmp_path):
+    filled(AutoModelForCausalLMWithValueHead(tiny_base_model("llama")), 7.0).save_pretrained(tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / ".replaced-model")
+    assert values(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "model")) == {7.0}
+
+
+def test_a_model_is_not_saved_over_an_agent(save, agent, tmp_path):
+    save(tmp_path / "saved")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds: (agent|checkpoint); saving there would replace it with: model"):
+        agent.policy.model.save_pretrained(tmp_path / "saved")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_model_whose_save_is_killed_at_any_point_is_the_old_or_the_new_one(tmp_path, monkeypatch):
+    model = filled(AutoModelForCausalLMWithValueHead(tiny_base_model("llama")), 3.0)
+    folder = tmp_path / "saves" / "model"
+    model.save_pretrained(folder)
+    filled(model, 7.0)
+    found = []
+    for point in range(1000):
+        is_over = killed_at(point, lambda: model.save_pretrained(folder))
+        found.append(values(AutoModelForCausalLMWithValueHead.from_pretrained(folder)))
+        assert found[-1] in ({3.0}, {7.0})
+        if is_over:
+            break
+    assert found[0] == {3.0}
+    assert found[-1] == {7.0}
+    monkeypatch.setattr(atomic, "_STALE_S", -1.0)
+    model.save_pretrained(folder)
+    # A folder whose process was killed before it could mark it stays, but it is empty.
+    assert {name.split("/")[0] for name in tree(folder.parent)} == {"model"}
 
 
 # Paths
@@ -770,6 +847,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     # What a link points to may belong to somebody else.
     replace_file(tmp_path / "link", "new")
     assert tree(tmp_path) == {"a": b"old", "link": b"new"}
+    assert (tmp_path / "link").stat().st_mode == (tmp_path / "a").stat().st_mode
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -98,7 +98,7 @@ def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: boo
         folder: The folder.
         env_id: The environment; None is the run's.
         prompt: What puts it into words; None is the run's, or what follows from the environment's spaces.
-        trust: Whether to execute code of the folder's author, which is printed before.
+        trust: Whether to execute code of the folder's author, whose path or name is printed first.
 
     Raises:
         CheckpointError: The agent is damaged.

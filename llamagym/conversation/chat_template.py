@@ -22,7 +22,7 @@ from .plain_text import PlainText
 # Plain words, which no template trims or escapes.
 _SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
 _OTHER_USER, _OTHER_REPLY = "otherprobe", "anotherandlongerreply"
-# Numbers of earlier turns that templates are tried with: those that count turns do so from few on, or by small periods.
+# Templates that depend on the number of turns usually do so at small counts or small periods.
 _EARLIER_TURNS = (*range(1, 9), 16, 32, 64)
 
 Message = dict[str, str]
@@ -124,7 +124,8 @@ class ChatTemplate:
 
     def _shared_uncached(self, system: str) -> list[int]:
         one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")
-        return one[: next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)]
+        # A tokenizer may know neither letter; then nothing shows where the prompts begin to differ.
+        return one[: next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)]
 
     def _opening(self, system: str, user: str) -> list[Message]:
         if not system:

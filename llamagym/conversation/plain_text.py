@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
 # Private use: no text has a meaning for these, and no template changes them.
-_MARKS = range(0xE000, 0xF8FF)
+_BEGIN, _END = "\ue000", "\ue001"
+_NUMBERED = re.compile(f"{_BEGIN}([0-9]+){_END}")
 
 
 class PlainText:
@@ -35,15 +37,17 @@ class PlainText:
         """Token ids of what `render` makes of texts; control tokens are those that it adds alone."""
         if not any(self._names.search(text) for text in texts):
             return self._encode(render(texts))
-        mark = next(chr(code) for code in _MARKS if not any(chr(code) in text for text in texts))
+        # A text may hold such characters; the number is one that none of them has there.
+        taken = {number for text in texts for number in _NUMBERED.findall(text)}
+        mark = next(f"{_BEGIN}{number}{_END}" for number in count() if str(number) not in taken)
         found: list[str] = []
 
         def hide(match: re.Match[str]) -> str:
             found.append(match[0])
-            return f"{mark}{len(found) - 1}{mark}"
+            return f"{mark}{len(found) - 1}{_END}"
 
         # Pieces of the rendered text and, at odd places, which name stood between them.
-        pieces = re.split(f"{mark}([0-9]+){mark}", render([self._names.sub(hide, text) for text in texts]))
+        pieces = re.split(f"{mark}([0-9]+){_END}", render([self._names.sub(hide, text) for text in texts]))
         ids: list[int] = []
         for place, piece in enumerate(pieces):
             ids += self._spelt(found[int(piece)]) if place % 2 else self._encode(piece)

@@ -7,12 +7,15 @@ be left out silently. `scripts/check_adapters.py` compares each method and optio
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, excerpt
+from .atomic import reason_of
 
 # Not AdaLoRA, whose ranks change by calls in a training loop, nor Lily, whose router looks at all tokens of a pass.
 SUPPORTED = frozenset(
@@ -87,6 +90,43 @@ _NEUTRAL = frozenset(
     {"auto_mapping", "base_model_name_or_path", "bias", "inference_mode", "peft_type", "peft_version", "revision"}
     | {"runtime_config", "task_type"}
 )
+
+
+# Options of adapters by which PEFT imports a module or reads a file elsewhere.
+_NAMES_CODE = ("megatron_config", "auto_mapping", "prompt_tuning_init_state_dict_path")
+
+
+def read_adapter_config(file: Path) -> dict[str, Any]:
+    """Reads an adapter's configuration, which may come from somebody else, before PEFT acts on it.
+
+    Raises:
+        ModelLoadError: It cannot be read, is of an unsupported method, or names a module that PEFT would import or a
+            file that it would read.
+    """
+    try:
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ModelLoadError(f"{str(file)!r} cannot be read: {reason_of(error)}. Save the adapter again.") from error
+    method = config.get("peft_type")
+    # Other methods load files that they name while PEFT builds them.
+    if not (isinstance(method, str) and method in SUPPORTED):
+        raise ModelLoadError(
+            f"{str(file)!r} has peft_type={excerpt(method)}; expected one of {', '.join(sorted(SUPPORTED))}. Use an "
+            "adapter of one of these methods."
+        )
+    for option in _NAMES_CODE:
+        if config.get(option):
+            raise ModelLoadError(
+                f"{str(file)!r} sets {option}={excerpt(config[option])}, by which an adapter names code or files "
+                "elsewhere. Remove it if you trust the adapter and do not need it."
+            )
+    for option in ("base_model_name_or_path", "revision"):
+        if not isinstance(config.get(option), (str, type(None))):
+            raise ModelLoadError(
+                f"{str(file)!r} has {option}={excerpt(config[option])}; expected a string or null. Save the adapter "
+                "again, or correct it."
+            )
+    return config
 
 
 def check_adapter(model: nn.Module) -> None:

@@ -6,7 +6,8 @@ alter some of it later, the manifest shows it. A folder that is replaced is exch
 Linux; elsewhere it is renamed first, and renamed back if the process gets no further.
 
 The manifest also protects the user's files. Only a folder that is new, empty, or has a manifest of the same kind is
-written to; only files that its manifest lists are removed, and all others are carried over.
+written to (a model's may hold a tokenizer alone); only files that its manifest lists are removed, and all others are
+carried over.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -46,14 +49,22 @@ SCHEMA = 2
 
 _PIECE = 2**20
 _SCRATCH, _ASIDE = ".writing-", ".replaced-"
+# Names that `tempfile.mkdtemp` gives.
+_SCRATCH_PATTERN = re.compile(rf"{re.escape(_SCRATCH)}[a-z0-9_]{{8}}")
 _SCRATCH_FILE = ".llamagym-"
 _SCRATCH_FILE_PATTERN = re.compile(rf"{re.escape(_SCRATCH_FILE)}.+-[0-9a-f]{{8}}")
-# Only a temporary folder that contains this file is ours to remove.
+# Only a temporary folder that contains this file, empty, is ours to remove. Its writer holds a lock on it.
 _OWNER = "llamagym"
 _WHOLE, _RETIRED = "whole", "retired"
-# What is an hour old was left by a process that was killed.
+# Older temporary folders are treated as abandoned.
 _STALE_S = 3600.0
 _LARGEST_MANIFEST = 2**24
+_TOKENIZER_FILES = (
+    *("added_tokens.json", "additional_chat_templates", "chat_template.*", "merges.txt", "special_tokens_map.json"),
+    *("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model", "sentencepiece*.model"),
+)
+# Files that a folder without a manifest may hold, by kind: a tokenizer is often saved before its model.
+_MAY_HOLD = {"model": _TOKENIZER_FILES}
 
 
 @contextmanager
@@ -72,7 +83,8 @@ def written_whole(
     Raises:
         ConfigError: The folder's path is invalid.
         CheckpointError: The folder holds something else, or cannot be written. What lay there is as it was, and no
-            temporary file is left. The message says so if only the last flush of the disk failed.
+            temporary file is left. If only the final flush failed, the new version is in place, and the message says
+            so.
     """
     folder = user_folder(folder).resolve()
     _require_replaceable(folder)
@@ -89,12 +101,13 @@ def written_whole(
         # Not the scratch folder itself, which only its owner may open.
         whole = scratch / _WHOLE
         whole.mkdir()
-        yield whole
-        _seal(whole, {**(facts or {}), "kind": kind, "schema": SCHEMA, "llamagym": own_version()})
-        with _locked(folder.parent):
-            _put(folder, whole, kind, replace)
-        is_in_place = True
-        _flush(folder.parent)
+        with _locked(scratch / _OWNER):
+            yield whole
+            _seal(whole, {**(facts or {}), "kind": kind, "schema": SCHEMA, "llamagym": own_version()})
+            with _locked(folder.parent):
+                _put(folder, whole, kind, replace)
+            is_in_place = True
+            _flush(folder.parent)
     except BaseException as error:
         _clean_up(scratch, missing)
         if not _is_of_writing(error):
@@ -111,7 +124,7 @@ def written_whole(
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole or not at all, in place of an older version.
+    """Write a file that appears whole or not at all, in place of an older version, whose mode it keeps.
 
     Raises:
         OSError: The disk is full, or cannot be written; then the older version is as it was.
@@ -119,34 +132,16 @@ def replace_file(path: Path, content: str | bytes) -> None:
     _remove_stale_files(path)
     scratch = path.with_name(f"{_SCRATCH_FILE}{path.name}-{secrets.token_hex(4)}")
     try:
+        if path.is_file() and not path.is_symlink():
+            scratch.touch(0o600)
         # Text may hold half of a character pair, such as a file's name that is not UTF-8.
         write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
         _flush(scratch)
+        _keep_mode(path, scratch)
         scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-
-
-def move_files(source: Path, folder: Path, own: str) -> None:
-    """Moves all files of a folder into another, in place of files of an older save only.
-
-    Args:
-        source: The folder with the new files.
-        folder: The other folder.
-        own: Name of the file that identifies an older save.
-
-    Raises:
-        FileExistsError: A file of the same name exists, and no older save; then nothing is moved.
-    """
-    names = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file()]
-    if not (folder / own).is_file():
-        for name in names:
-            if os.path.lexists(folder / name):
-                raise FileExistsError(f"{str(name)!r} is to be written, and a file of this name is yours")
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).replace(folder / name)
 
 
 def is_scratch_file(name: str) -> bool:
@@ -283,26 +278,54 @@ def bring_back(folder: Path) -> None:
 
 
 def bring_back_all(parent: Path) -> None:
-    """Do so for every folder in another."""
+    """Renames all such folders back in a parent folder."""
     for aside in parent.glob(f"{_ASIDE}*"):
         bring_back(parent / aside.name.removeprefix(_ASIDE))
 
 
 def remove_stale(parent: Path) -> None:
-    """Delete temporary folders that killed processes left in a folder, but not those of running processes."""
+    """Deletes temporary folders that killed processes left in a folder, but not those of running processes."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another process deletes it too
-            is_ours = not scratch.is_symlink() and _OWNER in os.listdir(scratch)
-            # A folder of the user may have such a name, too.
-            is_ours = is_ours and {*os.listdir(scratch)} <= {_OWNER, _WHOLE, _RETIRED}
-            if is_ours and time.time() - scratch.stat().st_mtime > _STALE_S:
-                shutil.rmtree(scratch, ignore_errors=True)
+            if _is_scratch(scratch) and not _is_in_use(scratch):
+                _remove_scratch(scratch)
+
+
+def _is_scratch(folder: Path) -> bool:
+    """Whether a folder is a temporary one of this library: the user's folders may have such a name, too."""
+    if folder.is_symlink() or not _SCRATCH_PATTERN.fullmatch(folder.name):
+        return False
+    mark = (folder / _OWNER).lstat()
+    return stat.S_ISREG(mark.st_mode) and not mark.st_size and {*os.listdir(folder)} <= {_OWNER, _WHOLE, _RETIRED}
+
+
+def _is_in_use(scratch: Path) -> bool:
+    """Whether a process writes to a temporary folder: something in it is new, or its mark is locked."""
+    newest = max(path.lstat().st_mtime for path in (scratch, *scratch.rglob("*")))
+    if time.time() - newest <= _STALE_S:
+        return True
+    if fcntl is not None:
+        with (scratch / _OWNER).open("rb") as mark:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:  # some network file systems have no locks
+                return False
+    return False
+
+
+def _remove_scratch(scratch: Path) -> None:
+    """Deletes a temporary folder, its mark last: should the process be killed, a later one recognizes the rest."""
+    for name in (_WHOLE, _RETIRED):
+        shutil.rmtree(scratch / name, ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
     """Remove a temporary folder, and those folders that were made for it and are still empty."""
     if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove_scratch(scratch)
     for parent in made:
         with suppress(OSError):
             parent.rmdir()
@@ -326,7 +349,7 @@ def _require_replaceable(folder: Path) -> None:
 
 
 def require_own(folder: Path, kind: str) -> None:
-    """Reject a folder that neither is new, nor empty, nor was written here with the same kind.
+    """Rejects an existing folder that has files and no manifest of this kind.
 
     Raises:
         CheckpointError: It is such a folder.
@@ -339,9 +362,9 @@ def require_own(folder: Path, kind: str) -> None:
 
 
 def _require_own(folder: Path, kind: str) -> None:
-    """Do so under the lock, which the caller holds."""
+    """Rejects such a folder under the lock, which the caller holds."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
-    if not names:
+    if all(any(fnmatchcase(name, pattern) for pattern in _MAY_HOLD.get(kind, ())) for name in names):
         return
     try:
         found = read_manifest(folder)["kind"]
@@ -370,6 +393,7 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     """Put a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
     _require_own(folder, kind)
+    _keep_mode(folder, new)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():
             folder.rmdir()
@@ -377,8 +401,13 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
         return
     if not replace:
         raise FileExistsError(f"{str(folder)!r} exists")
+    if not (folder / MANIFEST).exists():
+        # A tokenizer alone. Folders without a manifest are not renamed back.
+        replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
     listed = {MANIFEST, *read_manifest(folder)["files"]}
     carried = _carry_over(folder, new, listed)
+    for path in new.rglob("*"):
+        _keep_mode(folder / path.relative_to(new), path)
     aside = _aside(folder)
     if _is_own(aside):  # of a process that was killed just after its new folder had the name
         _retire(aside, folder, new.parent)
@@ -459,6 +488,13 @@ def _link(path: Path, target: Path) -> None:
         shutil.copy2(path, target)
 
 
+def _keep_mode(old: Path, new: Path) -> None:
+    """Gives a file or folder the permissions of the one that it replaces, if there is one."""
+    with suppress(OSError):  # there is none, or the file system has no permissions
+        if not (old.is_symlink() or new.is_symlink()):
+            new.chmod(stat.S_IMODE(old.stat().st_mode))
+
+
 def _aside(folder: Path) -> Path:
     return folder.parent / (_ASIDE + folder.name)
 
@@ -469,12 +505,15 @@ def _is_of_writing(error: BaseException) -> bool:
 
 
 @contextmanager
-def _locked(parent: Path) -> Iterator[None]:
-    """While open, no other process of this library renames folders in `parent`, where the system has such locks."""
+def _locked(path: Path) -> Iterator[None]:
+    """While open, this process holds the lock of a file or folder, where the system has such locks.
+
+    Folders in another one are renamed only while that one is locked.
+    """
     if fcntl is None:
         yield
         return
-    descriptor = os.open(parent, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):  # some network file systems lock no folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)

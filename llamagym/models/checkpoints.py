@@ -26,10 +26,10 @@ _LONG = 80
 
 
 def require_none(root: Path) -> None:
-    """Refuse a folder that holds checkpoints already: a new run's would be taken for older ones of that run.
+    """Rejects a folder that already has checkpoints: a new run's would be mixed with them.
 
     Raises:
-        CheckpointError: It does.
+        CheckpointError: It has.
     """
     if found := _all(root):
         raise CheckpointError(
@@ -47,7 +47,8 @@ def find(folder: Path) -> Path:
     """A folder that is a checkpoint, or the newest whole one in it.
 
     Raises:
-        CheckpointError: It is none and holds none, or all that it holds are damaged or of a later version.
+        CheckpointError: It is neither a checkpoint nor a folder with checkpoints, or all of them are damaged or of
+            another version.
     """
     bring_back(folder)
     if (folder / MANIFEST).exists():
@@ -57,7 +58,9 @@ def find(folder: Path) -> Path:
         raise CheckpointError(f"there is no folder {str(folder)!r}. Pass what save_checkpoint() wrote.")
     found = newest(folder)
     if found is None:
-        raise CheckpointError(f"{str(folder)!r} is no checkpoint and holds none. Pass what save_checkpoint() wrote.")
+        raise CheckpointError(
+            f"{str(folder)!r} is neither a checkpoint nor a folder with checkpoints. Pass what save_checkpoint() wrote."
+        )
     return found
 
 
@@ -190,8 +193,11 @@ def _fact(manifest: dict[str, Any], name: str) -> float:
 
 
 def difference(name: str, saved: Any, passed: Any) -> str:
-    """Says of an option what was saved and what is passed."""
-    return f"{name} was {_around(saved, passed)!r} and is now {_around(passed, saved)!r}"
+    """Describes a changed option."""
+    are_texts = isinstance(saved, str) and isinstance(passed, str)
+    was, is_now = (saved, passed) if are_texts else (repr(saved), repr(passed))
+    was, is_now = _around(was, is_now), _around(is_now, was)
+    return f"{name} was {was!r} and is now {is_now!r}" if are_texts else f"{name} was {was} and is now {is_now}"
 
 
 def _differences(path: str, saved: Any, passed: Any, free: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -204,9 +210,9 @@ def _differences(path: str, saved: Any, passed: Any, free: Collection[str]) -> I
         yield path, difference(path, saved, passed)
 
 
-def _around(text: Any, other: Any) -> Any:
-    """Of a long text what lies around its first difference from another one; anything else as it is."""
-    if not (isinstance(text, str) and isinstance(other, str) and len(text) > _LONG):
+def _around(text: str, other: str) -> str:
+    """Excerpt of a long text around its first difference from another."""
+    if len(text) <= _LONG:
         return text
     pairs = enumerate(zip(text, other, strict=False))
     first = next((i for i, (one, another) in pairs if one != another), min(len(text), len(other)))

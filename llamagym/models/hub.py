@@ -37,7 +37,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, excerpt
+from .atomic import bring_back, reason_of
+from .paths import is_plain
 from .registry import EMBEDDED_NAME
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def local_path(name: str | Path) -> Path | None:
         raise ModelLoadError(f"the name of the model is empty: {text!r}. Pass a registered name, a folder or a hub id.")
     # This leaves the home of an unknown user as it is, and Path.expanduser raises.
     path = Path(os.path.expanduser(text))
+    bring_back(path)
     # Unlike Path.exists, this is False also where a name is too long or a folder may not be read.
     if os.path.exists(path):
         return path
@@ -177,6 +180,28 @@ def _instead(folder: Path) -> str:
         for config in sorted(folder.glob(f"*/{file}")):
             return f"Pass the folder {str(config.parent)!r}."
     return "Write model and tokenizer there by save_pretrained, or pass another folder, a .gguf file or a hub id."
+
+
+def check_indexes(folder: Path) -> None:
+    """Rejects a folder with an index of weights that is damaged or names files outside of the folder.
+
+    Raises:
+        ModelLoadError: It has such an index.
+    """
+    for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
+        for index in folder.rglob(pattern):
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise ModelLoadError(
+                    f"the index {str(index)!r} cannot be read ({reason_of(error)}). Download or save the model again."
+                ) from error
+            for name in names:
+                if not is_plain(name):
+                    raise ModelLoadError(
+                        f"the index {str(index)!r} names weights in {excerpt(name)}, which is outside of its folder or "
+                        "not a file's name. Nothing was read there. Download the model again."
+                    )
 
 
 def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | None:

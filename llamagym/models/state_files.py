@@ -31,7 +31,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# How JSON says what it has no word for; no state has a dictionary with one of these as its only key.
+# Keys that encode tensors and non-finite numbers in JSON; reserved.
 _TENSOR, _NUMBER = "__tensor__", "__number__"
 
 
@@ -112,7 +112,7 @@ def named_on_error(folder: Path, file: str = "", passes: tuple[type[Exception], 
 
 
 def check_alike(saved: Any, own: Any, where: str = "") -> None:
-    """Reject a state whose parts are of other types than those of the object that is to take it.
+    """Rejects a state whose types differ from those of the object that loads it.
 
     Args:
         saved: What was read.

@@ -14,12 +14,12 @@ from .lora import freeze_and_extend_, has_frozen_half, is_activated
 from .peft_internals import is_down, is_up, lora_layers
 from .value_head import AutoModelForCausalLMWithValueHead
 
-# Of each frozen tensor so many numbers at each end are looked at.
-_LOOKED_AT = 32
+# Number of values hashed at each end of a frozen tensor.
+_HASHED = 32
 
 
 def trained_state(model: AutoModelForCausalLMWithValueHead) -> dict[str, Any]:
-    """Everything that learns, the value head's constants, and what the rest is like."""
+    """Everything that learns, the value head's constants, and a fingerprint of the frozen weights."""
     return {
         "weights": dict(_trained(model)),
         "set_aside": has_frozen_half(model.pretrained_model),
@@ -36,7 +36,7 @@ def check_fits(
     Args:
         model: The model.
         state: What `trained_state` returned of another one.
-        may_change_model: Whether frozen weights may be others, of the same shapes.
+        may_change_model: Whether the frozen weights may differ, given equal shapes.
 
     Raises:
         CheckpointError: They were, or another adapter holds them.
@@ -101,6 +101,6 @@ def _mark_of_frozen(model: AutoModelForCausalLMWithValueHead) -> str:
         if not weight.requires_grad:
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
             ends = weight.detach().flatten()
-            for end in (ends[:_LOOKED_AT], ends[-_LOOKED_AT:]):
+            for end in (ends[:_HASHED], ends[-_HASHED:]):
                 digest.update(end.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

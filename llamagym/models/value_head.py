@@ -8,7 +8,8 @@ departures:
   differ in scale by orders of magnitude between dimensions; one learning rate does not suit them all otherwise.
 - There is no dropout: the same input must give the same value in every pass.
 
-On disk: what transformers or PEFT writes for the model (full weights or adapter), beside `value_head.safetensors`.
+On disk: what transformers or PEFT writes for the model (full weights or adapter), `value_head.safetensors`, and a
+manifest of these files, which the next save replaces.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ConfigError, ModelLoadError, excerpt
-from .atomic import move_files, reason_of
+from ..errors import ConfigError, LlamaGymError, ModelLoadError, excerpt
+from .adapters import read_adapter_config
+from .atomic import reason_of, written_whole
 from .hub import (
     ADAPTER_CONFIG,
+    check_indexes,
     check_model_file,
     find_file,
     first_line,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
+KIND = "model"
 VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
 _HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
@@ -201,7 +205,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             kwargs = {"device_map": {"": 0}, **kwargs, "quantization_config": quantization_config(load_in_8bit, dtype)}
         v_head: dict[str, Tensor] = {}
         model: PreTrainedModel | PeftModel
-        with loading_quietly(), _damage_named(source):
+        with loading_quietly(), _errors_named(source):
             if isinstance(source, nn.Module):
                 if kwargs:
                     raise ModelLoadError(
@@ -212,12 +216,14 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 source = _source(source)
                 hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
                 adapter = find_file(source, ADAPTER_CONFIG, hub)
-                model = (
-                    _load_base(source, kwargs) if adapter is None else _load_adapter(source, base_model, kwargs, hub)
-                )
+                if adapter is None:
+                    model = _load_base(source, kwargs)
+                else:
+                    model = _load_adapter(source, read_adapter_config(adapter), base_model, kwargs, hub)
                 files = tensor_files(source, VALUE_HEAD_FILE, _PREFIX, hub, is_adapter=adapter is not None)
                 v_head = {key: value for file in files for key, value in read_tensors(file, _PREFIX).items()}
-            if peft_config is not None:
+        if peft_config is not None:
+            with loading_quietly():
                 model = _add_adapter(model, peft_config)
         result = cls(model)
         if v_head:
@@ -270,25 +276,19 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Write the adapter, or the full weights where there is none, and the value head.
 
         Args:
-            save_directory: Folder to write into; created if it does not exist. Files of an older save are replaced, all
-                others stay.
+            save_directory: Folder to write, whole or not at all: new, empty, a model's, or one that holds a tokenizer
+                alone. A model is replaced; other files in its folder stay.
             **kwargs: Passed on to the language model's `save_pretrained`.
 
         Raises:
             ConfigError: The folder's path is invalid.
-            CheckpointError: The folder has a file of a name that is to be written, and no older save; or it cannot be
-                written.
+            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         folder = user_folder(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
-                self.write_files(Path(scratch), **kwargs)
-                move_files(Path(scratch), folder, VALUE_HEAD_FILE)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write the model {str(folder)!r}: {reason_of(error)}.") from error
+        with written_whole(folder, KIND) as whole:
+            self.write_files(whole, **kwargs)
 
     def write_files(self, folder: Path, **kwargs: Any) -> None:
         """Writes what `save_pretrained` saves into a new folder.
@@ -313,7 +313,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         private: bool | None = None,
         token: str | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes to the model hub, making the repository if need be.
+        """Upload what `save_pretrained` writes, without the manifest, to the model hub; makes the repository if needed.
 
         Args:
             repo_id: The repository, "user/name".
@@ -325,7 +325,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             The commit's address.
         """
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.write_files(Path(folder))
             return upload(Path(folder), repo_id, commit_message, private, token)
 
 
@@ -344,13 +344,20 @@ def check_head(model: Any) -> None:
 
 
 @contextmanager
-def _damage_named(source: Any) -> Iterator[None]:
-    """While open, weights that safetensors cannot read are an error that names the model."""
+def _errors_named(source: Any) -> Iterator[None]:
+    """While open, errors of other libraries, which check little, are errors that name the model."""
     try:
         yield
+    except (LlamaGymError, MemoryError, torch.OutOfMemoryError):
+        raise
     except SafetensorError as error:
         raise ModelLoadError(
             f"the weights of {str(source)!r} are damaged: {first_line(error)} Download or save them again."
+        ) from error
+    except Exception as error:
+        raise ModelLoadError(
+            f"cannot load a causal language model from {str(source)!r} ({reason_of(error)}). Check the name, and that "
+            "the configuration fits the weights and, of an adapter, its base; if that has moved, pass base_model."
         ) from error
 
 
@@ -377,14 +384,12 @@ def _source(name: str | Path) -> str:
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     # Otherwise transformers would ask on the terminal whether to run a repository's code.
-    kwargs = {"trust_remote_code": False, **kwargs}
-    try:
+    # What does not fit is reported below, with both shapes.
+    kwargs = {"trust_remote_code": False, **kwargs, "ignore_mismatched_sizes": True}
+    if Path(source).is_dir():
+        check_indexes(Path(source))
+    with _errors_named(source):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(
-            f"cannot load a causal language model from {str(source)!r}: {first_line(error)} Check the name or the "
-            "folder; for an adapter whose base has moved, pass base_model."
-        ) from error
     model: PreTrainedModel
     model, report = loaded
     # transformers fills what is missing with random numbers, which would pass for a bad model.
@@ -394,21 +399,38 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
             f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, among them {missing[0]!r}. "
             "Check that the folder is complete and that its config.json fits the weights."
         )
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        key, saved, expected = mismatched[0]
+        raise ModelLoadError(
+            f"{str(source)!r} holds {len(mismatched)} weights of other shapes than {type(model).__name__} has by its "
+            f"config.json, among them {key!r}: {tuple(saved)}, expected {tuple(expected)}. Check that the two fit."
+        )
+    # Nor are weights left out silently; the value head of TRL's checkpoints is read later.
+    unexpected = sorted(key for key in report["unexpected_keys"] if not key.startswith(_PREFIX))
+    if unexpected:
+        raise ModelLoadError(
+            f"{str(source)!r} holds {len(unexpected)} weights that {type(model).__name__} lacks, among them "
+            f"{unexpected[0]!r}. Check that its config.json fits the weights."
+        )
     return model
 
 
 def _load_adapter(
-    source: str | Path, base_model: str | Path | PreTrainedModel | None, kwargs: dict[str, Any], hub: dict[str, Any]
+    source: str | Path,
+    config: dict[str, Any],
+    base_model: str | Path | PreTrainedModel | None,
+    kwargs: dict[str, Any],
+    hub: dict[str, Any],
 ) -> PeftModel:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
     if not isinstance(base_model, transformers.PreTrainedModel):
-        config = PeftConfig.from_pretrained(str(source), **hub)
-        where = base_model or config.base_model_name_or_path
+        where = base_model or config.get("base_model_name_or_path")
         if not where:
             raise ModelLoadError(f"the adapter in {str(source)!r} does not name its base. Pass base_model.")
         # The caller's revision is one of the adapter's repository; the adapter knows its base's.
-        revision = {} if base_model or not config.revision else {"revision": config.revision}
+        revision = {} if base_model or not config.get("revision") else {"revision": config["revision"]}
         options = {key: value for key, value in kwargs.items() if key != "revision"} | revision
         try:
             base = _source(where)
@@ -432,7 +454,7 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) ->
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:
         wrapped = get_peft_model(_prepare(model), peft_config)
-    except ValueError as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ModelLoadError(
             f"cannot attach the adapter to {type(model).__name__}: {error} Its linear modules are {sorted(linear)}; "
             "name some of them as peft_config.target_modules."

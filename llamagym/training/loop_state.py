@@ -70,7 +70,7 @@ def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> N
     _require(is_valid, play, "texts", "a text for each environment")
     _require(_are_choices(play.get("choices"), length), play, "choices", "lists of choices, and an index for each")
     # Only environments that cannot be played again have the beginnings of their episodes.
-    first = play.get("first")
+    first = play.get("first", "missing")
     _require(first is None or _is_beginnings(first, len(play["texts"])), play, "first", "texts and choices, or None")
     is_valid = _is_list(play, "told_to_rest", length)
     is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
