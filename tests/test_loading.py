@@ -19,6 +19,7 @@ import pytest
 import torch
 from huggingface_hub import constants, hf_api
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import hub as hub_utils
@@ -641,8 +642,17 @@ def test_rejects_weights_of_other_shapes(tmp_path: Path) -> None:
 def test_rejects_weights_that_the_model_lacks(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     changed(folder / "config.json", num_hidden_layers=2)
-    with pytest.raises(ModelLoadError, match=r"holds 18 weights that LlamaForCausalLM lacks.*layers\.2\."):
+    with pytest.raises(ModelLoadError, match=r"holds 18 weights of layers that LlamaForCausalLM lacks.*layers\.2\."):
         load_model_and_tokenizer(folder, "cpu", "float32")
+
+
+def test_weights_of_no_layer_that_the_model_lacks_are_named_and_not_used(tmp_path: Path, caplog: Any) -> None:
+    folder = save_tiny("llama", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "extra.scale": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model_and_tokenizer(folder, "cpu", "float32")
+    assert "1 weights" in caplog.text
+    assert "extra.scale" in caplog.text
 
 
 @pytest.mark.parametrize("index", ["{}", "[]", "", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])

@@ -14,6 +14,8 @@ manifest of these files, which the next save replaces.
 
 from __future__ import annotations
 
+import logging
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,9 +51,12 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 KIND = "model"
 VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
 # No feature is amplified more than this many times above what its share of the average spread would give.
 _MAX_GAIN = 100.0
@@ -406,13 +411,17 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
             f"{str(source)!r} holds {len(mismatched)} weights of other shapes than {type(model).__name__} has by its "
             f"config.json, among them {key!r}: {tuple(saved)}, expected {tuple(expected)}. Check that the two fit."
         )
-    # Nor are weights left out silently; the value head of TRL's checkpoints is read later.
-    unexpected = sorted(key for key in report["unexpected_keys"] if not key.startswith(_PREFIX))
-    if unexpected:
+    # The value head of TRL's checkpoints is read later.
+    unused = sorted(key for key in report["unexpected_keys"] if not key.startswith(_PREFIX))
+    # Part of a model would pass for a bad one. Other unused weights are usual, such as buffers that are computed today.
+    of_layers = [key for key in unused if _LAYER_NUMBER.sub(".0.", key) in model.state_dict()]
+    if of_layers:
         raise ModelLoadError(
-            f"{str(source)!r} holds {len(unexpected)} weights that {type(model).__name__} lacks, among them "
-            f"{unexpected[0]!r}. Check that its config.json fits the weights."
+            f"{str(source)!r} holds {len(of_layers)} weights of layers that {type(model).__name__} lacks by its "
+            f"config.json, among them {of_layers[0]!r}. Check that the two fit."
         )
+    if unused:
+        logger.warning("%d weights in %s are not used, among them %s.", len(unused), str(source), unused[0])
     return model
 
 
