@@ -13,6 +13,7 @@ from llamagym import Callback, ConfigError, EvalCallback, StopOnReturn, evaluate
 from llamagym.models import saveable, state_files
 from llamagym.models.checkpoints import newest
 from llamagym.models.state_files import read_state
+from llamagym.training.callbacks import Callbacks
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -442,6 +443,22 @@ def test_a_state_that_cannot_be_saved_is_named(state, message, tmp_path):
             checkpoint_dir=tmp_path,
         )
     assert newest(tmp_path) is not None
+
+
+def test_a_callback_without_a_state_takes_none_from_others_of_its_class():
+    class Broken(Stated):
+        stops_on_error = False
+
+        def state_dict(self):
+            if self.state is None:
+                raise OSError("no state")
+            return self.state
+
+    saved = Callbacks([Broken(None), Broken({"n": 2})]).state_dict()
+    first, second = Broken({"n": 0}), Broken({"n": 0})
+    Callbacks([first, second]).load_state_dict(saved)
+    assert not hasattr(first, "loaded")
+    assert second.loaded == {"n": 2}
 
 
 def test_states_may_hold_arrays_and_tensors(tmp_path):

@@ -302,7 +302,7 @@ def test_a_resumed_run_drops_nothing_from_the_file_of_another(tmp_path, caplog, 
         with pytest.raises(CheckpointError, match="precious"):
             precious.rewind(saved)
     # A run goes on and appends to the file.
-    MultiTracker(precious).rewind([position])
+    MultiTracker(precious).rewind([[kind.__name__, position]])
     assert "is not the file of the checkpoint" in caplog.text
     assert (tmp_path / "precious").read_bytes() == before
     own.rewind(position)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..learners import ranks
 from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
@@ -268,7 +268,6 @@ def train(
             play.begin()
         else:
             run.load_state_dict(saved_state)
-            trackers.rewind(saved_state["tracker"])
             progress.resume(run.returns, len(run.updates))
             progress.note(f"resumed after {run}; {1 - run.progress:.0%} of the budget is left")
         if play.awaits_free_text() and not (agent.has_fallback or agent.takes_any_reply):
@@ -308,7 +307,10 @@ def train(
                 state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": all_callbacks.state_dict()}
                 saved.write(state, run.turns, run.updates)
 
-        with _notified(all_callbacks, run, saved_state), saved_on_error(save if saved else None, checkpoint_dir):
+        with (
+            _notified(all_callbacks, run, saved_state, saved.state_file if saved else None, trackers),
+            saved_on_error(save if saved else None, checkpoint_dir),
+        ):
             resuming.close()
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
@@ -421,12 +423,34 @@ def _copies_for_batches(learner: Learner, stats: Stats) -> int:
 
 
 @contextmanager
-def _notified(callbacks: Callbacks, run: Run, saved_state: Mapping[str, Any] | None) -> Iterator[None]:
-    """Call the callbacks at the start of the training and, whatever ends it, at its end."""
+def _notified(
+    callbacks: Callbacks,
+    run: Run,
+    saved_state: Mapping[str, Any] | None,
+    state_file: Path | None,
+    trackers: MultiTracker,
+) -> Iterator[None]:
+    """Calls the callbacks at the start of the training and, whatever ends it, at its end.
+
+    Args:
+        callbacks: The callbacks.
+        run: The run.
+        saved_state: State of the loop that is resumed; None in a new run.
+        state_file: The file that holds it, for errors.
+        trackers: Trackers to rewind to that state, once the callbacks have taken theirs.
+
+    Raises:
+        CheckpointError: A callback cannot take its state; trackers have dropped nothing.
+    """
     callbacks.on_training_start(run)
     if saved_state is not None:
         callbacks.load_state_dict(saved_state["callbacks"])
-    callbacks.raise_error()
+    try:
+        callbacks.raise_error()
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(state_file)!r}: {error}") from error
+    if saved_state is not None:
+        trackers.rewind(saved_state["tracker"])
     try:
         yield
     except BaseException:

@@ -31,6 +31,7 @@ class SavedRun:
     Attributes:
         root: The folder of the checkpoints.
         run_id: Distinguishes the checkpoints of this run from those of others in the same folder.
+        state_file: The file that the loop's state was read from; None if the run was not resumed.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SavedRun:
         self.root = root
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
         self._allow_changes = allow_changes
-        self._latest = -1
+        self.state_file: Path | None = None
         self.run_id = run_id or secrets.token_hex(8)
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
@@ -115,6 +116,7 @@ class SavedRun:
             self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
         except CheckpointError as error:
             raise CheckpointError(f"{str(path / 'state.json')!r}: {error}") from error
+        self.state_file = path / "state.json"
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
 
