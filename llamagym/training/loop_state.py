@@ -71,7 +71,8 @@ def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> N
     require(is_valid, play, "choices", "lists of choices, and an index for each environment")
     # Only environments that cannot be played again have the beginnings of their episodes.
     first = play.get("first")
-    require(first is None or _is_beginnings(first, len(play["texts"])), play, "first", "texts and choices, or None")
+    is_valid = "first" in play and (first is None or _is_beginnings(first, len(play["texts"])))
+    require(is_valid, play, "first", "texts and choices, or None")
     is_valid = _is_list(play, "told_to_rest", length)
     is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
     require(is_valid, play, "told_to_rest", "a flag for each environment")
