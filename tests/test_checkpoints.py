@@ -444,6 +444,27 @@ def test_rejects_facts_with_names_of_the_library_s_own(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("damage", ["", "[]", '{"kind": "agent", "files": {}, "schema": 2}', None])
+def test_a_run_goes_on_past_a_damaged_checkpoint_of_its_own(tmp_path, damage, caplog):
+    _, whole = learning(tmp_path / "whole")
+    learning(tmp_path / "run", episodes=8)
+    damaged = newest(tmp_path / "run")
+    (damaged / "notes.txt").write_text("mine")
+    if damage is None:
+        (damaged / MANIFEST).unlink()
+    else:
+        (damaged / MANIFEST).write_text(damage)
+    before = {path.name: path.read_bytes() for path in damaged.iterdir()}
+    learning(tmp_path / "run", resume=True, keep_checkpoints=99)
+    assert "Taking an older one" in caplog.text
+    # The same turn was reached again, and nothing was deleted.
+    verify(damaged, "checkpoint")
+    (aside,) = (tmp_path / "run").glob(f"{damaged.name}-damaged-*")
+    assert f"it is moved to '{aside.name}'" in caplog.text
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert len(whole.returns) == 12
+
+
 def break_manifest(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | changes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..agent import Agent
 from ..errors import CheckpointError
 from ..learners import ranks
 from ..learners.base import Stats
-from ..models.atomic import verify
+from ..models.atomic import require_own, verify
 from ..models.checkpoints import KIND, check_options, newest, path_of, prune
 from ..models.paths import file_inside
 from ..models.state_files import named_on_error
@@ -77,6 +77,8 @@ class SavedRun:
         path = path_of(self.root, turns)
         # A run may come from somebody else: a link would lead to a checkpoint of another one.
         file_inside(self.root, path.name)
+        if ranks.is_main_process():
+            _move_damaged_aside(path)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
         except CheckpointError as error:
@@ -119,6 +121,26 @@ class SavedRun:
         self.state_file = path / "state.json"
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
+
+
+def _move_damaged_aside(path: Path) -> None:
+    """Renames what lies at a checkpoint's path and cannot be replaced as a checkpoint.
+
+    A resumed run reaches the turns of a damaged checkpoint again, since it continues from an older one.
+    """
+    try:
+        require_own(path, KIND)
+    except (CheckpointError, OSError):  # it is damaged, or a file
+        # A name that no checkpoint has.
+        aside = path.with_name(f"{path.name}-damaged-{secrets.token_hex(4)}")
+        with suppress(OSError):  # writing the checkpoint reports it
+            path.rename(aside)
+            logger.warning(
+                "%s is damaged and in the way of a checkpoint: it is moved to %r, with all its files. Delete it if you "
+                "do not need them.",
+                path,
+                aside.name,
+            )
 
 
 @contextmanager
