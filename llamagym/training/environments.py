@@ -271,7 +271,28 @@ def opened(
 def _vector(makers: list[Callable[[], Copy]], in_processes: bool, first: int) -> VectorEnv:
     if in_processes:
         return ProcessEnvs(makers, first)
-    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    try:
+        _require_distinct(envs)
+    except ConfigError:
+        envs.close()
+        raise
+    return envs
+
+
+def _require_distinct(envs: SyncVectorEnv) -> None:
+    """Rejects environments that are one and the same object: each step would be a step of all of them.
+
+    Raises:
+        ConfigError: Two are.
+    """
+    distinct = {id(env.unwrapped) for env in envs.envs}
+    if len(distinct) < len(envs.envs):
+        raise ConfigError(
+            f"{len(envs.envs)} environments were made, and several of them are the same object, "
+            f"{envs.envs[0].unwrapped}: expected {len(envs.envs)} objects, got {len(distinct)}. Pass a function that "
+            "makes a new environment at each call, or num_envs=1."
+        )
 
 
 def _check_vector(env: VectorEnv, in_processes: bool) -> None:
@@ -283,6 +304,8 @@ def _check_vector(env: VectorEnv, in_processes: bool) -> None:
         )
     if env.closed:
         raise ConfigError(f"{env} is closed. Make it again.")
+    if isinstance(env.unwrapped, SyncVectorEnv):
+        _require_distinct(env.unwrapped)
     if _forgets_resets(env.unwrapped):
         raise ConfigError(
             f"{env} has shared_memory=False and the autoreset mode NEXT_STEP. Gymnasium then resets an environment "
