@@ -106,6 +106,16 @@ def test_an_unknown_tracker_and_a_missing_package_are_named(tmp_path):
             default_tracker(tmp_path, {}, log_with=["swanlab"])
 
 
+@needs("wandb")
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_a_project_that_a_service_rejects_is_named_and_leaves_no_file(tmp_path, monkeypatch, is_passed):
+    if not is_passed:
+        monkeypatch.setenv("WANDB_PROJECT", "x/y")
+    with pytest.raises(ConfigError, match=r"'wandb' cannot start with the project 'x/y': UsageError: .*Pass another"):
+        default_tracker(tmp_path / "run", {}, "x/y" if is_passed else None, "offline")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
 def test_a_table_grows_columns_and_is_rewound(tmp_path):
     path = tmp_path / "metrics.csv"
     tracker = CsvTracker(path)

@@ -152,6 +152,14 @@ def test_a_folder_for_the_best_agent_is_checked_before_the_training(tmp_path):
         EvalCallback(DiceEnv, best_dir=tmp_path / "notes")
 
 
+def test_the_working_directory_is_no_folder_for_the_best_agent(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    for best_dir in (".", "..", tmp_path / "in"):
+        with pytest.raises(ConfigError, match="is the current working directory or contains it"):
+            EvalCallback(DiceEnv, best_dir=best_dir)
+
+
 def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk", target_is_directory=True)
@@ -254,7 +262,14 @@ def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
     assert (tmp_path / "precious").read_text() == "mine\n" * 1000
 
 
-@pytest.mark.parametrize("settings", ['{"my": "settings"}', '{"llamagym": {"episodes": 100}}', '{"llamagym": "0.2"}'])
+# A mark names the version and the id of a run.
+OTHER_MARKS = [
+    f'{{"llamagym": "{mark}"}}'
+    for mark in ("0.2", "dry run only", "my run 0123456789abcdef", "0.2 run 7", "0.2 run 0123456789abcdef!")
+]
+
+
+@pytest.mark.parametrize("settings", ['{"my": "settings"}', '{"llamagym": {"episodes": 100}}', *OTHER_MARKS])
 def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, settings):
     (tmp_path / "config.json").write_text(settings)
     (tmp_path / "metrics.jsonl").write_text("mine\n")
@@ -264,6 +279,21 @@ def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, s
         with pytest.raises(ConfigError, match="holds files that are not of a run"):
             start()
     assert tree(tmp_path) == before
+
+
+def test_a_run_s_mark_is_recognized(tmp_path, monkeypatch):
+    for version in ("unknown", "0.2.0", "1.0rc1.dev3+g12ab.d2026"):
+        monkeypatch.setattr("llamagym.training.run_folder.own_version", lambda version=version: version)
+        default_tracker(tmp_path / version, {}).close()
+        default_tracker(tmp_path / version, {}).close()
+
+
+def test_a_checkpoint_with_a_damaged_run_id_does_not_spoil_the_folder(tmp_path):
+    learning(tmp_path, episodes=4)
+    manifest = newest(tmp_path / "checkpoints") / MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"run": "a b"}))
+    learning(tmp_path / "other", episodes=4, checkpoint_dir=tmp_path / "checkpoints", resume=True)
+    learning(tmp_path / "other", episodes=4, checkpoint_dir=tmp_path / "checkpoints", resume=True)
 
 
 def test_a_folder_of_checkpoints_alone_becomes_a_run_s(tmp_path):

@@ -24,7 +24,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from ..errors import ConfigError, EnvironmentTimeoutError
+from ..errors import ConfigError, EnvironmentTimeoutError, LlamaGymError
+from ..models.atomic import reason_of
 from ..options import as_json, shortened
 from .copy_errors import unpacked
 from .env_processes import ProcessEnvs, exit_with_parent, lead_group, named_if_lost
@@ -428,14 +429,17 @@ def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
     """The environment that `gymnasium.make` knows by an id, with options for it.
 
     Raises:
-        ConfigError: It knows none, or a package of it is not installed.
+        ConfigError: It knows none, a package of it is not installed, or the environment cannot be constructed.
     """
     try:
         if name.count(":") > 1:
             raise gymnasium.error.NameNotFound("an id has one colon at most, after the module.")
         return gymnasium.make(name, **options)
-    except (gymnasium.error.Error, ImportError) as error:
+    except LlamaGymError:
+        raise
+    except Exception as error:  # whatever a module or a constructor raises
+        reason = error if isinstance(error, (gymnasium.error.Error, ImportError)) else reason_of(error)
         raise ConfigError(
-            f"env={shortened(name)} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that "
+            f"env={shortened(name)} cannot be made: {reason} Pass an id that gymnasium.make() knows, or a function that "
             "makes the environment."
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from .played import Judge, PlayedEpisode, success_rate
 from .progress import Progress
 from .report import write_report
 from .run import Run
-from .run_folder import require_run_folder, require_same_run, run_id_of
+from .run_folder import new_run_id, require_run_folder, require_same_run, run_id_of
 from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Tracker, trackers_of_run
 
@@ -380,7 +379,7 @@ def _run_id(run_dir: Path | None, tracker: Tracker | None) -> str:
     """The id of the run that a folder or a tracker belongs to, or a new id."""
     own = None if run_dir is None else run_id_of(run_dir)
     passed = tracker.run_id if isinstance(tracker, MultiTracker) else ""
-    return own or passed or secrets.token_hex(8)
+    return own or passed or new_run_id()
 
 
 def _trackers_of_run(

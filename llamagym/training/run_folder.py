@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,23 @@ CONFIG = "config.json"
 MARK = "llamagym"
 """The setting by which a run's folder is recognized."""
 
-_MARK_PATTERN = re.compile(r"\S+ run (\S+)")
+_ID_PATTERN = re.compile(r"[0-9a-f]{16}")
+# The version is one of Python packages, or unknown; a user's setting of the same name has other words.
+_MARK_PATTERN = re.compile(rf"(?:unknown|\d[\w.!+]*) run ({_ID_PATTERN.pattern})")
 # What a run and the examples write.
 _FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "summary.json")
 # Folders that a run, the command line and services write below the run's folder.
 _FOLDERS = ("checkpoints", "agent", "llamagym", "wandb")
+
+
+def new_run_id() -> str:
+    """An id for a new run."""
+    return secrets.token_hex(8)
+
+
+def is_run_id(value: object) -> bool:
+    """Whether a value is the id of a run."""
+    return isinstance(value, str) and _ID_PATTERN.fullmatch(value) is not None
 
 
 def mark_of(run_id: str) -> str:

@@ -21,6 +21,7 @@ from ..options import as_json
 from .copy_errors import failed_copy
 from .loop_state import check_loop_state
 from .play import Play
+from .run_folder import is_run_id, new_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class SavedRun:
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
         self._allow_changes = allow_changes
         self.state_file: Path | None = None
-        self.run_id = run_id or secrets.token_hex(8)
+        self.run_id = run_id or new_run_id()
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
         """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
@@ -106,7 +107,8 @@ class SavedRun:
         changed = check_options(path, "train", self._options, fixed={"seed"}, allowed=self._allow_changes)
         restarting = ("num_envs", "group_size", "environment", "judge")
         starts_again = any(name.split(".")[0] in restarting for name in changed)
-        self.run_id = str(verify(path, KIND, checksums=False).get("run", self.run_id))
+        saved_id = verify(path, KIND, checksums=False).get("run")
+        self.run_id = saved_id if is_run_id(saved_id) else self.run_id
         loading = self._agent.loading_checkpoint(
             path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )

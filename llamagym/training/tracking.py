@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ from ..options import (
     shortened,
     user_path,
 )
-from .run_folder import CONFIG, MARK, mark_of, require_run_folder, run_id_of
+from .run_folder import CONFIG, MARK, mark_of, new_run_id, require_run_folder, run_id_of
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
@@ -469,7 +468,7 @@ def trackers_of_run(
     if not ranks.is_main_process():
         return MultiTracker()
     require_run_folder(folder)
-    run_id = run_id or run_id_of(folder) or secrets.token_hex(8)
+    run_id = run_id or run_id_of(folder) or new_run_id()
     settings = {**as_json(dict(config)), MARK: mark_of(run_id)}
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
