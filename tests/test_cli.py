@@ -219,7 +219,7 @@ def test_a_folder_with_other_files_is_not_trained_in(run, model, tmp_path):
     (tmp_path / "config.json").write_text("mine")
     status, _, said = run("train", LAKE, "--turns", 10, "--model", model, "--run-dir", tmp_path)
     assert status == 1
-    assert "holds files that are not of a run ('config.json')" in said
+    assert "contains files that llamagym did not write ('config.json')" in said
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "mine"
 

@@ -246,7 +246,7 @@ def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, na
 def test_a_run_does_not_write_to_a_folder_with_other_files(tmp_path, name):
     (tmp_path / name).write_text('{"my": "settings"}')
     for start in (learning, lambda folder: default_tracker(folder, {})):
-        with pytest.raises(ConfigError, match=rf"run_dir='.*' holds files that are not of a run \('{name}'\)"):
+        with pytest.raises(ConfigError, match=rf"run_dir='.*' contains files that llamagym did not write \('{name}'\)"):
             start(tmp_path)
     assert tree(tmp_path) == {name: b'{"my": "settings"}'}
 
@@ -257,7 +257,7 @@ def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
     (tmp_path / "precious").write_text("mine\n" * 1000)
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).symlink_to("../precious")
-    with pytest.raises(ConfigError, match=rf"{name}' is a link"):
+    with pytest.raises(ConfigError, match=rf"{name}' is a symbolic link"):
         learning(tmp_path / "run", episodes=20, log_with=["csv"], resume=True)
     assert (tmp_path / "precious").read_text() == "mine\n" * 1000
 
@@ -276,7 +276,7 @@ def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, s
     learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
     before = tree(tmp_path)
     for start in (lambda: learning(tmp_path, resume=True), lambda: default_tracker(tmp_path, {})):
-        with pytest.raises(ConfigError, match="holds files that are not of a run"):
+        with pytest.raises(ConfigError, match="contains files that llamagym did not write"):
             start()
     assert tree(tmp_path) == before
 
@@ -306,9 +306,7 @@ def test_a_run_is_not_resumed_in_the_folder_of_another(tmp_path):
     learning(tmp_path / "a", episodes=4)
     learning(tmp_path / "b", episodes=20)
     before = tree(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"run_dir='.*b' belongs to the run \w+, but the newest checkpoint in '.*a/che"
-    ):
+    with pytest.raises(ConfigError, match=r"run_dir='.*b' belongs to run \w+, but the newest checkpoint in '.*a/che"):
         learning(tmp_path / "b", checkpoint_dir=tmp_path / "a" / "checkpoints", resume=True)
     assert tree(tmp_path) == before
     # A new folder takes the run, and can be resumed with it again.
@@ -380,7 +378,7 @@ def test_a_run_does_not_write_through_linked_folders(tmp_path, name):
     (tmp_path / "mine" / name).mkdir(exist_ok=True)
     (tmp_path / "downloaded" / name).symlink_to(f"../mine/{name}")
     before = tree(tmp_path)
-    with pytest.raises(ConfigError, match=rf"downloaded/{name}' is a link"):
+    with pytest.raises(ConfigError, match=rf"downloaded/{name}' is a symbolic link"):
         learning(tmp_path / "downloaded", episodes=20, keep_checkpoints=1, resume=True)
     assert tree(tmp_path) == before
 
@@ -389,7 +387,7 @@ def test_services_do_not_write_through_a_link(tmp_path):
     default_tracker(tmp_path / "run", {}).close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "run" / "lakes").symlink_to("../mine")
-    with pytest.raises(ConfigError, match=r"run/lakes' is a link"):
+    with pytest.raises(ConfigError, match=r"run/lakes' is a symbolic link"):
         default_tracker(tmp_path / "run", {}, "lakes", log_with=["tensorboard"])
     assert list((tmp_path / "mine").iterdir()) == []
 

@@ -55,7 +55,7 @@ _LARGEST_SETTINGS = 2**20
 _LONGEST_ID = 200
 
 EVALUATION_SEED = 1_000_000
-"""What episodes to measure with are drawn from, far from the seeds that people train with."""
+"""Seed for evaluation episodes, far from usual training seeds."""
 
 
 def printable(text: str) -> str:

@@ -213,7 +213,7 @@ def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
 def copies_for(env: EnvSource, wanted: int | None = None, group_size: int = 1) -> int:
     """How many copies to act in at once.
 
-    Where nothing is said that is 64 in whole groups, the one that cannot be copied, or those of a vector environment.
+    Default: 64 rounded down to whole groups; 1 if the environment cannot be copied; a vector environment's own number.
 
     Raises:
         ConfigError: `env` is a vector environment of another number of copies.
@@ -440,6 +440,6 @@ def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
     except Exception as error:  # whatever a module or a constructor raises
         reason = error if isinstance(error, (gymnasium.error.Error, ImportError)) else reason_of(error)
         raise ConfigError(
-            f"env={shortened(name)} cannot be made: {reason} Pass an id that gymnasium.make() knows, or a function that "
-            "makes the environment."
+            f"env={shortened(name)} cannot be made: {reason} Pass an id that gymnasium.make() knows, or a function "
+            "that makes the environment."
         ) from error

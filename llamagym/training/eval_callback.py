@@ -143,7 +143,8 @@ class EvalCallback(Callback):
         Raises:
             CheckpointError: The state is damaged.
         """
-        best, last = state.get("best"), state.get("last")
+        best: Any = state.get("best")
+        last: Any = state.get("last")
         where = f"callbacks/{type(self).__name__}/"
         is_valid = isinstance(best, list) and len(best) == 2 and (best[0] is None or is_real(best[0]))
         require_part(is_valid and is_count(best[1]), state, "best", "a mean return or None, and an update", where)

@@ -43,7 +43,9 @@ def _check_run(loop: Mapping[str, Any]) -> None:
     require_part(_is_number(loop.get("seconds")), loop, "seconds", "a finite number")
     require_part(_is_list(loop, "returns") and all(map(is_real, loop["returns"])), loop, "returns", "numbers")
     episodes = len(loop["returns"])
-    require_part(_is_list(loop, "updates") and all(map(_are_statistics, loop["updates"])), loop, "updates", "statistics")
+    require_part(
+        _is_list(loop, "updates") and all(map(_are_statistics, loop["updates"])), loop, "updates", "statistics"
+    )
     is_valid = _is_list(loop, "successes", episodes) and all(map(_is_flag_or_none, loop["successes"]))
     require_part(is_valid, loop, "successes", f"{episodes} flags")
     uncounted = loop.get("uncounted", -1)

@@ -49,9 +49,9 @@ class SavedRun:
 
         Args:
             root: The folder.
-            keep: How many.
-            agent: Who learns.
-            play: Where.
+            keep: Number of checkpoints kept.
+            agent: The learning agent.
+            play: The environments it plays in.
             options: What the run must be resumed with.
             allow_changes: Names of what may differ all the same; see `train`.
             run_id: Id of the run, unless checkpoints have one; empty draws one.
@@ -93,11 +93,10 @@ class SavedRun:
         """Brings agent and environments to the newest checkpoint, and returns the loop's state; None without one.
 
         Args:
-            resuming: Is left with an exception where the run cannot go on from that state; the agent then has its own
-                state again.
+            resuming: Exit stack; unwinding it with an exception restores the agent's own state.
 
         Raises:
-            CheckpointError: None of those that there are can be read, or they do not fit.
+            CheckpointError: No checkpoint is readable, or the newest does not match this run.
         """
         with ranks.main_process_first():
             path = newest(self.root)
@@ -153,7 +152,7 @@ def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iter
     except Exception as error:
         copy = failed_copy(error)
         where = "" if copy is None else f" in copy {copy} of the environment"
-        # Of several processes none can save alone; they go on from the last checkpoint.
+        # With several processes, saving needs all of them; resume from the last checkpoint.
         if save is not None and ranks.count() == 1:
             try:
                 save()

@@ -475,7 +475,10 @@ def trackers_of_run(
     project = project or os.environ.get("WANDB_PROJECT")
     # Services write to a folder of the project's name.
     if project and (folder / project).is_symlink():
-        raise ConfigError(f"{str(folder / project)!r} is a link. Remove it, or pass another run_dir.")
+        raise ConfigError(
+            f"{str(folder / project)!r} is a symbolic link, which is never written to. Remove "
+            "it, or pass another run_dir."
+        )
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
     services: list[Tracker] = []
     files: list[Tracker] = []
