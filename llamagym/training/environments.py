@@ -438,7 +438,7 @@ def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
     except LlamaGymError:
         raise
     except Exception as error:  # whatever a module or a constructor raises
-        reason = error if isinstance(error, (gymnasium.error.Error, ImportError)) else reason_of(error)
+        reason = error if isinstance(error, (gymnasium.error.Error, ImportError)) else f"{reason_of(error)}."
         raise ConfigError(
             f"env={shortened(name)} cannot be made: {reason} Pass an id that gymnasium.make() knows, or a function "
             "that makes the environment."
