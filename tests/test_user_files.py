@@ -383,12 +383,13 @@ def test_a_run_does_not_write_through_linked_folders(tmp_path, name):
     assert tree(tmp_path) == before
 
 
-def test_services_do_not_write_through_a_link(tmp_path):
+@pytest.mark.parametrize("project", ["lakes", "lakes/frozen"])
+def test_services_do_not_write_through_a_link(tmp_path, project):
     default_tracker(tmp_path / "run", {}).close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "run" / "lakes").symlink_to("../mine")
     with pytest.raises(ConfigError, match=r"run/lakes' is a symbolic link"):
-        default_tracker(tmp_path / "run", {}, "lakes", log_with=["tensorboard"])
+        default_tracker(tmp_path / "run", {}, project, log_with=["tensorboard"])
     assert list((tmp_path / "mine").iterdir()) == []
 
 

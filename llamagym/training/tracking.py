@@ -473,12 +473,13 @@ def trackers_of_run(
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
     project = project or os.environ.get("WANDB_PROJECT")
-    # Services write to a folder of the project's name.
-    if project and (folder / project).is_symlink():
-        raise ConfigError(
-            f"{str(folder / project)!r} is a symbolic link, which is never written to. Remove "
-            "it, or pass another run_dir."
-        )
+    # Services write to a folder of the project's name, which may have slashes.
+    for path in (Path(project), *Path(project).parents[:-1]) if project else ():
+        if (folder / path).is_symlink():
+            raise ConfigError(
+                f"{str(folder / path)!r} is a symbolic link, which is never written to. Remove it, or pass another "
+                "run_dir."
+            )
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
     services: list[Tracker] = []
     files: list[Tracker] = []
