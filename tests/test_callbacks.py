@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from llamagym import Callback, ConfigError, EvalCallback, StopOnReturn, evaluate, load_model_and_tokenizer, train
-from llamagym.models import state_files
+from llamagym.models import saveable, state_files
 from llamagym.models.checkpoints import newest
 from llamagym.models.state_files import read_state
-from llamagym.training import callback_state
+from llamagym.training.callbacks import Callbacks
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -428,8 +428,9 @@ class Stated(Callback):
         ({"w": torch.eye(2).to_sparse()}, r"torch\.sparse_coo"),
         ({"w": torch.ones(1, device="meta")}, r"on meta"),
         ({"w": np.complex64(1j)}, r"/w is a complex, which cannot be saved"),
+        ({"seen_\udcff": torch.ones(1)}, r"'Stated\.state_dict\(\)/seen_\\udcff' contains half of a character pair"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_state_that_cannot_be_saved_is_named(state, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
@@ -442,6 +443,22 @@ def test_a_state_that_cannot_be_saved_is_named(state, message, tmp_path):
             checkpoint_dir=tmp_path,
         )
     assert newest(tmp_path) is not None
+
+
+def test_a_callback_without_a_state_takes_none_from_others_of_its_class():
+    class Broken(Stated):
+        stops_on_error = False
+
+        def state_dict(self):
+            if self.state is None:
+                raise OSError("no state")
+            return self.state
+
+    saved = Callbacks([Broken(None), Broken({"n": 2})]).state_dict()
+    first, second = Broken({"n": 0}), Broken({"n": 0})
+    Callbacks([first, second]).load_state_dict(saved)
+    assert not hasattr(first, "loaded")
+    assert second.loaded == {"n": 2}
 
 
 def test_states_may_hold_arrays_and_tensors(tmp_path):
@@ -507,8 +524,8 @@ def test_callbacks_may_change_what_others_have_added():
 
 
 def test_states_may_hold_every_type_of_tensor_that_checkpoints_have():
-    assert set(callback_state._DTYPES) == set(state_files._DTYPES)
-    assert set(callback_state._RESERVED_KEYS) == {state_files._TENSOR, state_files._NUMBER}
+    assert set(saveable._DTYPES) == set(state_files._DTYPES)
+    assert set(saveable._RESERVED_KEYS) == {state_files._TENSOR, state_files._NUMBER}
 
 
 def test_statistics_become_plain_numbers():

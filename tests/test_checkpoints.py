@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,60 @@ def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
     with pytest.raises(ConfigError, match="loop/seen/1 is a set, which cannot be saved"):
         agent.save_checkpoint(tmp_path / "now", loop={"seen": [1, {2}]})
     assert agent.load_checkpoint(tmp_path / "now") == {"seen": [1]}
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        ({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "Two tensors would be saved as loop/a/b"),
+        ({"x": {"__number__": "3"}}, "loop/x has '__number__' as its only key"),
+        ({"x": {"__tensor__": "foo"}}, "loop/x has '__tensor__' as its only key"),
+        ({"x": torch.eye(2).to_sparse()}, r"loop/x is a tensor that cannot be saved .*sparse_coo"),
+        ({"x": torch.ones(1, dtype=torch.complex64)}, r"loop/x is a tensor that cannot be saved \(torch\.complex64"),
+        ({"x": 10**5000}, "loop/x is an int of 16610 bits"),
+        (reduce(lambda state, _: {"in": state}, range(3000), {}), "has more than 100 levels"),
+        ({"seen_\udcff.txt": torch.ones(1)}, "contains half of a character pair"),
+    ],
+    ids=range(8),
+)
+def test_rejects_a_loop_that_would_not_be_read_again(loop, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        make_agent(WordAgent).save_checkpoint(tmp_path / "now", loop=loop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_with_half_of_a_character_pair_are_saved_where_they_name_no_tensor(tmp_path):
+    agent = make_agent(WordAgent)
+    agent.save_checkpoint(tmp_path / "now", loop={"seen_\udcff": 1, "last": "\udcff"})
+    assert agent.load_checkpoint(tmp_path / "now") == {"seen_\udcff": 1, "last": "\udcff"}
+
+
+@pytest.mark.parametrize("name", ["options", "kind", "schema", "llamagym", "files"])
+def test_rejects_facts_with_names_of_the_library_s_own(name, tmp_path):
+    with pytest.raises(ConfigError, match=rf"facts has \['{name}'\], which llamagym writes itself"):
+        make_agent(WordAgent).save_checkpoint(tmp_path / "now", facts={name: 5, "turns": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"kind": "agent", "files": {}, "schema": 2}', None])
+def test_a_run_goes_on_past_a_damaged_checkpoint_of_its_own(tmp_path, damage, caplog):
+    _, whole = learning(tmp_path / "whole")
+    learning(tmp_path / "run", episodes=8)
+    damaged = newest(tmp_path / "run")
+    (damaged / "notes.txt").write_text("mine")
+    if damage is None:
+        (damaged / MANIFEST).unlink()
+    else:
+        (damaged / MANIFEST).write_text(damage)
+    before = {path.name: path.read_bytes() for path in damaged.iterdir()}
+    learning(tmp_path / "run", resume=True, keep_checkpoints=99)
+    assert "Taking an older one" in caplog.text
+    # The same turn was reached again, and nothing was deleted.
+    verify(damaged, "checkpoint")
+    (aside,) = (tmp_path / "run").glob(f"{damaged.name}-damaged-*")
+    assert f"it is moved to '{aside.name}'" in caplog.text
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert len(whole.returns) == 12
 
 
 def break_manifest(folder: Path, **changes: Any) -> None:

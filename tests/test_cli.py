@@ -19,6 +19,7 @@ from llamagym.__main__ import main
 from llamagym.cli.generic import Wording, generic_agent
 from llamagym.cli.prompts import agent_class, read_wording
 from llamagym.conversation.observations import describe, part_names
+from llamagym.training.tracking import default_tracker
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
 LAKE = "FrozenLake-v1"
@@ -218,9 +219,35 @@ def test_a_folder_with_other_files_is_not_trained_in(run, model, tmp_path):
     (tmp_path / "config.json").write_text("mine")
     status, _, said = run("train", LAKE, "--turns", 10, "--model", model, "--run-dir", tmp_path)
     assert status == 1
-    assert "holds files that are not of a run ('config.json')" in said
+    assert "contains files that llamagym did not write ('config.json')" in said
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_what_cannot_be_saved_to_is_rejected_before_anything_is_played(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(llamagym.training, "evaluate", lambda *args, **kwargs: pytest.fail("it was played"))
+    default_tracker(tmp_path / "run", {}).close()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "agent").mkdir()
+    (tmp_path / "run" / "agent" / "mine.txt").write_text("mine")
+    (tmp_path / "checkpoints" / "checkpoint-000000000012").mkdir(parents=True)
+    command = ["train", LAKE, "--turns", 10, "--model", model, "--run-dir"]
+    status, _, said = run(*command, tmp_path / "run")
+    assert status == 1
+    assert "holds files that llamagym did not write there ('mine.txt')" in said
+    status, _, said = run(*command, tmp_path / "new", "--checkpoint-dir", tmp_path / "checkpoints")
+    assert status == 1
+    assert "holds checkpoints of an earlier run" in said
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["p.y:ml", "q.y\\z", "words.txt"])
+def test_a_prompt_with_another_ending_is_named(run, model, tmp_path, name):
+    (tmp_path / name).write_text(WORDS)
+    prompt = ["--prompt", tmp_path / name, "--run-dir", tmp_path / "run"]
+    status, _, said = run("train", LAKE, "--turns", 10, "--model", model, *prompt)
+    assert status == 1
+    assert "is neither YAML nor Python" in said
 
 
 @pytest.mark.long
@@ -260,8 +287,18 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
         (["eval", "~/nowhere"], 1, "'{home}/nowhere' holds no agent"),
         (["play", "nowhere"], 1, "'nowhere' holds no agent"),
         (["learn"], 2, "No such command 'learn'"),
+        (["train", LAKE, "--turns", "-1"], 1, "turns=-1"),
+        (["train", LAKE, "--episodes", "0"], 1, "episodes=0"),
+        (["train", LAKE, "--minutes", "-1"], 1, "minutes=-1"),
+        (["train", "llamagym/TextWorld-v0", "--turns", "1"], 1, "missing 1 required positional argument: 'games'"),
+        (["train", ":CartPole-v1", "--turns", "1"], 1, "env=':CartPole-v1' cannot be made: ValueError"),
+        (["train", LAKE, "--turns", "1", "--prompt", "x" * 300], 2, "File name too long"),
+        (["train", LAKE, "--turns", "1", "--run-dir", "x" * 300], 2, "File name too long"),
+        (["eval", "x" * 300], 2, "File name too long"),
+        (["play", "x" * 300], 2, "File name too long"),
+        (["report", "x" * 300], 1, "File name too long"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_what_is_wrong_is_said_in_a_line(words, status, said, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -19,13 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium.wrappers import TimeLimit
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from llamagym import (
     Agent,
+    Callback,
     CheckpointError,
     ConfigError,
+    EvalCallback,
     ModelLoadError,
     ScoreCallback,
     load_model_and_tokenizer,
@@ -72,10 +75,14 @@ def another_agent(saved: Path) -> Any:
     return agent
 
 
+def callbacks_of_run() -> list[Callback]:
+    return [ScoreCallback(lambda agent: 1.0), EvalCallback(DiceEnv, episodes=2, every=1)]
+
+
 def save_run(saved: Path, folder: Path) -> Path:
-    """The newest checkpoint of a run with a callback."""
-    callback = ScoreCallback(lambda agent: 1.0)
-    train(fresh(saved / "base"), DiceEnv, episodes=4, num_envs=2, seed=0, checkpoint_dir=folder, callbacks=callback)
+    """The newest checkpoint of a run with callbacks."""
+    agent, options = fresh(saved / "base"), {"episodes": 4, "num_envs": 2, "seed": 0}
+    train(agent, DiceEnv, checkpoint_dir=folder, callbacks=callbacks_of_run(), **options)
     found = newest(folder)
     assert found is not None
     return found
@@ -518,25 +525,27 @@ def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
 # The state of a loop
 
 
+Place = tuple[str | int, ...]
 MISSING = object()
 JUNK_OF_LOOP = [MISSING, None, True, -1, 10**30, 10**400, "x", [], {}, [[]], {"x": 1}, [3], [None, None], [True, "x"]]
 
 
-def paths_in(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Paths of all dictionary entries."""
+def paths_in(state: Any, path: Place = ()) -> list[Place]:
+    """Paths of all entries of dictionaries, and of the first two of lists, whose others are like them."""
     found = []
-    for key, value in state.items() if isinstance(state, dict) else ():
+    entries = state.items() if isinstance(state, dict) else enumerate(state[:2]) if isinstance(state, list) else ()
+    for key, value in entries:
         found += [(*path, key), *paths_in(value, (*path, key))]
     return found
 
 
-def damaged_loops(stopped: Path) -> list[tuple[tuple[str, ...], Any]]:
+def damaged_loops(stopped: Path) -> list[tuple[Place, Any]]:
     loop = json.loads((stopped / "state.json").read_text())["loop"]
     paths = [path for path in paths_in(loop) if path[0] != "updates"]
     return [(path, junk) for path in paths for junk in JUNK_OF_LOOP]
 
 
-def resume_damaged(agent: Any, stopped: Path, root: Path, path: tuple[str, ...], junk: Any) -> str:
+def resume_damaged(agent: Any, stopped: Path, root: Path, path: Place, junk: Any, **options: Any) -> str:
     """Resume a run whose loop's state has another value at a path; returns what came of it."""
     shutil.rmtree(root, ignore_errors=True)
     folder = shutil.copytree(stopped, root / stopped.name)
@@ -552,10 +561,10 @@ def resume_damaged(agent: Any, stopped: Path, root: Path, path: tuple[str, ...],
     reseal(folder)
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     before = snapshot(agent)
-    callback = ScoreCallback(lambda agent: 1.0)
+    options = {"episodes": 1, "num_envs": 2, "seed": 0, "env": DiceEnv, "callbacks": callbacks_of_run(), **options}
     message = ""
     try:
-        train(agent, DiceEnv, episodes=1, num_envs=2, seed=0, checkpoint_dir=root, resume=True, callbacks=callback)
+        train(agent, checkpoint_dir=root, resume=True, **options)
     except CheckpointError as error:
         message = str(error)
     if not message:
@@ -577,7 +586,7 @@ def try_damaged_loops(saved: Path, stopped: Path, root: Path, cases: list[Any]) 
             outcome = resume_damaged(agent, stopped, root, path, junk)
         except BaseException as error:
             outcome = "raw"
-            raw.append(f"{'/'.join(path)} = {junk!r:.30}: {error!r:.200}")
+            raw.append(f"{'/'.join(map(str, path))} = {junk!r:.30}: {error!r:.200}")
         if outcome != "CheckpointError":
             agent = fresh(saved / "base", seed=2)
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
@@ -604,6 +613,37 @@ def test_damaged_loop_states_are_checkpoint_errors_and_leave_the_agent_unchanged
 def test_damaged_beginnings_of_episodes_are_checkpoint_errors(saved, stopped, tmp_path, first):
     agent = fresh(saved / "base", seed=2)
     assert resume_damaged(agent, stopped, tmp_path, ("play", "first"), first) == "CheckpointError"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"best": [1], "last": [0, 0]}, {"best": ["abc", 1], "last": [0, 0]}, {"best": [None, 0], "last": [0, -1]}],
+)
+def test_damaged_states_of_callbacks_are_checkpoint_errors(saved, stopped, tmp_path, state):
+    agent = fresh(saved / "base", seed=2)
+    assert resume_damaged(agent, stopped, tmp_path, ("callbacks", "callbacks", 1, 1), state) == "CheckpointError"
+
+
+@pytest.mark.parametrize("indices", [[], [0], [0, 0, 0]])
+def test_choices_of_another_length_are_checkpoint_errors_in_other_environments_too(saved, stopped, tmp_path, indices):
+    options = {"env": lambda: TimeLimit(DiceEnv(), 9), "allow_changes": ["environment"]}
+    agent, place = fresh(saved / "base", seed=2), ("play", "choices", "indices")
+    assert resume_damaged(agent, stopped, tmp_path, place, indices, **options) == "CheckpointError"
+
+
+def test_a_resume_that_a_callback_rejects_drops_no_metrics(saved, tmp_path):
+    options = {"episodes": 8, "num_envs": 2, "seed": 0, "run_dir": tmp_path, "checkpoint_every": 1}
+    train(fresh(saved / "base"), DiceEnv, callbacks=callbacks_of_run(), **options)
+    shutil.rmtree(newest(tmp_path / "checkpoints"))
+    folder = newest(tmp_path / "checkpoints")
+    state = json.loads((folder / "state.json").read_text())
+    state["loop"]["callbacks"]["callbacks"][1][1] = {}
+    (folder / "state.json").write_text(json.dumps(state))
+    reseal(folder)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"state\.json.* has nothing at 'callbacks/EvalCallback/best'"):
+        train(fresh(saved / "base"), DiceEnv, callbacks=callbacks_of_run(), resume=True, **options)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_the_page_on_security_shows_the_counts_of_the_result_file():

@@ -775,3 +775,16 @@ def test_an_environment_that_cannot_be_made_again_says_so(registered):
 
     with pytest.raises(ConfigError, match=r"cannot be made again from its spec: .*Local.*num_envs=1"):
         train(make_agent(ChoiceAgent), Local(gym.make(registered)), episodes=2, num_envs=2)
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 9)], ids=["itself", "wrapped"])
+def test_rejects_a_function_that_returns_one_environment_again_and_again(wrap):
+    env = CountdownEnv()
+    message = r"4 environments were made, .*expected 4 objects, got 1\. Pass a function that makes a new"
+    with pytest.raises(ConfigError, match=message):
+        evaluate(lambda observation: 1, lambda: wrap(env), episodes=4, num_envs=4)
+    with pytest.raises(ConfigError, match=message):
+        train(make_agent(ChoiceAgent), lambda: wrap(env), episodes=4, num_envs=4)
+    with pytest.raises(ConfigError, match=message):
+        train(make_agent(ChoiceAgent), SyncVectorEnv([lambda: wrap(env)] * 4), episodes=4)
+    assert evaluate(lambda observation: 1, lambda: wrap(env), episodes=4, num_envs=1).lengths == [3] * 4

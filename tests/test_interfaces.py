@@ -7,6 +7,7 @@ import inspect
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -463,7 +464,10 @@ def test_rejects_wrong_values_of_an_adapter_by_name(value):
         AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"), value)
 
 
-@pytest.mark.parametrize("facts", [{"a": object()}, {"a": 10**5000}, {"a": b"x"}, {"a": torch.zeros(1)}])
+NESTED: dict[str, Any] = reduce(lambda facts, _: {"in": facts}, range(3000), {})
+
+
+@pytest.mark.parametrize("facts", [{"a": object()}, {"a": 10**5000}, {"a": b"x"}, {"a": torch.zeros(1)}, NESTED])
 def test_rejects_facts_that_no_manifest_holds(facts, tmp_path):
     with pytest.raises(ConfigError, match=r"facts=.*cannot be written as JSON"):
         make_agent(ChoiceAgent).save_checkpoint(tmp_path / "new", facts=facts)

@@ -322,6 +322,10 @@ def test_options_of_a_training_that_are_none(option: dict[str, Any]):
         ("Cartpole-v1", "Did you mean: `CartPole`"),
         ("", "Malformed"),
         ("nowhere:Env-v0", "nowhere"),
+        (":CartPole-v1", "Empty module name"),
+        (".a:B-v0", "relative import"),
+        ("..x:Env-v0", "relative import"),
+        ("llamagym/TextWorld-v0", "games"),
     ],
 )
 def test_environments_that_no_one_knows(run, name: str, said: str):

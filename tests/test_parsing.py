@@ -92,6 +92,18 @@ def test_rejects_reply_that_names_no_action(reply):
         parse_choice(reply, WALK)
 
 
+@pytest.mark.parametrize("reply", ['{"action": null}', '{"action": [null]}', '{"action": {"move": null}}'])
+def test_null_is_not_the_word_none(reply):
+    with pytest.raises(ActionParseError, match="names no action"):
+        parse_choice(reply, {"none": 0, "hit": 1})
+
+
+def test_values_in_json_are_spelled_as_json_spells_them():
+    assert parse_choice('{"action": null}', {"null": 0, "hit": 1}) == 0
+    assert parse_choice('{"action": true}', {"true": 0, "false": 1}) == 0
+    assert parse_choice('{"action": ["caf\u00e9"]}', {"caf\u00e9": 0, "hit": 1}) == 0
+
+
 @pytest.mark.parametrize(
     ("reply", "action"),
     [("2.", 2), ("(1)", 1), ("option 1: yes", 1), ("I take...2", 2), ("1 or 1", 1), ('{"action": 2}', 2)],

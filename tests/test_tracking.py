@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import struct
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from llamagym import ConfigError, EvalCallback, train
+from llamagym.models.checkpoints import newest
 from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, TranscriptTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
@@ -102,6 +104,16 @@ def test_an_unknown_tracker_and_a_missing_package_are_named(tmp_path):
     if importlib.util.find_spec("swanlab") is None:
         with pytest.raises(ConfigError, match="pip install swanlab"):
             default_tracker(tmp_path, {}, log_with=["swanlab"])
+
+
+@needs("wandb")
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_a_project_that_a_service_rejects_is_named_and_leaves_no_file(tmp_path, monkeypatch, is_passed):
+    if not is_passed:
+        monkeypatch.setenv("WANDB_PROJECT", "x/y")
+    with pytest.raises(ConfigError, match=r"'wandb' cannot start with the project 'x/y': UsageError: .*Pass another"):
+        default_tracker(tmp_path / "run", {}, "x/y" if is_passed else None, "offline")
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_table_grows_columns_and_is_rewound(tmp_path):
@@ -252,6 +264,71 @@ def test_a_tracker_may_stop_the_run_after_a_checkpoint(tmp_path, wrap):
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [2]
     other.close()
     assert len(learning(tmp_path / "run", None, resume=True).updates) == 2
+
+
+def test_a_tracker_is_rewound_though_the_resumed_run_has_a_folder_of_its_own(tmp_path):
+    with closing(JsonlTracker(tmp_path / "own.jsonl")) as own:
+        learning(tmp_path / "checkpoints", own)
+        shutil.rmtree(newest(tmp_path / "checkpoints"))
+        before = lines(tmp_path / "own.jsonl")
+        learning(tmp_path / "checkpoints", own, resume=True, run_dir=tmp_path / "run")
+    steps = [line["step"] for line in lines(tmp_path / "own.jsonl")]
+    assert steps[: len(before)] == [line["step"] for line in before]
+    assert steps == sorted(set(steps))
+
+
+def test_positions_belong_to_trackers_by_class_and_file(tmp_path):
+    names = ("a.jsonl", "b.jsonl", "c.csv")
+
+    def trackers(folder):
+        return [(CsvTracker if name.endswith("csv") else JsonlTracker)(folder / name) for name in names]
+
+    (tmp_path / "run").mkdir()
+    first = trackers(tmp_path / "run")
+    for count, tracker in enumerate(first, 1):
+        for step in range(count):
+            tracker.log({"seen": float(step)}, step)
+    position = MultiTracker(*first).position()
+    written = [tracker.position() for tracker in first]
+    for tracker in first:
+        tracker.log({"seen": 9.0}, 9)
+        tracker.close()
+    # In another order, beside another tracker.
+    a, b, c = trackers(tmp_path / "run")
+    other = JsonlTracker(tmp_path / "other.jsonl")
+    other.log({"seen": 1.0}, 1)
+    with closing(MultiTracker(other, c, MultiTracker(b, a))) as moved:
+        moved.rewind(position)
+        assert [tracker.position() for tracker in (a, b, c)] == written
+        assert len(lines(tmp_path / "other.jsonl")) == 1
+    # In a folder that was moved.
+    for name in names:
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write('{"step": 9}\n' if name.endswith("jsonl") else "9,9\n")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    again = trackers(tmp_path / "moved")
+    with closing(MultiTracker(*again)) as moved:
+        moved.rewind(position)
+        assert [tracker.position()["size"] for tracker in again] == [each["size"] for each in written]
+
+
+@pytest.mark.parametrize("position", [{"size": 0, "path": "x"}, [None, {"size": 0}], [["JsonlTracker", 3]]])
+def test_positions_without_a_tracker_drop_nothing(tmp_path, position, caplog):
+    with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
+        tracker.log({"seen": 1.0}, 1)
+        MultiTracker(tracker).rewind(position)
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+    assert "appended" in caplog.text
+
+
+def test_a_position_that_cannot_be_saved_stops_nothing(tmp_path, caplog):
+    class Odd(JsonlTracker):
+        def position(self):
+            return {"seen": {1}}
+
+    with closing(Odd(tmp_path / "metrics.jsonl")) as tracker:
+        learning(tmp_path / "run", tracker)
+    assert "Odd cannot report its position" in caplog.text
 
 
 def test_an_error_of_one_tracker_leaves_no_other_open(tmp_path):

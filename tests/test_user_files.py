@@ -154,6 +154,14 @@ def test_a_folder_for_the_best_agent_is_checked_before_the_training(tmp_path):
         EvalCallback(DiceEnv, best_dir=tmp_path / "notes")
 
 
+def test_the_working_directory_is_no_folder_for_the_best_agent(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    for best_dir in (".", "..", tmp_path / "in"):
+        with pytest.raises(ConfigError, match="is the current working directory or contains it"):
+            EvalCallback(DiceEnv, best_dir=best_dir)
+
+
 def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk", target_is_directory=True)
@@ -240,7 +248,7 @@ def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, na
 def test_a_run_does_not_write_to_a_folder_with_other_files(tmp_path, name):
     (tmp_path / name).write_text('{"my": "settings"}')
     for start in (learning, lambda folder: default_tracker(folder, {})):
-        with pytest.raises(ConfigError, match=rf"run_dir='.*' holds files that are not of a run \('{name}'\)"):
+        with pytest.raises(ConfigError, match=rf"run_dir='.*' contains files that llamagym did not write \('{name}'\)"):
             start(tmp_path)
     assert tree(tmp_path) == {name: b'{"my": "settings"}'}
 
@@ -251,21 +259,43 @@ def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
     (tmp_path / "precious").write_text("mine\n" * 1000)
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).symlink_to("../precious")
-    with pytest.raises(ConfigError, match=rf"{name}' is a link"):
+    with pytest.raises(ConfigError, match=rf"{name}' is a symbolic link"):
         learning(tmp_path / "run", episodes=20, log_with=["csv"], resume=True)
     assert (tmp_path / "precious").read_text() == "mine\n" * 1000
 
 
-@pytest.mark.parametrize("settings", ['{"my": "settings"}', '{"llamagym": {"episodes": 100}}', '{"llamagym": "0.2"}'])
+# A mark names the version and the id of a run.
+OTHER_MARKS = [
+    f'{{"llamagym": "{mark}"}}'
+    for mark in ("0.2", "dry run only", "my run 0123456789abcdef", "0.2 run 7", "0.2 run 0123456789abcdef!")
+]
+
+
+@pytest.mark.parametrize("settings", ['{"my": "settings"}', '{"llamagym": {"episodes": 100}}', *OTHER_MARKS])
 def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, settings):
     (tmp_path / "config.json").write_text(settings)
     (tmp_path / "metrics.jsonl").write_text("mine\n")
     learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
     before = tree(tmp_path)
     for start in (lambda: learning(tmp_path, resume=True), lambda: default_tracker(tmp_path, {})):
-        with pytest.raises(ConfigError, match="holds files that are not of a run"):
+        with pytest.raises(ConfigError, match="contains files that llamagym did not write"):
             start()
     assert tree(tmp_path) == before
+
+
+def test_a_run_s_mark_is_recognized(tmp_path, monkeypatch):
+    for version in ("unknown", "0.2.0", "1.0rc1.dev3+g12ab.d2026"):
+        monkeypatch.setattr("llamagym.training.run_folder.own_version", lambda version=version: version)
+        default_tracker(tmp_path / version, {}).close()
+        default_tracker(tmp_path / version, {}).close()
+
+
+def test_a_checkpoint_with_a_damaged_run_id_does_not_spoil_the_folder(tmp_path):
+    learning(tmp_path, episodes=4)
+    manifest = newest(tmp_path / "checkpoints") / MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"run": "a b"}))
+    learning(tmp_path / "other", episodes=4, checkpoint_dir=tmp_path / "checkpoints", resume=True)
+    learning(tmp_path / "other", episodes=4, checkpoint_dir=tmp_path / "checkpoints", resume=True)
 
 
 def test_a_folder_of_checkpoints_alone_becomes_a_run_s(tmp_path):
@@ -278,9 +308,7 @@ def test_a_run_is_not_resumed_in_the_folder_of_another(tmp_path):
     learning(tmp_path / "a", episodes=4)
     learning(tmp_path / "b", episodes=20)
     before = tree(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"run_dir='.*b' belongs to the run \w+, but the newest checkpoint in '.*a/che"
-    ):
+    with pytest.raises(ConfigError, match=r"run_dir='.*b' belongs to run \w+, but the newest checkpoint in '.*a/che"):
         learning(tmp_path / "b", checkpoint_dir=tmp_path / "a" / "checkpoints", resume=True)
     assert tree(tmp_path) == before
     # A new folder takes the run, and can be resumed with it again.
@@ -304,7 +332,7 @@ def test_a_resumed_run_drops_nothing_from_the_file_of_another(tmp_path, caplog, 
         with pytest.raises(CheckpointError, match="precious"):
             precious.rewind(saved)
     # A run goes on and appends to the file.
-    MultiTracker(precious).rewind([position])
+    MultiTracker(precious).rewind([[kind.__name__, position]])
     assert "is not the file of the checkpoint" in caplog.text
     assert (tmp_path / "precious").read_bytes() == before
     own.rewind(position)
@@ -352,17 +380,18 @@ def test_a_run_does_not_write_through_linked_folders(tmp_path, name):
     (tmp_path / "mine" / name).mkdir(exist_ok=True)
     (tmp_path / "downloaded" / name).symlink_to(f"../mine/{name}")
     before = tree(tmp_path)
-    with pytest.raises(ConfigError, match=rf"downloaded/{name}' is a link"):
+    with pytest.raises(ConfigError, match=rf"downloaded/{name}' is a symbolic link"):
         learning(tmp_path / "downloaded", episodes=20, keep_checkpoints=1, resume=True)
     assert tree(tmp_path) == before
 
 
-def test_services_do_not_write_through_a_link(tmp_path):
+@pytest.mark.parametrize("project", ["lakes", "lakes/frozen"])
+def test_services_do_not_write_through_a_link(tmp_path, project):
     default_tracker(tmp_path / "run", {}).close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "run" / "lakes").symlink_to("../mine")
-    with pytest.raises(ConfigError, match=r"run/lakes' is a link"):
-        default_tracker(tmp_path / "run", {}, "lakes", log_with=["tensorboard"])
+    with pytest.raises(ConfigError, match=r"run/lakes' is a symbolic link"):
+        default_tracker(tmp_path / "run", {}, project, log_with=["tensorboard"])
     assert list((tmp_path / "mine").iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""An agent for an environment of which nothing is known but its spaces, and what a user adds to that in words."""
+"""A generic agent, built from an environment's spaces and the user's wording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..conversation.observations import describe, part_names
 from ..conversation.spaces import name_actions, parse_action
 from ..errors import ConfigError
 
-# In a system prompt; more are only said to be there.
+# Longest list of actions spelled out in a system prompt.
 _LISTED = 32
 
 

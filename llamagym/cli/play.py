@@ -23,8 +23,10 @@ Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
 @click.argument("folder", type=UserPath(path_type=Path))
 @click.argument("env_id", required=False)
 @click.option("--human", is_flag=True, help="Play in the agent's place: replies are read from the terminal.")
-@click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True, help="How many to play.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the first; the next ones count on.  [default: drawn]")
+@click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True, help="Episodes to play.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Seed of the first episode; later ones add 1.  [default: drawn]"
+)
 @click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
 @click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
 @click.option("--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module.")

@@ -38,8 +38,15 @@ class UserPath(click.Path):
     """A path in which `~` is the home folder, also behind an equals sign, where a shell leaves it as it is."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, written out."""
-        return super().convert(os.path.expanduser(value), param, ctx)
+        """The path, written out; one that no file can have, or that may not be looked up, is a usage error."""
+        path = os.path.expanduser(value)
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            self.fail(f"{shortened(path)} cannot be used: {error.strerror}. Pass another path.", param, ctx)
+        return super().convert(path, param, ctx)
 
 
 AGENT, CONFIG = "agent", "config.json"
@@ -48,7 +55,7 @@ _LARGEST_SETTINGS = 2**20
 _LONGEST_ID = 200
 
 EVALUATION_SEED = 1_000_000
-"""What episodes to measure with are drawn from, far from the seeds that people train with."""
+"""Seed for evaluation episodes, far from usual training seeds."""
 
 
 def printable(text: str) -> str:
@@ -78,7 +85,8 @@ def require_same_prompt(prompt: Path | None, run_dir: Path) -> None:
     Raises:
         ConfigError: The run has another one.
     """
-    if prompt is None or not prompt.is_file():
+    # `agent_class` rejects files with another ending.
+    if prompt is None or prompt_in(run_dir, prompt).name not in _PROMPTS or not prompt.is_file():
         return
     kept = file_inside(run_dir, prompt_in(run_dir, prompt).name)
     if kept.exists() and kept.read_bytes() != prompt.read_bytes():
@@ -195,8 +203,8 @@ def _import_module_of(env_id: str) -> None:
     """Imports the module that the user's environment id names, since it may lie beside the run."""
     module, colon, _ = env_id.partition(":")
     if colon:
-        # `made` reports a module that cannot be imported.
-        with suppress(ImportError, ValueError):
+        # `made` reports a module that cannot be imported, whatever it raises.
+        with suppress(Exception):
             import_module(module)
 
 

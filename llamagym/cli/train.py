@@ -11,11 +11,14 @@ import click
 
 from .. import training
 from ..errors import ConfigError
-from ..models.atomic import replace_file
+from ..models.atomic import replace_file, require_own
+from ..models.checkpoints import require_none
 from ..models.loading import load_model_and_tokenizer
 from ..models.paths import user_folder
 from ..models.registry import EMBEDDED_NAME
+from ..policy.export import KIND
 from ..training.environments import made
+from ..training.run import require_budget
 from ..training.run_folder import require_run_folder, require_same_run
 from ..training.tracking import default_tracker
 from .generic import default_context
@@ -72,6 +75,7 @@ def train(
     if resume and run_dir is None:
         raise click.UsageError("--resume needs --run-dir, the folder of the run to continue.")
     settings = dict(locals())
+    require_budget(episodes, turns, minutes)
     run_dir = run_dir or Path("runs") / time.strftime(f"{env_id.replace('/', '-').replace(':', '-')}-%Y%m%d-%H%M%S")
     # An environment may change the working directory.
     run_dir = user_folder(run_dir, "--run-dir")
@@ -79,8 +83,11 @@ def train(
     if not resume and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to continue it, or another --run-dir.")
     require_run_folder(run_dir)
+    require_own(run_dir / AGENT, KIND)
     if resume:
         require_same_run(run_dir, checkpoint_dir)
+    else:
+        require_none(checkpoint_dir)
     require_same_prompt(prompt, run_dir)
     env = made(env_id)
     kind = agent_class(env, prompt)

@@ -69,7 +69,9 @@ def parse_choice(reply: str, actions: Mapping[str, T], json_key: str = "action")
     check_json_key(json_key, "json_key")
     said = [found[json_key] for found in json_objects(reply) if json_key in found]
     try:
-        texts = list(dict.fromkeys(map(str, said))) or [reply]
+        # As JSON spells them: Python's None for null would be a name that the reply does not hold.
+        spelled = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in said]
+        texts = list(dict.fromkeys(spelled)) or [reply]
     except (RecursionError, ValueError):
         # Deeply nested lists and numbers with thousands of digits have no text.
         texts = []

@@ -22,6 +22,7 @@ from ..models.atomic import written_whole
 from ..models.lock import alone
 from ..models.lora import extension_undone_on_error
 from ..models.quantization import computing_dtype
+from ..models.saveable import saveable_state
 from ..models.state_files import check_alike, named_on_error, read_state, write_state
 from ..options import as_json, as_number, check_arguments, user_path
 from ..policy.actor import Actor
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Name of a checkpoint's files.
 _STATE = "state"
+# Entries of a checkpoint's manifest that the library writes.
+_RESERVED_FACTS = frozenset({"options", "kind", "schema", "llamagym", "files"})
 # Options that may differ from the saved ones: the random numbers of a checkpoint go on whatever the seeds say.
 _FREE = frozenset({"seed", "microbatch_nodes"})
 # Options that the saved state depends on: what learns, what is saved of it, and what conversations hold.
@@ -125,11 +128,12 @@ class LearningActor(Actor):
         Args:
             folder: Folder to write: new, empty, or a checkpoint's. A checkpoint is replaced; other files in its folder
                 stay.
-            loop: What the caller's own loop goes on from, as JSON holds it; `load_checkpoint` returns it.
-            facts: What the manifest says beside the agent's options, to be read without loading.
+            loop: State of the caller's own loop, as JSON holds it, and tensors; `load_checkpoint` returns it.
+            facts: Further entries of the manifest, to be read without loading.
 
         Raises:
-            ConfigError: The path is invalid.
+            ConfigError: The path is invalid, `loop` would not be read again as it is, or `facts` has a name that the
+                library uses itself.
             CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         for name, given in (("loop", loop), ("facts", facts)):
@@ -137,14 +141,18 @@ class LearningActor(Actor):
                 raise ConfigError(
                     f"{name} must be a dictionary or None, got {excerpt(given)} ({type(given).__name__})."
                 )
-        about = {"options": self._identity, **as_json(dict(facts or {}))}
+        reserved = sorted(_RESERVED_FACTS & set(facts or ()))
+        if reserved:
+            raise ConfigError(f"facts has {reserved}, which llamagym writes itself. Use other names.")
         try:
+            about = {"options": self._identity, **as_json(dict(facts or {}))}
             json.dumps(about)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"facts={excerpt(facts)} cannot be written as JSON: {error}.") from error
+        loop_state = saveable_state(dict(loop or {}), "loop")
         self.policy.drop_caches()
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
-        own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": as_json(dict(loop or {}))}
+        own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": loop_state}
         of_others = ranks.gather_objects(own)[1:]
         if ranks.is_main_process():
             with written_whole(folder, checkpoints.KIND, about) as whole:

@@ -353,7 +353,9 @@ def require_own(folder: Path, kind: str) -> None:
 
     Raises:
         CheckpointError: It is such a folder.
+        ConfigError: It is the current working directory, or contains it.
     """
+    _require_replaceable(folder.resolve())
     if not folder.parent.is_dir():
         return
     # While another process renames the folder, it has no manifest.

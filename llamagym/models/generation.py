@@ -19,7 +19,7 @@ class GenerationConfig(Options):
         do_sample: False takes the most likely token or choice, which cannot explore: for inference.
         temperature: Divides logits (of choices: scores) when sampling and when training.
         top_p: Nucleus sampling in inference; while learning it is off, since a cut distribution biases the ratio.
-        top_k: Top-k sampling in inference; off while learning, likewise. 0 is off.
+        top_k: Top-k sampling in inference; also off while learning. 0 is off.
     """
 
     max_new_tokens: int = 32

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
+from ..models.saveable import saveable_state
 from ..options import as_statistics, check_arguments, require_positive
-from .callback_state import saveable_state
 from .played import PlayedEpisode
 from .run import Run
 
@@ -131,12 +131,14 @@ class Callbacks:
         self._call("on_training_end", lambda callback: callback.on_training_end(run))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each, with the name of its class; one that raises an error has none."""
+        """The state of each, with the name of its class; None for one that raises an error."""
         states: list[Any] = []
 
         def save(callback: Callback) -> None:
             name = type(callback).__name__
-            states.append([name, saveable_state(callback.state_dict(), f"{name}.state_dict()")])
+            # Several of one class are told apart by their order, so each has an entry.
+            states.append([name, None])
+            states[-1][1] = saveable_state(callback.state_dict(), f"{name}.state_dict()")
 
         self._call("state_dict", save)
         return {"callbacks": states}
@@ -150,6 +152,7 @@ class Callbacks:
             match = next((entry for entry in saved if entry[0] == name), None)
             if match is not None:
                 saved.remove(match)
+            if match is not None and match[1] is not None:
                 callback.load_state_dict(match[1])
             elif callback.state_dict():
                 logger.warning("The checkpoint has no state for %s; it starts fresh.", name)

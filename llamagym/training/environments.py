@@ -24,7 +24,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from ..errors import ConfigError, EnvironmentTimeoutError
+from ..errors import ConfigError, EnvironmentTimeoutError, LlamaGymError
+from ..models.atomic import reason_of
 from ..options import as_json, shortened
 from .copy_errors import unpacked
 from .env_processes import ProcessEnvs, exit_with_parent, lead_group, named_if_lost
@@ -212,7 +213,7 @@ def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
 def copies_for(env: EnvSource, wanted: int | None = None, group_size: int = 1) -> int:
     """How many copies to act in at once.
 
-    Where nothing is said that is 64 in whole groups, the one that cannot be copied, or those of a vector environment.
+    Default: 64 rounded down to whole groups; 1 if the environment cannot be copied; a vector environment's own number.
 
     Raises:
         ConfigError: `env` is a vector environment of another number of copies.
@@ -271,7 +272,28 @@ def opened(
 def _vector(makers: list[Callable[[], Copy]], in_processes: bool, first: int) -> VectorEnv:
     if in_processes:
         return ProcessEnvs(makers, first)
-    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    try:
+        _require_distinct(envs)
+    except ConfigError:
+        envs.close()
+        raise
+    return envs
+
+
+def _require_distinct(envs: SyncVectorEnv) -> None:
+    """Rejects environments that are one and the same object: each step would be a step of all of them.
+
+    Raises:
+        ConfigError: Two are.
+    """
+    distinct = {id(env.unwrapped) for env in envs.envs}
+    if len(distinct) < len(envs.envs):
+        raise ConfigError(
+            f"{len(envs.envs)} environments were made, and several of them are the same object, "
+            f"{envs.envs[0].unwrapped}: expected {len(envs.envs)} objects, got {len(distinct)}. Pass a function that "
+            "makes a new environment at each call, or num_envs=1."
+        )
 
 
 def _check_vector(env: VectorEnv, in_processes: bool) -> None:
@@ -283,6 +305,8 @@ def _check_vector(env: VectorEnv, in_processes: bool) -> None:
         )
     if env.closed:
         raise ConfigError(f"{env} is closed. Make it again.")
+    if isinstance(env.unwrapped, SyncVectorEnv):
+        _require_distinct(env.unwrapped)
     if _forgets_resets(env.unwrapped):
         raise ConfigError(
             f"{env} has shared_memory=False and the autoreset mode NEXT_STEP. Gymnasium then resets an environment "
@@ -405,14 +429,17 @@ def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
     """The environment that `gymnasium.make` knows by an id, with options for it.
 
     Raises:
-        ConfigError: It knows none, or a package of it is not installed.
+        ConfigError: It knows none, a package of it is not installed, or the environment cannot be constructed.
     """
     try:
         if name.count(":") > 1:
             raise gymnasium.error.NameNotFound("an id has one colon at most, after the module.")
         return gymnasium.make(name, **options)
-    except (gymnasium.error.Error, ImportError) as error:
+    except LlamaGymError:
+        raise
+    except Exception as error:  # whatever a module or a constructor raises
+        reason = error if isinstance(error, (gymnasium.error.Error, ImportError)) else f"{reason_of(error)}."
         raise ConfigError(
-            f"env={shortened(name)} cannot be made: {error} Pass an id that gymnasium.make() knows, or a function that "
-            "makes the environment."
+            f"env={shortened(name)} cannot be made: {reason} Pass an id that gymnasium.make() knows, or a function "
+            "that makes the environment."
         ) from error

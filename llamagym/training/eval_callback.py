@@ -17,6 +17,7 @@ from ..policy.export import KIND
 from .callbacks import Callback
 from .environments import EnvSource
 from .evaluation import EvaluationResult, evaluate
+from .loop_state import is_count, is_real, require_part
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,17 @@ class EvalCallback(Callback):
         return {"best": [best, self.best_update], "last": [self._last_update, self._last_episodes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; `results` are those of this process."""
-        best, self.best_update = state["best"]
-        self.best_mean = -math.inf if best is None else best
-        self._last_update, self._last_episodes = state["last"]
+        """Restores what `state_dict` returned; `results` are those of this process.
+
+        Raises:
+            CheckpointError: The state is damaged.
+        """
+        best: Any = state.get("best")
+        last: Any = state.get("last")
+        where = f"callbacks/{type(self).__name__}/"
+        is_valid = isinstance(best, list) and len(best) == 2 and (best[0] is None or is_real(best[0]))
+        require_part(is_valid and is_count(best[1]), state, "best", "a mean return or None, and an update", where)
+        is_valid = isinstance(last, list) and len(last) == 2 and all(map(is_count, last))
+        require_part(is_valid, state, "last", "an update and a number of episodes", where)
+        self.best_mean, self.best_update = -math.inf if best[0] is None else best[0], best[1]
+        self._last_update, self._last_episodes = last

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from ..agent import Agent
 from ..conversation.interface import no_action_advice
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..learners import ranks
 from ..learners.base import Learner, Stats
 from ..models.checkpoints import require_none
@@ -32,7 +31,7 @@ from .played import Judge, PlayedEpisode, success_rate
 from .progress import Progress
 from .report import write_report
 from .run import Run
-from .run_folder import require_run_folder, require_same_run, run_id_of
+from .run_folder import new_run_id, require_run_folder, require_same_run, run_id_of
 from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Tracker, trackers_of_run
 
@@ -268,7 +267,6 @@ def train(
             play.begin()
         else:
             run.load_state_dict(saved_state)
-            trackers.rewind(saved_state["tracker"])
             progress.resume(run.returns, len(run.updates))
             progress.note(f"resumed after {run}; {1 - run.progress:.0%} of the budget is left")
         if play.awaits_free_text() and not (agent.has_fallback or agent.takes_any_reply):
@@ -308,7 +306,10 @@ def train(
                 state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": all_callbacks.state_dict()}
                 saved.write(state, run.turns, run.updates)
 
-        with _notified(all_callbacks, run, saved_state), saved_on_error(save if saved else None, checkpoint_dir):
+        with (
+            _notified(all_callbacks, run, saved_state, saved.state_file if saved else None, trackers),
+            saved_on_error(save if saved else None, checkpoint_dir),
+        ):
             resuming.close()
             is_over = any(ranks.gather_objects(run.is_over))
             if is_over:
@@ -378,7 +379,7 @@ def _run_id(run_dir: Path | None, tracker: Tracker | None) -> str:
     """The id of the run that a folder or a tracker belongs to, or a new id."""
     own = None if run_dir is None else run_id_of(run_dir)
     passed = tracker.run_id if isinstance(tracker, MultiTracker) else ""
-    return own or passed or secrets.token_hex(8)
+    return own or passed or new_run_id()
 
 
 def _trackers_of_run(
@@ -421,12 +422,34 @@ def _copies_for_batches(learner: Learner, stats: Stats) -> int:
 
 
 @contextmanager
-def _notified(callbacks: Callbacks, run: Run, saved_state: Mapping[str, Any] | None) -> Iterator[None]:
-    """Call the callbacks at the start of the training and, whatever ends it, at its end."""
+def _notified(
+    callbacks: Callbacks,
+    run: Run,
+    saved_state: Mapping[str, Any] | None,
+    state_file: Path | None,
+    trackers: MultiTracker,
+) -> Iterator[None]:
+    """Calls the callbacks at the start of the training and, whatever ends it, at its end.
+
+    Args:
+        callbacks: The callbacks.
+        run: The run.
+        saved_state: State of the loop that is resumed; None in a new run.
+        state_file: The file that holds it, for errors.
+        trackers: Trackers to rewind to that state, once the callbacks have taken theirs.
+
+    Raises:
+        CheckpointError: A callback cannot take its state; trackers have dropped nothing.
+    """
     callbacks.on_training_start(run)
     if saved_state is not None:
         callbacks.load_state_dict(saved_state["callbacks"])
-    callbacks.raise_error()
+    try:
+        callbacks.raise_error()
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(state_file)!r}: {error}") from error
+    if saved_state is not None:
+        trackers.rewind(saved_state["tracker"])
     try:
         yield
     except BaseException:

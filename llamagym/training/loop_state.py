@@ -1,15 +1,16 @@
-"""Checks the state of a training loop that a checkpoint holds, before anything takes it."""
+"""Checks the state of a training loop that a checkpoint holds, before anything uses it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError
 from ..options import shortened
 
-# Beyond any count of a run, and still a 64-bit integer.
+# Upper bound for counts; fits in int64.
 _LARGEST = 2**62
 
 
@@ -25,66 +26,80 @@ def check_loop_state(loop: Mapping[str, Any], num_envs: int, starts_again: bool)
         CheckpointError: It is such a state; the message names the part.
     """
     _check_run(loop)
-    _require(_is_list(loop, "tracker"), loop, "tracker", "a list")
+    require_part(_is_list(loop, "tracker"), loop, "tracker", "a list")
     callbacks = loop.get("callbacks")
     states = callbacks.get("callbacks") if isinstance(callbacks, Mapping) else None
     is_valid = isinstance(states, list) and all(map(_is_callback, states))
-    _require(is_valid, loop, "callbacks", "names and states")
+    require_part(is_valid, loop, "callbacks", "names and states")
     play = loop.get("play")
     if not isinstance(play, Mapping):
         raise _fault(loop, "play", "a dictionary")
-    try:
-        _check_play(play, num_envs, starts_again)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} It belongs to 'play'.") from error
+    _check_play(play, num_envs, starts_again)
 
 
 def _check_run(loop: Mapping[str, Any]) -> None:
     """Checks what `Run.load_state_dict` takes."""
-    _require(_is_count(loop.get("turns")), loop, "turns", "a count")
-    _require(_is_number(loop.get("seconds")), loop, "seconds", "a finite number")
-    _require(_is_list(loop, "returns") and all(map(_is_real, loop["returns"])), loop, "returns", "numbers")
+    require_part(is_count(loop.get("turns")), loop, "turns", "a count")
+    require_part(_is_number(loop.get("seconds")), loop, "seconds", "a finite number")
+    require_part(_is_list(loop, "returns") and all(map(is_real, loop["returns"])), loop, "returns", "numbers")
     episodes = len(loop["returns"])
-    _require(_is_list(loop, "updates") and all(map(_are_statistics, loop["updates"])), loop, "updates", "statistics")
+    require_part(
+        _is_list(loop, "updates") and all(map(_are_statistics, loop["updates"])), loop, "updates", "statistics"
+    )
     is_valid = _is_list(loop, "successes", episodes) and all(map(_is_flag_or_none, loop["successes"]))
-    _require(is_valid, loop, "successes", f"{episodes} flags")
+    require_part(is_valid, loop, "successes", f"{episodes} flags")
     uncounted = loop.get("uncounted", -1)
-    _require(_is_count(uncounted) and uncounted <= episodes, loop, "uncounted", f"a count up to {episodes}")
+    require_part(is_count(uncounted) and uncounted <= episodes, loop, "uncounted", f"a count up to {episodes}")
     began = loop.get("batch_began", -1)
-    _require(_is_number(began) and 0 <= began <= 1, loop, "batch_began", "a number from 0 to 1")
-    _require(_is_budget(loop.get("budget")), loop, "budget", "limits, what was used before, and a flag")
+    require_part(_is_number(began) and 0 <= began <= 1, loop, "batch_began", "a number from 0 to 1")
+    require_part(_is_budget(loop.get("budget")), loop, "budget", "limits, what was used before, and a flag")
 
 
 def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> None:
     """Checks what `Play.resume` takes."""
+    require = partial(require_part, where="play/")
     entropy = play.get("entropy")
-    _require(isinstance(entropy, int) and not isinstance(entropy, bool) and entropy >= 0, play, "entropy", "a seed")
-    _require(_is_count(play.get("ranks")), play, "ranks", "a count")
-    _require(_is_count(play.get("next_group")), play, "next_group", "a count")
-    # With other environments the lists have lengths of their own, and are not read.
+    require(isinstance(entropy, int) and not isinstance(entropy, bool) and entropy >= 0, play, "entropy", "a seed")
+    require(is_count(play.get("ranks")), play, "ranks", "a count")
+    require(is_count(play.get("next_group")), play, "next_group", "a count")
+    # With other environments, list lengths may differ.
     length = None if starts_again else num_envs
-    _require(_is_list(play, "groups", length) and all(map(_is_count, play["groups"])), play, "groups", "counts")
+    require(_is_list(play, "groups", length) and all(map(is_count, play["groups"])), play, "groups", "counts")
     is_valid = _is_list(play, "actions", length) and all(isinstance(each, (list, dict)) for each in play["actions"])
-    _require(is_valid, play, "actions", "the actions of each environment")
+    require(is_valid, play, "actions", "the actions of each environment")
     is_valid = _is_list(play, "texts", length) and all(map(_is_text_or_none, play["texts"]))
-    _require(is_valid, play, "texts", "a text for each environment")
-    _require(_are_choices(play.get("choices"), length), play, "choices", "lists of choices, and an index for each")
+    require(is_valid, play, "texts", "a text for each environment")
+    is_valid = _are_choices(play.get("choices"), len(play["texts"]))
+    require(is_valid, play, "choices", "lists of choices, and an index for each environment")
     # Only environments that cannot be played again have the beginnings of their episodes.
-    first = play.get("first", "missing")
-    _require(first is None or _is_beginnings(first, len(play["texts"])), play, "first", "texts and choices, or None")
+    first = play.get("first")
+    is_valid = "first" in play and (first is None or _is_beginnings(first, len(play["texts"])))
+    require(is_valid, play, "first", "texts and choices, or None")
     is_valid = _is_list(play, "told_to_rest", length)
     is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
-    _require(is_valid, play, "told_to_rest", "a flag for each environment")
+    require(is_valid, play, "told_to_rest", "a flag for each environment")
 
 
-def _require(is_valid: bool, state: Mapping[str, Any], name: str, expected: str) -> None:
+def require_part(is_valid: bool, state: Mapping[str, Any], name: str, expected: str, where: str = "") -> None:
+    """Rejects a part of a state that is missing or invalid.
+
+    Args:
+        is_valid: Whether the part is valid.
+        state: The state.
+        name: Name of the part.
+        expected: Description of a valid part.
+        where: Path of the state in the training loop's, with a slash at its end.
+
+    Raises:
+        CheckpointError: It is not valid.
+    """
     if not is_valid:
-        raise _fault(state, name, expected)
+        raise _fault(state, name, expected, where)
 
 
-def _fault(state: Mapping[str, Any], name: str, expected: str) -> CheckpointError:
+def _fault(state: Mapping[str, Any], name: str, expected: str, where: str = "") -> CheckpointError:
     found = shortened(state[name]) if name in state else "nothing"
-    return CheckpointError(f"The state of the training loop has {found} at {name!r}; expected {expected}.")
+    return CheckpointError(f"The state of the training loop has {found} at {where + name!r}; expected {expected}.")
 
 
 def _is_list(state: Mapping[str, Any], name: str, length: int | None = None) -> bool:
@@ -92,17 +107,18 @@ def _is_list(state: Mapping[str, Any], name: str, length: int | None = None) -> 
     return isinstance(value, list) and length in (None, len(value))
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether a value is an int from 0 to 2**62 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
     """Whether a value is a number that a float holds, finite or not."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000)
 
 
 def _is_number(value: Any) -> bool:
-    return _is_real(value) and math.isfinite(value)
+    return is_real(value) and math.isfinite(value)
 
 
 def _is_flag_or_none(value: object) -> bool:
@@ -115,17 +131,17 @@ def _is_text_or_none(value: object) -> bool:
 
 def _are_statistics(stats: object) -> bool:
     """Whether these are the statistics of an update, whose mean return each checkpoint holds."""
-    if not isinstance(stats, Mapping) or not _is_real(stats.get("return_mean")):
+    if not isinstance(stats, Mapping) or not is_real(stats.get("return_mean")):
         return False
-    return all(isinstance(value, (str, bool)) or _is_real(value) for value in stats.values())
+    return all(isinstance(value, (str, bool)) or is_real(value) for value in stats.values())
 
 
 def _is_callback(entry: object) -> bool:
-    """Whether this is the name of a callback and its state."""
+    """Whether this is the name of a callback and its state, None if it could not be saved."""
     if not isinstance(entry, Sequence) or len(entry) != 2:
         return False
     name, state = entry
-    return isinstance(name, str) and isinstance(state, dict)
+    return isinstance(name, str) and (state is None or isinstance(state, dict))
 
 
 def _is_budget(budget: object) -> bool:
@@ -157,4 +173,4 @@ def _are_choices(choices: object, length: int | None) -> bool:
         if offered is not None and not (isinstance(offered, list) and all(isinstance(text, str) for text in offered)):
             return False
     count = len(choices["lists"])
-    return all(index is None or (_is_count(index) and index < count) for index in choices["indices"])
+    return all(index is None or (is_count(index) and index < count) for index in choices["indices"])

@@ -97,7 +97,8 @@ class Play:
             seed: Of the episodes' reset seeds; None draws one.
             group_size: How many copies in a row share their seeds.
             judge: Rewards episodes once they have ended.
-            share: Which of how many processes this is: together they play what one does with as many copies.
+            share: (rank, number of processes). Together they play the same episodes as one process with all
+                environments.
         """
         self._judge = judge
         self._agent, self._parts, self._ids = agent, parts, list(ids)
@@ -134,9 +135,12 @@ class Play:
         self._reset(np.ones(len(self._ids), dtype=bool), rests=self._at_rest)
 
     def rest(self, which: np.ndarray[Any, Any]) -> None:
-        """Say which copies, bool (count,), are to rest; others that do begin their next episode.
+        """Pauses these environments; other paused ones start their next episode.
 
-        In each part one must go on. Copies of the caller's making never rest.
+        In each part one must go on. Environments that the caller made are never paused.
+
+        Args:
+            which: The environments to pause, bool (count,).
         """
         if self._parts[0].can_replay:
             self._told_to_rest[:] = which
@@ -309,7 +313,7 @@ class Play:
             starts_again: Whether all episodes start again, so that no action is taken.
 
         Raises:
-            CheckpointError: An action is not in the action space, as all others of its type are.
+            CheckpointError: An action cannot be converted to the action space.
         """
         if starts_again:
             return
@@ -319,7 +323,7 @@ class Play:
                 self._parts[0].actions_from(saved)
             except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
                 raise CheckpointError(
-                    f"The actions {shortened(saved)} are not of the space {space}: {error}"
+                    f"The actions {shortened(saved)} cannot be converted to the action space {space}: {error}"
                 ) from error
 
     def resume(self, state: Mapping[str, Any], starts_again: bool = False, may_change_choices: bool = False) -> None:
@@ -331,7 +335,7 @@ class Play:
             may_change_choices: Whether the agent may offer other choices than before.
 
         Raises:
-            CheckpointError: It does, and may not.
+            CheckpointError: The agent offers other choices, and `may_change_choices` is False.
         """
         self._entropy = state["entropy"]
         if starts_again or state["ranks"] != self._ranks:
@@ -426,19 +430,20 @@ class Play:
                 of episodes are compared, which have the same seeds.
 
         Raises:
-            CheckpointError: It does.
+            CheckpointError: The agent offers other choices.
         """
         saved, saved_texts = state["choices"], state["texts"]
         first = state["first"]
         if not is_replayed and first is not None:
             saved, saved_texts = first["choices"], first["texts"]
         now, texts = self._choices_record(list(zip(self._observations, self._infos, strict=True))), self._texts()
-        # Of other numbers of environments none are the same.
+        # With another number of environments, no positions correspond.
         if len(saved_texts) == len(texts):
             for i, (old, new) in enumerate(zip(saved["indices"], now["indices"], strict=True)):
                 if old is not None and new is not None and texts[i] == saved_texts[i]:
                     _require_same_choices(saved["lists"][old], now["lists"][new])
-        # Some agents offer choices for some observations only, so one of each kind on both sides is no difference.
+        # Some agents offer choices for some observations only, so reject only if one side offers choices everywhere and
+        # the other nowhere.
         were_free = {choices is None for choices in saved["lists"]}
         are_free = {choices is None for choices in now["lists"]}
         if were_free and are_free and not were_free & are_free:

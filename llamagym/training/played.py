@@ -26,7 +26,7 @@ class PlayedEpisode:
         rewards: What each action earned; what a judge gave is in it once the judge has spoken.
         turns: What the model read and said as token ids, with log-probabilities and values; empty for a policy that is
             no agent.
-        messages: The same as chat messages, the system prompt first; empty likewise.
+        messages: The same as chat messages, the system prompt first; also empty for such a policy.
         terminated: Whether it reached a final state.
         truncated: Whether it was cut off.
         info: What the environment said last.

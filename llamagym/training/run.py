@@ -23,6 +23,22 @@ from ..options import as_json, check_arguments, require_positive
 from .played import PlayedEpisode, success_rate
 
 
+def require_budget(episodes: int | None, turns: int | None, minutes: float | None) -> None:
+    """Rejects a budget without a limit, or with a limit that is not positive.
+
+    Raises:
+        ConfigError: It is such a budget.
+    """
+    require_positive(episodes=episodes, turns=turns)
+    if episodes is None and turns is None and minutes is None:
+        raise ConfigError(
+            "train() needs a budget. Pass minutes=10, episodes=20_000 or turns=100_000, or several of them; the "
+            "first that is used up ends the training."
+        )
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ConfigError(f"minutes={minutes}. Pass a positive number, or None for no limit.")
+
+
 class Run:
     """A training under way, as callbacks see it.
 
@@ -43,14 +59,7 @@ class Run:
             ConfigError: There is no limit at all, or an argument has the wrong type or is not positive.
         """
         check_arguments(Run.__init__, locals())
-        require_positive(episodes=episodes, turns=turns)
-        if episodes is None and turns is None and minutes is None:
-            raise ConfigError(
-                "train() needs a budget. Pass minutes=10, episodes=20_000 or turns=100_000, or several of them; the "
-                "first that is used up ends the training."
-            )
-        if minutes is not None and not 0 < minutes < math.inf:
-            raise ConfigError(f"minutes={minutes}. Pass a positive number, or None for no limit.")
+        require_budget(episodes, turns, minutes)
         self.agent = agent
         self.returns: list[float] = []
         self.successes: list[bool | None] = []

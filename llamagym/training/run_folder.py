@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import ConfigError
 from ..models.atomic import is_scratch_file, own_version
@@ -21,11 +22,23 @@ CONFIG = "config.json"
 MARK = "llamagym"
 """The setting by which a run's folder is recognized."""
 
-_MARK_PATTERN = re.compile(r"\S+ run (\S+)")
+_ID_PATTERN = re.compile(r"[0-9a-f]{16}")
+# The version is one of Python packages, or unknown; a user's setting of the same name has other words.
+_MARK_PATTERN = re.compile(rf"(?:unknown|\d[\w.!+]*) run ({_ID_PATTERN.pattern})")
 # What a run and the examples write.
 _FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "summary.json")
 # Folders that a run, the command line and services write below the run's folder.
 _FOLDERS = ("checkpoints", "agent", "llamagym", "wandb")
+
+
+def new_run_id() -> str:
+    """An id for a new run."""
+    return secrets.token_hex(8)
+
+
+def is_run_id(value: object) -> TypeGuard[str]:
+    """Whether a value is the id of a run."""
+    return isinstance(value, str) and _ID_PATTERN.fullmatch(value) is not None
 
 
 def mark_of(run_id: str) -> str:
@@ -64,19 +77,20 @@ def require_run_folder(folder: Path) -> None:
     for name in names:
         if name in _FILES + _FOLDERS and (folder / name).is_symlink():
             raise ConfigError(
-                f"{str(folder / name)!r} is a link, and a run writes to no link. Remove "
-                "it, or pass another run_dir. Checkpoints elsewhere are passed as checkpoint_dir."
+                f"{str(folder / name)!r} is a symbolic link, which is never written to. Remove it, or pass another "
+                "run_dir. Checkpoints elsewhere are passed as checkpoint_dir."
             )
     if names and not _is_run_folder(folder, names):
         raise ConfigError(
-            f"run_dir={str(folder)!r} holds files that are not of a run ({', '.join(map(repr, names[:3]))}"
+            f"run_dir={str(folder)!r} contains files that llamagym did not write ({', '.join(map(repr, names[:3]))}"
             f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}). Pass a new or empty folder."
         )
     for name in names:
         path = folder / name
         if (name in _FILES and not path.is_file()) or (name in _FOLDERS and not path.is_dir()):
             raise ConfigError(
-                f"{str(path)!r} is not what a run has under this name. Move it away, or pass another run_dir."
+                f"{str(path)!r} is not a {'file' if name in _FILES else 'folder'}, which is expected there. "
+                "Move it away, or pass another run_dir."
             )
 
 
@@ -101,6 +115,6 @@ def require_same_run(run_dir: Path, checkpoint_dir: Path) -> None:
     saved = [manifest.get("run") for _, manifest in manifests(checkpoint_dir)]
     if own is not None and saved and saved[-1] != own:
         raise ConfigError(
-            f"run_dir={str(run_dir)!r} belongs to the run {own}, but the newest checkpoint in "
-            f"{str(checkpoint_dir)!r} to the run {str(saved[-1])[:80]}. Pass the run_dir of that run, or a new one."
+            f"run_dir={str(run_dir)!r} belongs to run {own}, but the newest checkpoint in {str(checkpoint_dir)!r} "
+            f"belongs to run {str(saved[-1])[:80]}. Pass the run_dir of that run, or a new one."
         )

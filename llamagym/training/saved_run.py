@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..agent import Agent
 from ..errors import CheckpointError
 from ..learners import ranks
 from ..learners.base import Stats
-from ..models.atomic import verify
+from ..models.atomic import require_own, verify
 from ..models.checkpoints import KIND, check_options, newest, path_of, prune
 from ..models.paths import file_inside
 from ..models.state_files import named_on_error
@@ -21,6 +21,7 @@ from ..options import as_json
 from .copy_errors import failed_copy
 from .loop_state import check_loop_state
 from .play import Play
+from .run_folder import is_run_id, new_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class SavedRun:
     Attributes:
         root: The folder of the checkpoints.
         run_id: Distinguishes the checkpoints of this run from those of others in the same folder.
+        state_file: The file that the loop's state was read from; None if the run was not resumed.
     """
 
     def __init__(
@@ -47,9 +49,9 @@ class SavedRun:
 
         Args:
             root: The folder.
-            keep: How many.
-            agent: Who learns.
-            play: Where.
+            keep: Number of checkpoints kept.
+            agent: The learning agent.
+            play: The environments it plays in.
             options: What the run must be resumed with.
             allow_changes: Names of what may differ all the same; see `train`.
             run_id: Id of the run, unless checkpoints have one; empty draws one.
@@ -57,8 +59,8 @@ class SavedRun:
         self.root = root
         self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
         self._allow_changes = allow_changes
-        self._latest = -1
-        self.run_id = run_id or secrets.token_hex(8)
+        self.state_file: Path | None = None
+        self.run_id = run_id or new_run_id()
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
         """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
@@ -76,6 +78,8 @@ class SavedRun:
         path = path_of(self.root, turns)
         # A run may come from somebody else: a link would lead to a checkpoint of another one.
         file_inside(self.root, path.name)
+        if ranks.is_main_process():
+            _move_damaged_aside(path)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
         except CheckpointError as error:
@@ -89,11 +93,10 @@ class SavedRun:
         """Brings agent and environments to the newest checkpoint, and returns the loop's state; None without one.
 
         Args:
-            resuming: Is left with an exception where the run cannot go on from that state; the agent then has its own
-                state again.
+            resuming: Exit stack; unwinding it with an exception restores the agent's own state.
 
         Raises:
-            CheckpointError: None of those that there are can be read, or they do not fit.
+            CheckpointError: No checkpoint is readable, or the newest does not match this run.
         """
         with ranks.main_process_first():
             path = newest(self.root)
@@ -103,7 +106,8 @@ class SavedRun:
         changed = check_options(path, "train", self._options, fixed={"seed"}, allowed=self._allow_changes)
         restarting = ("num_envs", "group_size", "environment", "judge")
         starts_again = any(name.split(".")[0] in restarting for name in changed)
-        self.run_id = str(verify(path, KIND, checksums=False).get("run", self.run_id))
+        saved_id = verify(path, KIND, checksums=False).get("run")
+        self.run_id = saved_id if is_run_id(saved_id) else self.run_id
         loading = self._agent.loading_checkpoint(
             path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
@@ -115,8 +119,29 @@ class SavedRun:
             self._play.resume(loop["play"], starts_again, may_change_choices="choices" in self._allow_changes)
         except CheckpointError as error:
             raise CheckpointError(f"{str(path / 'state.json')!r}: {error}") from error
+        self.state_file = path / "state.json"
         logger.info("Resuming from %s, after %d turns", path, loop["turns"])
         return loop
+
+
+def _move_damaged_aside(path: Path) -> None:
+    """Renames what lies at a checkpoint's path and cannot be replaced as a checkpoint.
+
+    A resumed run reaches the turns of a damaged checkpoint again, since it continues from an older one.
+    """
+    try:
+        require_own(path, KIND)
+    except (CheckpointError, OSError):  # it is damaged, or a file
+        # A name that no checkpoint has.
+        aside = path.with_name(f"{path.name}-damaged-{secrets.token_hex(4)}")
+        with suppress(OSError):  # writing the checkpoint reports it
+            path.rename(aside)
+            logger.warning(
+                "%s is damaged and in the way of a checkpoint: it is moved to %r, with all its files. Delete it if you "
+                "do not need them.",
+                path,
+                aside.name,
+            )
 
 
 @contextmanager
@@ -127,7 +152,7 @@ def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iter
     except Exception as error:
         copy = failed_copy(error)
         where = "" if copy is None else f" in copy {copy} of the environment"
-        # Of several processes none can save alone; they go on from the last checkpoint.
+        # With several processes, saving needs all of them; resume from the last checkpoint.
         if save is not None and ranks.count() == 1:
             try:
                 save()

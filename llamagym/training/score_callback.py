@@ -14,6 +14,7 @@ from ..learners.base import Stats
 from ..options import as_number, check_arguments, require_positive, require_text
 from .callbacks import Callback
 from .evaluation import EvaluationResult
+from .loop_state import is_count, is_real, require_part
 from .run import Run
 
 
@@ -87,7 +88,19 @@ class ScoreCallback(Callback):
         return {"before": self.before, "after": self.after, "last_update": self._last_update}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: The state is damaged.
+        """
+        where = f"callbacks/{type(self).__name__}/"
+        for name in ("before", "after"):
+            score = state.get(name, ())
+            is_valid = score is None or (
+                isinstance(score, (list, tuple)) and len(score) == 2 and all(map(is_real, score))
+            )
+            require_part(is_valid, state, name, "a score and its standard error, or None", where)
+        require_part(is_count(state.get("last_update")), state, "last_update", "a count", where)
         self.before = None if state["before"] is None else Score(*state["before"])
         self.after = None if state["after"] is None else Score(*state["after"])
         self._last_update = state["last_update"]

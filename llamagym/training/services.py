@@ -9,6 +9,7 @@ from typing import Any
 
 from ..agent import Agent
 from ..errors import ConfigError, did_you_mean
+from ..models.atomic import reason_of
 
 _COLUMNS = ("update", "episode", "turn", "read", "reply", "probability", "reward", "value", "advantage")
 
@@ -36,7 +37,7 @@ class ServiceTracker:
             **options: Of the tracker's own start (`wandb.init` and the like).
 
         Raises:
-            ConfigError: There is no such tracker, or its package is missing.
+            ConfigError: There is no such tracker, its package is missing, or it cannot start.
         """
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -51,6 +52,11 @@ class ServiceTracker:
             raise ConfigError(
                 f"log_with={name!r} needs a package that is missing: {error}. Install it (pip install {name}), or drop "
                 "the tracker."
+            ) from error
+        except Exception as error:  # whatever a service raises
+            raise ConfigError(
+                f"log_with={name!r} cannot start with the project {project!r}: {reason_of(error)}. Pass another "
+                "project (or WANDB_PROJECT), or drop the tracker."
             ) from error
         self._tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
         self._agent = agent

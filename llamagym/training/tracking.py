@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..errors import CheckpointError, ConfigError
 from ..learners import ranks
 from ..models.atomic import replace_file
 from ..models.paths import user_folder
+from ..models.saveable import saveable_state
 from ..options import (
     as_json,
     as_statistics,
@@ -30,7 +30,7 @@ from ..options import (
     shortened,
     user_path,
 )
-from .run_folder import CONFIG, MARK, mark_of, require_run_folder, run_id_of
+from .run_folder import CONFIG, MARK, mark_of, new_run_id, require_run_folder, run_id_of
 from .services import ServiceTracker
 
 logger = logging.getLogger(__name__)
@@ -261,13 +261,15 @@ class MultiTracker:
         run_id: Id of the run that the trackers' folder belongs to; empty without a folder.
     """
 
-    # Within another one: what it raises is what its trackers want to be raised.
+    # A subclass within another one raises only what its trackers want to be raised.
     stops_on_error = True
 
     def __init__(self, *trackers: Tracker) -> None:
-        """Pass on to `trackers`."""
+        """Pass on to `trackers`, and instead of a `MultiTracker` to each of its own."""
         self.run_id = ""
-        self._trackers = trackers
+        self._trackers: list[Tracker] = []
+        for tracker in trackers:
+            self._trackers += tracker._trackers if type(tracker) is MultiTracker else [tracker]
         self._logged: set[tuple[int, str]] = set()
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -277,25 +279,36 @@ class MultiTracker:
             raise error
 
     def position(self) -> list[Any]:
-        """How much each has written; None for those that cannot say."""
+        """Name of the class and position of each tracker that reports a position."""
         positions: list[Any] = []
 
-        def ask(tracker: Tracker) -> None:
-            positions.append(None)
+        def add(tracker: Tracker) -> None:
             if isinstance(tracker, Rewindable):
-                positions[-1] = tracker.position()
+                name = type(tracker).__name__
+                saveable = saveable_state({"position": tracker.position()}, f"{name}.position()")
+                positions.append([name, saveable["position"]])
 
-        self._call("say how much it has written", ask)
+        self._call("report its position", add)
         return positions
 
     def rewind(self, position: Sequence[Any]) -> None:
-        """Let each drop what it wrote after a position, if it can."""
-        positions = iter(position)
+        """Lets each drop what it wrote after its position, whatever trackers were added, dropped or moved since."""
+        saved = [entry for entry in position if isinstance(entry, list) and len(entry) == 2]
+        if len(saved) != len(position):
+            logger.warning("The checkpoint names no tracker for its position; new lines are appended.")
+        rewindable = [tracker for tracker in self._trackers if isinstance(tracker, Rewindable)]
+        matches: dict[int, Any] = {}
+        # By class and file first; the rest by class and order, since a run's folder may have been moved.
+        for is_match in (_has_position_of, _is_of_class):
+            for tracker in rewindable:
+                entry = next((entry for entry in saved if is_match(tracker, entry)), None)
+                if entry is not None and id(tracker) not in matches:
+                    saved.remove(entry)
+                    matches[id(tracker)] = entry[1]
 
         def rewind(tracker: Tracker) -> None:
-            written = next(positions, None)
-            if isinstance(tracker, Rewindable) and written is not None:
-                tracker.rewind(written)
+            if isinstance(tracker, Rewindable) and id(tracker) in matches:
+                tracker.rewind(matches[id(tracker)])
 
         error = self._call("be rewound", rewind)
         if error is not None:
@@ -318,6 +331,18 @@ class MultiTracker:
                     logger.warning("%s cannot %s: %r.", type(tracker).__name__, what, error)
                 self._logged.add((index, what))
         return stopping
+
+
+def _is_of_class(tracker: object, entry: Sequence[Any]) -> bool:
+    """Whether a saved entry belongs to a tracker of this class."""
+    return bool(entry[0] == type(tracker).__name__)
+
+
+def _has_position_of(tracker: object, entry: Sequence[Any]) -> bool:
+    """Whether a saved entry belongs to a tracker of this class that writes to this file."""
+    path, position = getattr(tracker, "_path", None), entry[1]
+    is_same_file = path is not None and isinstance(position, Mapping) and position.get("path") == str(path)
+    return is_same_file and _is_of_class(tracker, entry)
 
 
 def _appendable(path: str | Path) -> Path:
@@ -443,14 +468,18 @@ def trackers_of_run(
     if not ranks.is_main_process():
         return MultiTracker()
     require_run_folder(folder)
-    run_id = run_id or run_id_of(folder) or secrets.token_hex(8)
+    run_id = run_id or run_id_of(folder) or new_run_id()
     settings = {**as_json(dict(config)), MARK: mark_of(run_id)}
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
     project = project or os.environ.get("WANDB_PROJECT")
-    # Services write to a folder of the project's name.
-    if project and (folder / project).is_symlink():
-        raise ConfigError(f"{str(folder / project)!r} is a link. Remove it, or pass another run_dir.")
+    # Services write to a folder of the project's name, which may have slashes.
+    for path in (Path(project), *Path(project).parents[:-1]) if project else ():
+        if (folder / path).is_symlink():
+            raise ConfigError(
+                f"{str(folder / path)!r} is a symbolic link, which is never written to. Remove it, or pass another "
+                "run_dir."
+            )
     names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
     services: list[Tracker] = []
     files: list[Tracker] = []

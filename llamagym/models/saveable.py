@@ -1,4 +1,4 @@
-"""Checks the states of callbacks before a checkpoint holds them: what is written must be read again as it was."""
+"""Checks what users add to a checkpoint: a state must survive saving and loading unchanged."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, excerpt
-from ..models.state_files import require_saveable
 from ..options import as_json
+from .state_files import require_saveable
 
-# Deeper ones cannot be written as JSON.
+# Deeper states cannot be written as JSON.
 _MOST_LEVELS = 100
 # Types of numbers that a checkpoint's format has.
 _DTYPES = (
@@ -25,11 +25,11 @@ _RESERVED_KEYS = ("__tensor__", "__number__")
 
 
 def saveable_state(state: Any, name: str) -> dict[str, Any]:
-    """Returns a callback's state as a checkpoint holds it.
+    """Returns the state of a callback or of a user's loop as a checkpoint holds it.
 
     Args:
-        state: What `state_dict` returned.
-        name: What errors call it.
+        state: The state.
+        name: Its name in errors.
 
     Raises:
         ConfigError: It is not a dictionary, or a value in it cannot be written and read again.
@@ -46,7 +46,7 @@ def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> Non
     """Rejects a part that would not be read again as it was; other types are for `require_saveable`."""
     if level > _MOST_LEVELS:
         raise ConfigError(
-            f"{path[:200]}... has more than {_MOST_LEVELS} levels, or contains itself. Return a flatter state."
+            f"{path[:200]}... has more than {_MOST_LEVELS} levels, or contains itself. Save a flatter state."
         )
     if isinstance(part, np.ndarray) and part.dtype == object:
         part = part.tolist()
@@ -59,9 +59,17 @@ def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> Non
             _check_part(value, f"{path}/{key}", level + 1, tensor_paths)
     elif isinstance(part, (list, tuple)):
         for index, value in enumerate(part):
-            _check_part(value, f"{path}/{index}", level + 1, tensor_paths)
+            # A run's returns are many.
+            if type(value) is not float:
+                _check_part(value, f"{path}/{index}", level + 1, tensor_paths)
     elif isinstance(part, Tensor):
         _check_tensor(part, path)
+        # A tensor is saved under its path, as UTF-8.
+        if path != path.encode("utf-8", "replace").decode():
+            raise ConfigError(
+                f"{path[:200]!a} contains half of a character pair, under which no tensor can be saved. Use a key "
+                "that UTF-8 can encode, such as os.fsencode(name).hex()."
+            )
         if path in tensor_paths:
             raise ConfigError(f"Two tensors would be saved as {path}. Use keys without '/'.")
         tensor_paths.add(path)
