@@ -686,7 +686,7 @@ def test_moments_that_do_not_fit_are_rejected_when_they_are_loaded(saved, other,
     folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
     # The original, since tensors are mapped to the file.
     state = read_state(saved / "checkpoint", "state")
-    moments = next(iter(state["agent"][owner]["learning"]["optimizer"]["state"].values()))
+    moments = next(iter(state["agent"][owner]["learning"]["optimizer"]["adam"]["state"].values()))
     damage(moments)
     write_state(folder, "state", state)
     reseal(folder)
