@@ -17,9 +17,6 @@ from tests.agents import WordAgent
 from tests.plain import compare
 from tests.tiny import tiny_tokenizer
 
-# Each case is a run or a model of its own.
-pytestmark = pytest.mark.long
-
 # Log-probabilities of tiny models in float32, as in test_invariants.py.
 TOLERANCE = 2e-4
 
@@ -119,6 +116,7 @@ WINDOWED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WINDOWED)
 def test_sliding_windows_are_those_of_the_model(name: str):
     agent = agent_on(tiny(name, **WINDOWED[name]))
@@ -132,6 +130,7 @@ def test_scaled_logits_are_those_of_the_model(name: str):
     assert compare(agent).largest < TOLERANCE
 
 
+@pytest.mark.long
 def test_layers_without_gradients_in_the_middle_of_a_pass_that_has_them():
     # Its layers run several times, and only the last times are trained.
     agent = agent_on(tiny("HrmTextConfig"))
@@ -207,6 +206,7 @@ def test_errors_inside_a_model_name_its_class(monkeypatch):
         agent_on(model)
 
 
+@pytest.mark.long
 def test_the_comparison_of_architectures_tells_what_is_equal_from_what_is_rejected():
     assert check_models.check("mistral")["result"] == "equal"
     found = check_models.check("bert")
