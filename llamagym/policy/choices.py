@@ -1,10 +1,10 @@
-"""The policy over choices: token by token among those that the offered choices allow, relative to the calibration.
+"""The policy over choices: token by token among the tokens that the offered choices allow, relative to the calibration.
 
-Where choices part, the next token is drawn among those that go on; where one token alone can follow, nothing is
-decided. So a choice costs no more to learn from than the places where it parts from others, however many are offered,
-and a long one is not unlikely for its length: tokens that must follow count for nothing.
+At a branch point the next token is drawn among its targets, the tokens that some choice continues with; where only one
+token can follow, nothing is decided. So a choice costs only its branch points, however many are offered, and a long
+choice is not unlikely for its length: tokens that must follow have probability 1.
 
-Shapes: B branches (places where choices part), K targets a branch (padded), T choices that are asked about.
+Shapes: B branch points, K targets per branch point (padded), T choices.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .read_plan import ReadPlan
 
 
 def branch_logprobs(plan: ReadPlan, logits: Tensor, calibration: Calibration | None, temperature: float) -> Tensor:
-    """Log-probability of each target of each branch, float (B, K); -inf for padding.
+    """Log-probability of each target of each branch point, float (B, K); -inf for padding.
 
-    softmax((logit - expected) / (temperature * deviation) + log(choices that go on so)), so that what says no more
-    than is expected leaves all choices equally likely; without calibration softmax(logit / temperature).
+    softmax((logit - expected) / (temperature * deviation) + log(number of choices that continue so)): logits equal to
+    the expected ones make all choices equally likely. Without calibration softmax(logit / temperature).
 
     Args:
-        plan: What goes on at each branch.
-        logits: Of its targets, up to what all of a branch share, (B, K).
-        calibration: What is expected of each target, and the deviation from it; None for neither.
+        plan: Branch points and their targets.
+        logits: Logits of the targets, up to a constant per branch point, (B, K).
+        calibration: Expected logits and the deviation from them; None for no calibration.
         temperature: Above 1 flattens the distribution.
     """
     if calibration is None:
@@ -44,26 +44,26 @@ def branch_logprobs(plan: ReadPlan, logits: Tensor, calibration: Calibration | N
 
 
 def relative(plan: ReadPlan, logits: Tensor) -> Tensor:
-    """Logarithm of each target's probability over the mean of all targets' at its branch, (B, K); of no use in padding.
+    """Logarithm of each target's probability over the mean of all targets at its branch point, (B, K).
 
-    What offers more targets makes each less likely, and some observations make a reply of this kind likelier than
-    others do; both cancel here, so that choices met late are measured like those met first.
+    The number of targets, and how likely an observation makes replies of this kind, cancel. So choices that are first
+    offered later are measured like the first ones. Padding has arbitrary numbers.
 
     Args:
-        plan: What goes on at each branch.
-        logits: Of its targets, up to what all of a branch share, (B, K).
+        plan: Branch points and their targets.
+        logits: Logits of the targets, up to a constant per branch point, (B, K).
     """
     is_target = plan.log_counts > -torch.inf
     return logits.masked_fill(~is_target, -torch.inf).log_softmax(-1) + is_target.sum(-1, keepdim=True).log()
 
 
 def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
-    """Log-probability of choices, float (T,): the sum over the branches that lead there.
+    """Log-probability of choices, float (T,): the sum over the branch points on their way.
 
     Args:
-        plan: Where they part.
-        of_branches: From `branch_logprobs`, (B, K).
-        chosen: Decisions, and the numbers of choices of each.
+        plan: Branch points and their targets.
+        of_branches: Log-probabilities from `branch_logprobs`, (B, K).
+        chosen: Pairs of a decision and the numbers of some of its choices.
     """
     of_choice, branch, target = plan.turnings(chosen)
     count = sum(len(numbers) for _, numbers in chosen)
@@ -71,34 +71,35 @@ def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[
 
 
 def offer_logprobs(plan: ReadPlan, of_branches: Tensor) -> list[Tensor]:
-    """Log-probabilities of all choices that each decision offers, float (C,) each, on the CPU."""
+    """Log-probabilities of all choices of each decision, float (C,) each, on the CPU."""
     counts = [len(decision.choices or ()) for decision in plan.decisions]
     every = choice_logprobs(plan, of_branches, [(turn, range(count)) for turn, count in enumerate(counts)])
-    # Copies: a view would keep the rows of all other decisions.
+    # Copies, since a view would keep the memory of all other decisions.
     return [offer.clone() for offer in every.cpu().split(counts)]
 
 
 # Lists of choices recur.
 @lru_cache(maxsize=256)
 def _ways(choices: tuple[Ids, ...]) -> tuple[list[list[int]], Tensor]:
-    """For each choice the branches on the way to it; and every (choice, branch, target) on any way, int64 (T, 3)."""
+    """For each choice the branch points on its way; and every (choice, branch point, target), int64 (T, 3)."""
     ways = turnings(ChoiceTrie.of(choices).branches, choices)
     flat = [(number, *turning) for number, way in enumerate(ways) for turning in way]
     return [[branch for branch, _ in way] for way in ways], torch.tensor(flat, dtype=torch.long).reshape(-1, 3)
 
 
 def logprobs_on_the_way(choices: tuple[Ids, ...], logprobs: Sequence[float], taken: int) -> Tensor:
-    """Log-probability of each target of the branches on the way to a choice, by those of all choices.
+    """Log-probabilities at the branch points on the way to a choice, from those of all choices.
 
-    A target's probability is that of all choices that go on with it, over that of all choices that come by its branch.
+    A target's probability is that of all choices that continue with it, over that of all choices that pass its branch
+    point.
 
     Args:
-        choices: What was offered, C.
-        logprobs: Log-probability of each, (C,).
-        taken: The number of the choice.
+        choices: The offered choices, C.
+        logprobs: Log-probability of each choice, (C,).
+        taken: Number of the choice that was taken.
 
     Returns:
-        Float32 (M, K), M branches in order, -inf for padding, as `branch_logprobs` has them.
+        Float32 (M, K), M branch points in order; -inf for padding.
     """
     ways, flat = _ways(choices)
     if not len(flat):

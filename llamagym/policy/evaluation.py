@@ -1,7 +1,7 @@
-"""What a reading of trees says of the recorded turns they were made from.
+"""Log-probabilities, entropies and values of recorded turns, from a forward pass over their token trees.
 
-Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), M branches on the way to a choice (places
-where choices part), K targets a branch; both are padded.
+Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), M branch points on the way to a choice, K
+targets per branch point; both are padded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from .score import Reading
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the current weights say of recorded turns.
+    """Recorded turns under the current weights.
 
     Attributes:
         logprobs: Log-probability of each decision, float32 (N, L).
-        entropy: Entropy of the distribution each decision was drawn from, in nats, float32 (N, L).
-        mask: True at decisions, bool (N, L): tokens of free text, and choices among several. A single choice leaves
-            nothing to decide.
+        entropy: Entropy of each decision's distribution, in nats, float32 (N, L).
+        mask: True at decisions, bool (N, L): tokens of free text, and choices among several.
         values: The critic's estimates, float32 (N,).
-        features: What these are read from, float (N, H); no gradient flows back from them.
-        branches: Log-probability of each target of the branches on the way to the choice that was taken, float32
-            (N, M, K), -inf for padding; no gradient flows back from them.
+        features: The critic's features, float (N, H), detached.
+        branches: Log-probabilities at the branch points on the way to the choice that was taken, float32 (N, M, K),
+            detached; -inf for padding.
     """
 
     logprobs: Tensor
@@ -47,12 +46,12 @@ def evaluate_turns(
 ) -> Evaluation:
     """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
 
-    Segments whose trees are the same (one observation met twice) are read once; gradients add up.
+    Equal segments (the same observation and reply) are computed once; gradients add up.
 
     Args:
-        segments: Without pending prompts.
-        trees: Theirs.
-        read: Reads trees.
+        segments: Segments without a pending prompt.
+        trees: One token tree per segment.
+        read: Runs the model on token trees.
     """
     first_decision: dict[TokenTree, int] = {}
     count = 0
@@ -70,7 +69,7 @@ def evaluate_turns(
     logprobs = logprobs.index_put((decision, offset), reading.text_logprobs)
     entropy = entropy.index_put((decision, offset), reading.text_entropy)
     first = torch.tensor(0, device=device)
-    # A choice is one decision, and the entropy along its way a sample of that of all choices.
+    # A choice is one decision. The sum of entropies on its way is an unbiased estimate of the entropy over choices.
     entropy = entropy.index_put((plan.branch_turns, first), reading.branch_entropy, accumulate=True)
     decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
     of_turn = torch.tensor(decisions, device=device)
@@ -92,7 +91,7 @@ def evaluate_turns(
 
 
 def _branches_by_decision(reading: Reading, count: int) -> Tensor:
-    """Log-probabilities at the branches (B, K), sorted by the `count` decisions that they belong to: (count, M, K)."""
+    """Log-probabilities at branch points (B, K), grouped by the `count` decisions: (count, M, K)."""
     plan, logprobs = reading.plan, reading.branch_logprobs.detach()
     position = [number - plan.first_branches[turn] for number, turn in enumerate(plan.branch_turns.tolist())]
     most = max(position, default=-1) + 1
@@ -107,17 +106,17 @@ def read_inputs(
     layers: Sequence[nn.Linear],
     features_of: Callable[[Sequence[TokenTree]], Tensor],
 ) -> tuple[Tensor, dict[nn.Linear, Tensor], Tensor]:
-    """What the critic and some layers receive where replies are decided.
+    """Records the critic's features and the inputs of some layers.
 
     Args:
-        chunks: Trees, as many as one forward pass takes.
-        layers: Whose inputs are wanted.
-        features_of: Reads trees; returns the critic's features.
+        chunks: Token trees of one forward pass each.
+        layers: Layers whose inputs are recorded.
+        features_of: Runs the model on token trees; returns the critic's features.
 
     Returns:
-        Features (N, H), each layer's inputs (M, H), and which nodes read the same words of a reply, int64 (M,).
-        Layers that are not run once for each row of a batch are left out: experts, the output layer, and those that
-        another module multiplies by.
+        Features (N, H); the inputs of each layer at all nodes, (M, H); and a number for each node, int64 (M,), equal
+        where the same words of a reply were read. Layers that do not run once per row of a batch are left out:
+        experts, the output layer, and layers whose weights another module uses.
     """
     features: list[Tensor] = []
     inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}

@@ -1,11 +1,11 @@
-"""The policy: samples replies, and says how likely recorded ones are. The one place where a model is asked.
+"""The policy: samples replies and evaluates recorded ones. The only place where a model runs.
 
-Both directions share one path (`score.read`), so the distribution that is sampled is the one that is trained:
+Sampling and evaluation share one path (`score.read`), so the distribution that is sampled is the one that is trained:
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
-- choices: one of the given strings, token by token among those that the strings allow (see `choices`), measured against
-  how likely the model finds them before it has learned anything (see `calibration`), so that one which always says the
-  same word still explores. That is part of the policy.
+- choices: one of the given strings, token by token among the tokens that the strings allow (see `choices`), relative to
+  the model's probabilities before learning (see `calibration`). So a model that prefers one word still explores. The
+  calibration is part of the policy.
 
 Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), C choices.
 """
@@ -45,11 +45,11 @@ from .trees import Trees
 
 logger = logging.getLogger(__name__)
 
-# Contexts whose features are taken as a sample of all.
+# Largest number of contexts that the adapter and the value head are initialized from.
 _INIT_CONTEXTS = 512
-# Keys and values of replies that are decoded together, each with room for its longest.
+# Bytes of keys and values of replies that are decoded together; each reserves memory for the longest reply.
 _DECODE_BYTES = 2**30
-# Attributes that belong to one model, and are made for each.
+# Attributes that belong to one model, so that a copy creates its own.
 _DERIVED = ("_backbone", "_state", "trees", "_workspaces", "_aside")
 NOT_PICKLED = (
     "An agent is neither pickled nor copied by copy.copy(): its model, caches and compiled layers belong together. "
@@ -59,11 +59,11 @@ NOT_PICKLED = (
 
 
 class CriticReading(NamedTuple):
-    """What the critic says of N contexts.
+    """The critic's output for N contexts.
 
     Attributes:
-        values: Its estimates, in reward units, float32 (N,).
-        features: What these are read from, float32 (N, H).
+        values: Estimates in reward units, float32 (N,).
+        features: Inputs of the value head's last layer, float32 (N, H).
     """
 
     values: Tensor
@@ -71,23 +71,23 @@ class CriticReading(NamedTuple):
 
 
 Weights = Literal["policy", "reference", "base"]
-"""Which weights are read: those that act, those that `init_kl_coef` holds the policy to, or those that choices are
-measured against: the model under its adapter."""
+"""Weights of a forward pass: the policy's; the reference's, which `init_kl_coef` penalizes the distance to; or the base
+model's without adapter, which choices are calibrated on."""
 
 
 @dataclass(eq=False)
 class Workspace:
-    """What acting measures and caches.
+    """Calibration and caches of acting.
 
-    Whoever learns has one. Whoever only looks at the policy works in another: a number that comes from a cache is
-    rounded otherwise than one that is computed again, so that a run would depend on whether it was looked at.
+    Learning has one; evaluation and other read-only calls work on another. A cached number is rounded differently than
+    a recomputed one, so with shared caches a run would depend on whether it was evaluated.
 
     Attributes:
-        calibration: What choices are measured against, if anything.
+        calibration: Calibration of choices; None without it.
         offered: Every choice that was ever offered.
-        choices: Distributions over choices.
-        activations: What the engine has computed of tokens.
-        recalibrations: How often the calibration has become another one.
+        choices: Cached distributions over choices.
+        activations: Cached activations of tokens.
+        recalibrations: How often the calibration has changed.
     """
 
     calibration: Calibration | None
@@ -97,7 +97,7 @@ class Workspace:
     recalibrations: int = 0
 
     def copy(self) -> Workspace:
-        """One that begins with all that this one has, and does not change it."""
+        """An independent copy."""
         calibration = self.calibration and self.calibration.apart()
         return Workspace(calibration, dict(self.offered), self.choices.copy(), self.activations.copy())
 
@@ -106,15 +106,15 @@ class Policy:
     """A language model as a stochastic policy over replies, with a critic.
 
     Attributes:
-        generation: How replies are sampled.
-        calibrates: Whether choices are measured against what is usual, unless demonstrations said what is meant.
-        aims_lora: Whether a fresh adapter is pointed at what differs between observations (see `lora`).
+        generation: Options of sampling.
+        calibrates: Whether choices are calibrated (not after a warm start).
+        aims_lora: Whether a fresh adapter is initialized to what differs between observations (see `lora`).
         num_updates: Number of updates. An update is all that is learned from one batch: the learner's optimizer steps
-            and, where there is replay, its steps after them. A warm start is not an update.
-        rng: Draws replies.
-        reference: The reference's values of the weights that learn, by name: none if it is the model under a fresh
-            adapter. None until `fix_reference`; then the model under its adapter stands for it.
-        trees: Lays out what is read.
+            and, with replay, the replay's. A warm start is not an update.
+        rng: Random numbers of sampling.
+        reference: The reference's values of the trainable weights, by name; empty if the reference is the model without
+            its adapter, which was fresh. None until `fix_reference`; the model without its adapter serves until then.
+        trees: Lays segments out as token trees.
     """
 
     def __init__(
@@ -127,17 +127,17 @@ class Policy:
         aim_lora: bool = True,
         seed: int | None = None,
     ) -> None:
-        """Wrap a model.
+        """Wraps a model.
 
         Args:
-            model: Causal language model with value head. Dropout is switched off for good: it would make the sampled
-                policy differ from the trained one.
-            eos_ids: Every id that ends a reply.
-            closing_id: The one of them that ends a choice where longer ones go on.
-            generation: How replies are sampled.
-            calibrate_choices: Whether choices are measured against what is usual.
-            aim_lora: Whether a fresh adapter is pointed at what differs between observations.
-            seed: Of the sampling; None draws one.
+            model: Causal language model with value head. Dropout is disabled for good: it would make the sampled policy
+                differ from the trained one.
+            eos_ids: All ids that end a reply.
+            closing_id: The id among them that ends a choice which is a prefix of another.
+            generation: Options of sampling.
+            calibrate_choices: Whether choices are calibrated.
+            aim_lora: Whether a fresh adapter is initialized to what differs between observations.
+            seed: Seed of sampling; None draws one.
         """
         self.model = model.eval()
         self.generation = generation
@@ -157,8 +157,8 @@ class Policy:
 
     @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
-        """A policy with a model of its own, which says what this one says."""
-        # What has changed must not count as seen there without having been.
+        """A policy with its own copy of the model and the same distribution."""
+        # Otherwise a change of weights that was not noticed here would never be noticed in the copy.
         self._notice_changes()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -185,22 +185,22 @@ class Policy:
         return copied
 
     def __reduce__(self) -> NoReturn:
-        """Reject what copies piece by piece: caches and compiled layers belong to one model in one process."""
+        """Rejects pickling and shallow copies: caches and compiled layers belong to one model in one process."""
         raise ConfigError(NOT_PICKLED)
 
     @property
     def lock(self) -> threading.RLock:
-        """What a thread holds while it uses the model."""
+        """The lock that a thread holds while it uses the model."""
         return lock_of(self.model)
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """The model's device."""
         return self._backbone.device
 
     @property
     def calibration(self) -> Calibration | None:
-        """What choices are measured against, if anything."""
+        """Calibration of choices; None without it."""
         return self._workspaces[-1].calibration
 
     @calibration.setter
@@ -219,16 +219,16 @@ class Policy:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether somebody only looks at the policy (see `measuring`)."""
+        """Whether a read-only call is running (see `measuring`)."""
         return len(self._workspaces) > 1
 
     def measuring(self) -> AbstractContextManager[None]:
-        """While open, the policy is only looked at: what is measured and cached meanwhile is dropped when it closes."""
+        """While open, calls are read-only: calibration and caches return to their state before."""
         self._notice_changes()
         return self._working_in(self._workspaces[-1].copy())
 
     def acting(self, learning: bool) -> AbstractContextManager[None]:
-        """While open, contexts are calibrated and replies sampled, to learn from or apart from all that is learned."""
+        """While open, calls calibrate and sample; without `learning`, on a workspace apart from that of learning."""
         if learning or self.is_measuring:
             return nullcontext()
         self._notice_changes()
@@ -248,19 +248,21 @@ class Policy:
 
     @property
     def weights_version(self) -> int:
-        """Number of the weights' state; another one after every change, whoever made it."""
+        """Number of the weights' state, which every change increases, also one from outside."""
         self._notice_changes()
         return self._version
 
     def weights_changed(self) -> None:
-        """Drop all that was computed with the weights: they were edited where it cannot be noticed."""
+        """Drops all caches: the weights were edited in a way that cannot be noticed."""
         self._invalidate(Change.FROZEN)
 
     def drop_caches(self, version: int | None = None, packed: bool = False) -> None:
-        """Drop all that was computed, and take the weights for the state of this number, by default the one they have.
+        """Drops all caches.
 
-        Activations that are computed again round differently, in other batches. Packed copies of weights do not, so
-        they stay unless `packed` says that they go, too.
+        Args:
+            version: New number of the weights' state; None keeps it.
+            packed: Whether packed copies of weights are dropped too. Unlike activations, which are rounded differently
+                in other batches, they are the same when they are computed again.
         """
         self._notice_changes()
         workspace = self._workspaces[-1]
@@ -272,18 +274,18 @@ class Policy:
             self._state.number = version - workspace.recalibrations
 
     def temporary_copies(self) -> AbstractContextManager[None]:
-        """While open, the packed copies of weights may be dropped and made again; then they are those from before."""
+        """While open, packed copies of weights may be dropped and repacked; closed, they are those from before."""
         return self._backbone.temporary_copies()
 
     def calibration_changed(self) -> None:
-        """Notice that choices are measured otherwise: replies sampled until now are another policy's."""
+        """Drops distributions over choices after a new calibration: earlier replies are from another policy."""
         workspace = self._workspaces[-1]
         workspace.choices.clear()
         workspace.recalibrations += 1
         self._choices_measured()
 
     def _choices_measured(self) -> None:
-        """Let acting that is not learned from measure choices against what learning does now."""
+        """Gives acting that is not learned from the current calibration."""
         if self._aside is not None and not self.is_measuring:
             self._aside.calibration = self.calibration and self.calibration.apart()
             self._aside.choices.clear()
@@ -295,12 +297,12 @@ class Policy:
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model can hold, reply included."""
+        """Maximum tokens of a context, including the reply."""
         return self._backbone.max_length
 
     @property
     def tokens_forwarded(self) -> int:
-        """Tokens that went through the model so far, with what padding there was."""
+        """Number of tokens forwarded so far, including padding."""
         return self._backbone.tokens_forwarded
 
     @property
@@ -310,13 +312,13 @@ class Policy:
         return bool(head.summary.weight.any() or head.feature_mean.any())
 
     def seed(self, seed: int | None) -> None:
-        """Restart the sampling's random numbers."""
+        """Restarts the random numbers of sampling."""
         self.rng.manual_seed(self.rng.seed() if seed is None else int(seed))
 
     def fix_reference(self) -> None:
-        """Take the policy as it is now for the reference, unless there is one.
+        """Makes the current policy the reference, unless there is one.
 
-        Under a fresh adapter that is the model without it, which takes no memory and no copy.
+        With a fresh adapter that is the model without it, which needs no copy.
         """
         weights = self._weights_that_learn()
         if self.reference is None:
@@ -328,17 +330,17 @@ class Policy:
             self.fix_reference()
 
     def _weights_that_learn(self) -> dict[str, Tensor]:
-        """The language model's, by name."""
+        """The language model's trainable weights by name."""
         named = self.model.pretrained_model.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
     @alone
     @torch.no_grad()
     def calibrate(self, contexts: Sequence[Segment]) -> None:
-        """Measure choices that have not been measured, on the contexts that offer them now; before they are sampled.
+        """Calibrates choices that are new, on these contexts. Call it before `sample`.
 
         Args:
-            contexts: Each with a pending prompt, with choices or without.
+            contexts: Segments with a pending prompt, with or without choices.
         """
         self._notice_changes()
         trees = [tree for tree in self.trees.of(contexts) if tree.decisions[0].choices is not None]
@@ -357,17 +359,17 @@ class Policy:
     @alone
     @torch.no_grad()
     def sample(self, contexts: Sequence[Segment], learning: bool = True, greedy: bool = False) -> list[Reply]:
-        """Draw a reply to each context's pending prompt; of all state, only random numbers and caches change.
+        """Samples a reply to each pending prompt; changes no state but random numbers and caches.
 
         Args:
-            contexts: Each with a pending prompt; of any lengths. Choices have been calibrated (see `calibrate`).
+            contexts: Segments with a pending prompt, of any lengths, calibrated before (see `calibrate`).
             learning: Whether replies will be trained on, and so come from the full distribution.
-            greedy: Take the most likely choice or token.
+            greedy: Whether to take the most likely choice or token.
         """
         greedy = greedy or not self.generation.do_sample
         config = replace(self.generation, do_sample=not greedy)
         if learning:
-            # A cut distribution would bias the ratio.
+            # A truncated distribution would bias the ratio.
             config = replace(config, top_p=1.0, top_k=0)
         trees = self.trees.of(contexts)
         replies = dict[int, Reply]()
@@ -376,7 +378,7 @@ class Policy:
         lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
         check_room([trees[row] for row in choosing], self.max_length)
         offers = self._score_choices([trees[row] for row in choosing])
-        # What has changed was noticed.
+        # `_score_choices` has noticed changes of the weights.
         version = self._version
         room = _DECODE_BYTES // self._backbone.token_bytes
         for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
@@ -397,11 +399,11 @@ class Policy:
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
         """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
 
-        Segments whose trees are the same (one observation met twice) are computed once; gradients add up.
+        Equal segments (the same observation and reply) are computed once; gradients add up.
 
         Args:
-            segments: Without pending prompts.
-            reference: Ask the reference policy instead; without gradients.
+            segments: Segments without a pending prompt.
+            reference: Whether to evaluate the reference instead, without gradients.
         """
         self._notice_changes()
         of: Weights = "reference" if reference else "policy"
@@ -410,7 +412,7 @@ class Policy:
     @alone
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
-        """Log-probability of every choice of each context's pending prompt, calibrated before, float32 (C,) each."""
+        """Log-probabilities of all choices of each pending prompt, calibrated before; float32 (C,) each."""
         trees = self.trees.of(contexts)
         check_room(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
@@ -418,7 +420,7 @@ class Policy:
     @alone
     @torch.no_grad()
     def read_critic(self, contexts: Sequence[Segment]) -> CriticReading:
-        """The critic's estimate at each context's pending prompt, and its features there; contexts may be none."""
+        """The critic's values and features at each pending prompt; `contexts` may be empty."""
         self._notice_changes()
         trees = self.trees.of(contexts)
         check_room(trees, self.max_length)
@@ -444,23 +446,23 @@ class Policy:
     @alone
     @torch.no_grad()
     def initialize_from_data(self, segments: Sequence[Segment], critic: bool = True) -> None:
-        """Data-dependent initialization from these segments, equal ones once; replies and values stay what they are.
+        """Data-dependent initialization that changes neither replies nor values.
 
-        A fresh adapter is pointed at what differs between observations (see `lora`), and the value head's features
-        are standardised.
+        A fresh adapter is initialized to what differs between observations (see `lora`), and the value head's features
+        are standardized.
 
         Args:
-            segments: Where replies are decided.
-            critic: Whether the value head's features are standardised too.
+            segments: Segments with turns; equal contexts count once.
+            critic: Whether to standardize the value head's features.
         """
         self._notice_changes()
         trees = list({tree.undecided: tree for tree in self.trees.of(segments)}.values())[:_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
-            # In a single context nothing differs; a later batch may hold more.
+            # A single context has no differences; a later batch may hold more.
             return
         fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
         chunked = ([trees[row] for row in rows] for rows in self._chunks(trees))
-        # While they are watched, layers are not fused and multiply by other copies than otherwise.
+        # Layers whose inputs are recorded are not fused, and use other packed copies.
         with self._backbone.temporary_copies():
             features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
         self._notice_changes()
@@ -472,23 +474,20 @@ class Policy:
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens in one pass, forward or backward, that suit the model and its device."""
+        """Default tokens of one forward or backward pass, by model and device."""
         return self._backbone.pass_tokens
 
     def chunks(self, segments: Sequence[Segment], nodes: int | None = None) -> Iterator[list[Segment]]:
-        """Split segments, alike in length, into batches of at most `nodes` nodes (or a single segment)."""
+        """Splits segments into chunks of similar length, of at most `nodes` tokens or a single segment."""
         for rows in self._chunks(self.trees.of(segments), nodes):
             yield [segments[row] for row in rows]
 
     def _chunks(self, trees: Sequence[TokenTree], most: int | None = None) -> Iterator[list[int]]:
-        """Rows in chunks for one forward pass each, of at most `most` nodes or a single row."""
+        """Rows in chunks for one forward pass each, of at most `most` tokens or a single row."""
         return chunks(trees, [self._backbone.size(tree) for tree in trees], most or self.pass_tokens, equal_once=True)
 
     def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
-        """Log-probabilities (C,) of the choices, and the value, of each context that offers choices.
-
-        The same context has the same distribution until the weights change, so it is computed once until then.
-        """
+        """Log-probabilities of choices, float32 (C,), and the value, of each context; cached until weights change."""
         self._notice_changes()
         cache = self._workspaces[-1].choices
         scored = {tree: cache[tree] for tree in trees if tree in cache}
@@ -503,12 +502,12 @@ class Policy:
         return [scored[tree] for tree in trees]
 
     def _notice_changes(self) -> None:
-        """Drop what was computed with weights that have changed since."""
+        """Drops caches that were computed with other weights."""
         if change := self._state.change():
             self._invalidate(change)
 
     def _invalidate(self, change: Change) -> None:
-        """Drop what depends on the weights that have changed."""
+        """Drops what depends on the changed weights."""
         unused = [] if self._aside is None or self._aside in self._workspaces else [self._aside]
         # The one in use last, as the backbone's stays.
         workspaces = [*unused, *self._workspaces]
@@ -532,19 +531,19 @@ class Policy:
 
     @contextmanager
     def _without_adapter(self) -> Iterator[None]:
-        """Switches a plain LoRA off; an activated one acts only where it is asked to."""
+        """Disables a plain LoRA while open; an activated one acts from the reply on only."""
         pretrained: Any = self.model.pretrained_model
         if not self.model.is_peft_model or self._backbone.history_is_frozen:
             yield
             return
         with pretrained.disable_adapter():
             yield
-        # To switch off an adapter that was merged, PEFT takes it out again; that is no other policy.
+        # PEFT unmerges a merged adapter to disable it, which does not change the policy.
         self._state.keep()
 
     @contextmanager
     def _with_reference_weights(self) -> Iterator[None]:
-        """While open, the reference's weights stand in the place of those that learn."""
+        """While open, the trainable weights have the reference's values."""
         assert self.reference is not None
         weights = self._weights_that_learn()
         own = {name: weights[name].data for name in self.reference}
@@ -557,12 +556,12 @@ class Policy:
                 weights[name].data = data
 
     def _takes_reference_weights(self, of: Weights) -> bool:
-        """Whether other values of weights are read than the policy's."""
+        """Whether the trainable weights need other values than the policy's."""
         return bool(self.reference) and (of == "reference" or (of == "base" and not self.model.is_peft_model))
 
     @contextmanager
     def _reader(self, of: Weights = "policy") -> Iterator[Backbone]:
-        """The backbone to read with; the caller has noticed changes, as each public method does at its beginning."""
+        """Yields the backbone with these weights; the caller has called `_notice_changes`."""
         weights: AbstractContextManager[None] = nullcontext()
         if self._takes_reference_weights(of):
             weights = self._with_reference_weights()
@@ -572,7 +571,7 @@ class Policy:
             yield self._backbone
 
     def _read(self, trees: Sequence[TokenTree], of: Weights = "policy") -> Reading:
-        """Read trees."""
+        """Runs the model on token trees."""
         how = self.calibration, self.generation.temperature, self._closing_id
         adapted = of == "policy" or self._takes_reference_weights(of)
         with self._reader(of) as backbone:

@@ -1,6 +1,6 @@
-"""Which hidden states of a batch give log-probabilities of which tokens, and which turns these belong to.
+"""Where a batch's outputs are: the positions whose logits are needed, and the decisions that they belong to.
 
-Shapes: N turns, F tokens of free text, B branches (places where choices part), K targets a branch (padded).
+Shapes: N turns, F tokens of free text, B branch points, K targets per branch point (padded).
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from ..engine.token_tree import Decision, TokenTree
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Which nodes of a batch, counted without padding, are read, and how the readings make up the turns' decisions.
+    """Positions of a batch's outputs, and the decisions that they belong to.
+
+    A node is a token of a tree; nodes of all trees are numbered in order, without padding.
 
     Attributes:
-        decisions: Of all trees in turn, N.
-        value_nodes: Each decision's prompt end, int64 (N,).
-        text_nodes: Those that predict a token of free text, int64 (F,).
+        decisions: The decisions of all trees, N.
+        value_nodes: Node at the end of each decision's prompt, int64 (N,).
+        text_nodes: Nodes that predict a token of free text, int64 (F,).
         text_targets: These tokens, int64 (F,).
-        text_slots: Decision and offset of each, int64 (F, 2).
-        branches: Where choices part, B.
-        repeat_counts: Of each, how many of the replies shown go on with each target, K a branch.
-        branch_nodes: Their nodes, int64 (B,).
-        branch_targets: Tokens that go on there, padded with 0, int64 (B, K).
-        log_counts: Logarithm of how many choices go on with each, -inf for padding, float (B, K).
-        branch_turns: The decision of each, int64 (B,).
-        first_branches: Which branch of B is each decision's first.
+        text_slots: Decision and offset of each of them, int64 (F, 2).
+        branches: The branch points, B.
+        repeat_counts: For each branch point, how many of the earlier replies continue with each target.
+        branch_nodes: Node of each branch point, int64 (B,).
+        branch_targets: Targets of each branch point, int64 (B, K), padded with 0.
+        log_counts: Logarithm of the number of choices that continue with each target, float (B, K); -inf for padding.
+        branch_turns: Decision of each branch point, int64 (B,).
+        first_branches: Number of each decision's first branch point.
     """
 
     decisions: tuple[Decision, ...]
@@ -50,7 +52,7 @@ class ReadPlan:
     first_branches: tuple[int, ...]
 
     def to(self, device: torch.device) -> ReadPlan:
-        """The same plan with its tensors on `device`."""
+        """A copy with its tensors on `device`."""
         tensors = {
             name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)
         }
@@ -58,11 +60,11 @@ class ReadPlan:
 
     @classmethod
     def from_trees(cls, trees: Sequence[TokenTree], closing_id: int) -> ReadPlan:
-        """Collect all readings of a batch.
+        """Plans a batch.
 
         Args:
-            trees: What is read.
-            closing_id: The token that ends a choice where longer ones go on.
+            trees: Token trees of the batch.
+            closing_id: Token that ends a choice which is a prefix of another.
         """
         decisions = tuple(decision for tree in trees for decision in tree.decisions)
         bases = accumulate((len(decision.ids) for decision in decisions), initial=0)
@@ -96,10 +98,14 @@ class ReadPlan:
         )
 
     def turnings(self, chosen: Iterable[tuple[int, Iterable[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-        """What leads to choices: the number of the choice asked about, branch, and target of it; int64 (T,) each.
+        """The branch points on the way to some choices.
 
         Args:
-            chosen: Decisions, and the numbers of choices of each.
+            chosen: Pairs of a decision and the numbers of some of its choices.
+
+        Returns:
+            For each branch point on the way to a choice: the choice's position in `chosen`, the branch point, and the
+            target taken there; int64 (T,) each.
         """
         ways = [
             [(self.first_branches[turn] + branch, target) for branch, target in way]

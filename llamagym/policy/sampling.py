@@ -1,4 +1,4 @@
-"""Draws from distributions: one choice, or a text token by token."""
+"""Samples replies: one of the choices, or free text token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..models.generation import GenerationConfig
 
 @contextmanager
 def redrawn_on_error(rng: torch.Generator) -> Iterator[None]:
-    """While open, an exception takes back the random numbers that were drawn."""
+    """While open, an exception restores the generator's state."""
     state = rng.get_state()
     try:
         yield
@@ -33,10 +33,10 @@ def redrawn_on_error(rng: torch.Generator) -> Iterator[None]:
 
 
 def require_finite(outputs: Tensor) -> None:
-    """Refuse to act on what a model says whose weights are beyond repair.
+    """Rejects output of a model that is not finite.
 
     Args:
-        outputs: Computed from its logits or hidden states, of any shape.
+        outputs: Numbers computed from its logits or hidden states, of any shape.
 
     Raises:
         DivergedError: Some are NaN or infinite.
@@ -58,22 +58,25 @@ class Text:
 
 
 def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
-    """An index into the last dimension, drawn in proportion to weights (V,) or (B, V): int64 () or (B,), on the CPU."""
+    """Samples indices in proportion to weights (V,) or (B, V); int64 () or (B,) on the CPU."""
     cumulative = weights.to(rng.device).cumsum(-1)
     total = cumulative[..., -1:]
     uniform = torch.rand(total.shape, generator=rng)
-    # Below the total even when rounded: what has no weight is behind it.
+    # Below the total even after rounding, so that no index without weight is drawn.
     point = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
 
 
 def draw_choices(offers: Sequence[Tensor], greedy: bool, rng: torch.Generator) -> list[int]:
-    """For each list of choices, by their log-probabilities (C,), the one that is taken.
+    """Samples a choice for each decision.
 
     Args:
-        offers: One per decision, of any lengths.
-        greedy: Take the most likely one.
+        offers: Log-probabilities of each decision's choices, (C,), of any lengths.
+        greedy: Whether to take the most likely choice.
         rng: Random numbers.
+
+    Returns:
+        Indices of the choices.
     """
     if not offers:
         return []
@@ -82,16 +85,19 @@ def draw_choices(offers: Sequence[Tensor], greedy: bool, rng: torch.Generator) -
 
 
 def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
-    """For each of `rows` (N,) a token drawn from softmax(logits) of that row, int64 (N,), on the CPU.
+    """Samples tokens from softmax(logits): first a group of tokens, then a token of it.
 
-    Draws a group of tokens first and then one token of it, which reads the groups' sums and a single group.
+    So only the groups' sums and a single group are read.
 
     Args:
         logits: Float (B, V).
-        largest: The largest of each row, see `sums_in_groups`.
-        sums: Likewise, of its groups.
-        rows: int64 (N,).
+        largest: Largest logit of each row, from `sums_in_groups`.
+        sums: Sums of exponentials of each row's groups, from `sums_in_groups`.
+        rows: Row of each token to sample, int64 (N,).
         rng: Random numbers.
+
+    Returns:
+        Token ids, int64 (N,), on the CPU.
     """
     groups = logits.unflatten(-1, (sums.shape[1], -1))
     chosen = draw(sums[rows], rng)
@@ -107,29 +113,29 @@ def write_text(
     eos_ids: AbstractSet[int],
     rng: torch.Generator,
 ) -> tuple[Tensor, list[Text]]:
-    """Sample a reply to each context.
+    """Samples a reply to each context.
 
-    Log-probabilities are those under softmax(logits / temperature), before top-k and top-p.
+    Log-probabilities are under softmax(logits / temperature), before top-k and top-p.
 
     Args:
         backbone: The model.
-        trees: Contexts that await free text.
-        config: How to sample.
-        eos_ids: Every id that ends a reply.
+        trees: Contexts whose pending prompt has no choices.
+        config: Options of sampling.
+        eos_ids: All ids that end a reply.
         rng: Random numbers.
 
     Returns:
         The hidden state of each context's last token, float (B, H), and the texts.
     """
     decoder = Decoder(backbone, trees, config.max_new_tokens)
-    said: list[tuple[int, ...]] = [()] * len(trees)
+    ids: list[tuple[int, ...]] = [()] * len(trees)
     logprobs: list[tuple[float, ...]] = [()] * len(trees)
     reasons: list[FinishReason] = ["length"] * len(trees)
     active = list(range(len(trees)))
     first: Tensor | None = None
     for _ in range(config.max_new_tokens):
         row_of: dict[PartialReply, int] = {}
-        rows = torch.tensor([row_of.setdefault((trees[i], said[i]), len(row_of)) for i in active])
+        rows = torch.tensor([row_of.setdefault((trees[i], ids[i]), len(row_of)) for i in active])
         states = decoder.read(list(row_of))
         rows = rows.to(states.device)
         if first is None:
@@ -143,13 +149,14 @@ def write_text(
         if not config.do_sample:
             tokens = logits.argmax(-1)[rows]
         elif config.top_k or config.top_p < 1.0:
-            cut = _cut(logits.float(), config)
-            tokens = draw_tokens(cut, *sums_in_groups(cut), rows, rng)
+            filtered = _filtered(logits.float(), config)
+            tokens = draw_tokens(filtered, *sums_in_groups(filtered), rows, rng)
         else:
             tokens = draw_tokens(logits, largest, sums, rows, rng)
         taken = logits[rows, tokens.to(rows.device)].float() - total[rows]
         for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):
-            said[i], logprobs[i] = (*said[i], token), (*logprobs[i], logprob)
+            ids[i] = (*ids[i], token)
+            logprobs[i] = (*logprobs[i], logprob)
             if token in eos_ids:
                 reasons[i] = "eos"
         active = [i for i in active if reasons[i] != "eos"]
@@ -157,11 +164,11 @@ def write_text(
             break
     decoder.close()
     assert first is not None, "max_new_tokens is positive"
-    return first, [Text(*text) for text in zip(said, logprobs, reasons, strict=True)]
+    return first, [Text(*text) for text in zip(ids, logprobs, reasons, strict=True)]
 
 
-def _cut(logits: Tensor, config: GenerationConfig) -> Tensor:
-    """Logits (B, V) of which only top-k and top-p's are possible."""
+def _filtered(logits: Tensor, config: GenerationConfig) -> Tensor:
+    """Logits (B, V) after top-k and top-p filtering."""
     if config.top_k:
         logits = TopKLogitsWarper(config.top_k)(None, logits)
     if config.top_p < 1.0:

@@ -1,6 +1,6 @@
-"""Reads a batch of trees: how likely each recorded or offered token is, and what the critic says.
+"""One forward pass over token trees: log-probabilities of recorded or offered tokens, and the critic's values.
 
-Shapes: H width, N turns, F tokens of free text, B branches (places where choices part), K targets a branch (padded).
+Shapes: H hidden size, N turns, F tokens of free text, B branch points, K targets per branch point (padded).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .choices import branch_logprobs, entropy_from_logits, relative
 from .read_plan import ReadPlan
 from .repetition import Row
 
-# Bytes of logits that are computed at once: in bfloat16, those of 256 nodes over 50,000 words.
+# Bytes of logits that are computed at once: in bfloat16 those of 256 tokens over a vocabulary of 50,000.
 _LOGITS_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One batch, read.
+    """Output of one forward pass.
 
     Attributes:
-        plan: Where what follows was read.
-        features: Hidden states at prompt ends, (N, H); no gradient flows back from them.
+        plan: Positions of all outputs in the batch.
+        features: Hidden states at the ends of prompts, (N, H), detached.
         values: The critic's estimates there, (N,).
         text_logprobs: Log-probability of each token of free text, (F,).
-        text_entropy: Entropy of the distribution it was drawn from, in nats, (F,).
-        branch_logprobs: Log-probability of what may go on where choices part, (B, K); -inf for padding.
-        branch_entropy: Entropy there, in nats, (B,).
+        text_entropy: Entropy of each of these tokens' distribution, in nats, (F,).
+        branch_logprobs: Log-probability of each target of each branch point, (B, K); -inf for padding.
+        branch_entropy: Entropy at each branch point, in nats, (B,).
     """
 
     plan: ReadPlan
@@ -57,21 +57,21 @@ def read(
     adapted: bool = True,
     cached: bool = True,
 ) -> Reading:
-    """Read trees with one prefix.
+    """Runs the model on token trees that share a prefix.
 
     Args:
         backbone: The model.
-        v_head: Values of hidden states.
-        trees: What to read.
-        calibration: What choices are measured against, see `branch_logprobs`.
-        temperature: Of free text's tokens and of choices.
-        closing_id: The token that ends a choice where longer ones go on.
-        adapted: Whether an activated LoRA acts.
-        cached: Whether the policy's weights are read, of which results may be cached.
+        v_head: Value head, from hidden states to values.
+        trees: Token trees.
+        calibration: Calibration of choices (see `branch_logprobs`); None without it.
+        temperature: Temperature of free text and of choices.
+        closing_id: Token that ends a choice which is a prefix of another.
+        adapted: Whether an activated LoRA is active.
+        cached: Whether activations may be cached: the weights are the policy's.
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
     flat = backbone.hidden_states(trees, adapted, cached)
-    # The critic learns on the policy's features but does not shape them: its gradient stops here.
+    # The critic's gradient does not reach the policy.
     features = flat[plan.value_nodes].detach()
     values = v_head(features).squeeze(-1)
     text, entropy = _over_vocabulary(backbone, flat[plan.text_nodes], plan.text_targets[:, None], temperature)
@@ -80,12 +80,12 @@ def read(
 
 
 def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: int) -> dict[TokenTree, list[Row]]:
-    """How likely the reference finds each token where choices part, of each tree, for `Calibration`.
+    """Relative log-probabilities at the branch points of each tree, for `Calibration`.
 
     Args:
-        backbone: The model.
-        trees: With one prefix.
-        closing_id: The token that ends a choice where longer ones go on.
+        backbone: The model, with the weights to calibrate on.
+        trees: Token trees that share a prefix.
+        closing_id: Token that ends a choice which is a prefix of another.
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
     logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False, cached=False), plan)
@@ -100,7 +100,7 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
 
 
 def _of_targets(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
-    """Logits (B, K) of what may go on where choices part, by nodes' hidden states; the vocabulary's rest cancels."""
+    """Logits of the targets of branch points, (B, K); the rest of the vocabulary would cancel in the softmax."""
     states, targets = hidden[plan.branch_nodes], plan.branch_targets
     rows = max(1, _LOGITS_BYTES // max(1, targets.shape[1] * states.shape[1] * 4))
     parts = zip(states.split(rows), targets.split(rows), strict=True)
@@ -108,7 +108,7 @@ def _of_targets(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
 
 
 def _over_vocabulary(backbone: Backbone, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets (M, K) and entropies (M,) of the next token, by hidden states (M, H)."""
+    """Log-probabilities of targets (M, K) and entropies (M,) of the next token, from hidden states (M, H)."""
     rows = max(1, _LOGITS_BYTES // (backbone.vocabulary * hidden.element_size()))
     temperatures = torch.full((len(hidden),), temperature, device=hidden.device)
     parts = (tensor.split(rows) for tensor in (hidden, targets, temperatures))
