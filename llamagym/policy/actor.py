@@ -32,11 +32,11 @@ from .saved import policy_state, restore_policy
 
 
 class Actor(TextInterface):
-    """Acts in many environments at once, each with a conversation of its own.
+    """Acts in many environments at once, with one conversation per environment.
 
     Attributes:
         policy: The model as a stochastic policy.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         chat_template: Renders prompts.
         response_prefix: Fixed text that every reply begins with.
     """
@@ -50,7 +50,7 @@ class Actor(TextInterface):
         response_prefix: str,
         invalid_action_penalty: float,
     ) -> None:
-        """Prepare to act; arguments as for `Agent`."""
+        """Creates an actor without conversations; arguments as for `Agent`."""
         if context not in ("episode", "turn"):
             raise ConfigError(f"context={context!r}. {did_you_mean(str(context), ['episode', 'turn'])}")
         check_text(response_prefix, "response_prefix")
@@ -72,30 +72,30 @@ class Actor(TextInterface):
 
     @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """An agent with a model of its own, which acts and learns as this one would."""
+        """An agent with its own copy of the model, which acts and learns in the same way."""
         copied = type(self).__new__(type(self))
-        # Neither is ever changed, and the template's caches belong to its tokenizer.
+        # Neither ever changes, and the template's caches belong to its tokenizer.
         memo |= {id(self): copied, id(self.tokenizer): self.tokenizer, id(self.chat_template): self.chat_template}
         for name, value in vars(self).items():
             setattr(copied, name, deepcopy(value, memo))
         return copied
 
     def __reduce__(self) -> NoReturn:
-        """Reject pickling and shallow copies, which would share or lose the model."""
+        """Rejects pickling and shallow copies, which would share or lose the model."""
         raise ConfigError(NOT_PICKLED)
 
     def train(self) -> None:
-        """Sample, record and learn: the mode an agent starts in."""
+        """Switches to sampling, recording and learning, the mode that an agent starts in."""
         self._learning, self._greedy = True, False
 
     def eval(self, greedy: bool = True) -> None:
-        """Only act: nothing is buffered, and no weights change, nor what choices are measured against.
+        """Switches to acting only: episodes are not recorded, and neither weights nor the run's calibration change.
 
         Args:
-            greedy: Take the most likely choice or token instead of sampling.
+            greedy: Whether to take the most likely choice or token instead of sampling.
 
         Raises:
-            ConfigError: It is neither True nor False.
+            ConfigError: `greedy` is neither True nor False.
         """
         check_arguments(Actor.eval, locals())
         self._learning, self._greedy = False, greedy
@@ -112,23 +112,23 @@ class Actor(TextInterface):
 
     @property
     def sees_one_turn(self) -> bool:
-        """Whether the model sees the current observation only."""
+        """Whether a context holds only the current observation."""
         return self._context == "turn"
 
     @property
     def current_episode_messages(self) -> list[Message]:
-        """The current conversation of environment 0, as chat messages; without one, how it would begin."""
+        """Chat messages of environment 0's conversation; before its first action those of a new one."""
         conversation = self._conversations.get(0)
         return (conversation or self.new_conversation()).messages
 
     @property
     def current_episode_rewards(self) -> list[float]:
-        """The raw rewards so far of environment 0, one per turn."""
+        """Raw rewards of environment 0's current episode, one per turn."""
         conversation = self._conversations.get(0)
         return [turn.reward for turn in conversation.turns] if conversation else []
 
     def conversation(self, env_id: Hashable) -> Conversation:
-        """The current conversation of an environment; a new one if there is none."""
+        """The current conversation of an environment; starts one if needed."""
         (key,) = plain_keys([env_id], "environment id")
         if key not in self._conversations:
             self._conversations[key] = self.new_conversation()
@@ -139,11 +139,11 @@ class Actor(TextInterface):
 
     @property
     def lock(self) -> threading.RLock:
-        """What a thread holds while it uses the model."""
+        """The lock that a thread holds while it uses the model."""
         return self.policy.lock
 
     def act(self, observation: Any, info: Mapping[str, Any] | None = None) -> Any:
-        """Choose an action for one environment: `act_batch` of one."""
+        """Chooses an action in one environment; `act_batch` for a single observation."""
         return self.act_batch([observation], [0], [info])[0]
 
     @alone
@@ -153,22 +153,23 @@ class Actor(TextInterface):
         env_ids: Sequence[Hashable] | None = None,
         infos: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[Any]:
-        """Choose an action for each of several environments.
+        """Chooses an action in each of several environments.
 
         Args:
-            observations: One per environment.
-            env_ids: Which environments; by default 0, 1, 2, ...
-            infos: What each environment says as info, for methods that take it. Under "action_mask" it may say which
-                choices are possible (see `Masking`).
+            observations: One observation per environment.
+            env_ids: Ids of the environments; by default 0, 1, 2, ...
+            infos: Info dictionaries of the environments, for methods with a parameter `info`. The entry "action_mask"
+                excludes choices (see `Masking`).
 
         Returns:
-            One action per observation; None where a reply named none and `fallback_action` is not defined.
+            One action per observation; None where the reply names no action and `fallback_action` is not defined.
         """
         observations = listed(observations, "observations")
         ids = environment_ids(observations, env_ids, "observations")
-        said = informed(infos, ids)
-        started, forwarded = time.perf_counter(), self.policy.tokens_forwarded
-        # Either all turns are taken, or an error leaves no trace and a caller that mends its cause can act again.
+        infos = informed(infos, ids)
+        started = time.perf_counter()
+        forwarded = self.policy.tokens_forwarded
+        # After an error no turn is taken, so that a caller that fixes the cause can act again.
         with self.undone_on_error(ids):
             conversations = [self.conversation(env_id) for env_id in ids]
             for env_id, conversation in zip(ids, conversations, strict=True):
@@ -177,7 +178,7 @@ class Actor(TextInterface):
                         f"Environment {env_id!r} acts again, but its last action has no reward. Call assign_reward() "
                         "after every step, with 0 if there is none, or act in eval()."
                     )
-            actions = self._act(observations, said, conversations)
+            actions = self._act(observations, infos, conversations)
         if self._learning:
             self._acting_s += time.perf_counter() - started
             self._acted_tokens += self.policy.tokens_forwarded - forwarded
@@ -189,7 +190,7 @@ class Actor(TextInterface):
         infos: Sequence[Mapping[str, Any] | None],
         conversations: Sequence[Conversation],
     ) -> list[Any]:
-        """One turn of each conversation; returns the actions."""
+        """Takes one turn in each conversation; returns the actions."""
         choices = [self.choices_for(*seen) for seen in zip(observations, infos, strict=True)]
         contexts = [
             conversation.observe(self.text_of(observation, info), self.response_prefix, offered)
@@ -200,18 +201,19 @@ class Actor(TextInterface):
         with self.policy.acting(self._learning), self.policy.trees.kept():
             self.policy.calibrate(contexts)
             replies = self.policy.sample(contexts, self._learning, self._greedy)
-        said = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
-        named = [self._extract(text) for text in said]
+        texts = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
+        named = [self._extract(text) for text in texts]
         actions = [
             self._fallback(observation, text, info) if action is None else action
-            for observation, text, info, action in zip(observations, said, infos, named, strict=True)
+            for observation, text, info, action in zip(observations, texts, infos, named, strict=True)
         ]
-        for conversation, reply, text, action in zip(conversations, replies, said, named, strict=True):
+        for conversation, reply, text, action in zip(conversations, replies, texts, named, strict=True):
             turn = conversation.answer(reply, text)
             conversation.learns &= self._learning
             conversation.awaits_reward = self._learning
             if action is None:
-                turn.valid, turn.penalty = False, self._penalty
+                turn.valid = False
+                turn.penalty = self._penalty
         return actions
 
     def _action_of(self, choice: str) -> Any:
@@ -219,7 +221,7 @@ class Actor(TextInterface):
         return self._extract(self.response_prefix + choice)
 
     def choices_for(self, observation: Any, info: Mapping[str, Any] | None = None) -> list[str] | None:
-        """The replies allowed, without those that `info["action_mask"]` rules out; None for free text."""
+        """The allowed replies, without those that `info["action_mask"]` excludes; None for free text."""
         (info,) = informed([info], [0])
         offered = self.get_action_choices(observation, **self._told("get_action_choices", info))
         mask = None if info is None else info.get("action_mask")
@@ -227,7 +229,7 @@ class Actor(TextInterface):
 
     @contextmanager
     def undone_on_error(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
-        """While open, an exception takes back the turns of these environments, and the random numbers they drew."""
+        """While open, an exception undoes the turns of these environments and restores the random numbers."""
         with self._no_new_conversations_on_error(), redrawn_on_error(self.policy.rng):
             roll_backs = [self.conversation(env_id).savepoint() for env_id in env_ids]
             try:
@@ -239,7 +241,7 @@ class Actor(TextInterface):
 
     @contextmanager
     def _no_new_conversations_on_error(self) -> Iterator[None]:
-        """While open, an exception ends the conversations that have begun."""
+        """While open, an exception removes the conversations that were started meanwhile."""
         before = set(self._conversations)
         try:
             yield
@@ -248,16 +250,16 @@ class Actor(TextInterface):
             raise
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
-        """Drop unfinished episodes without learning from them."""
+        """Drops unfinished episodes without learning from them."""
         for env_id in plain_keys(listed(env_ids, "env_ids"), "environment id"):
             self._conversations.pop(env_id, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: the policy, and the episodes under way."""
+        """The state to save: the policy and the current episodes."""
         return {"policy": policy_state(self.policy), **self.own_state_dict()}
 
     def own_state_dict(self) -> dict[str, Any]:
-        """What each of several processes has for itself: the episodes under way."""
+        """The part of the state that differs between processes: the current episodes."""
         table = IdTable()
         under_way = [
             [env_id, conversation_record(conversation, table)] for env_id, conversation in self._conversations.items()
@@ -270,24 +272,24 @@ class Actor(TextInterface):
         }
 
     def check_state(self, state: Mapping[str, Any], may_change_model: bool = False) -> None:
-        """Reject a state that does not fit.
+        """Rejects the state of another model.
 
         Args:
-            state: What `state_dict` returned.
-            may_change_model: Whether frozen weights may be others.
+            state: A state from `state_dict`.
+            may_change_model: Whether the frozen weights may differ, given equal shapes.
 
         Raises:
-            CheckpointError: It is another model's.
+            CheckpointError: The state is another model's.
         """
         check_fits(self.policy.model, state["policy"]["model"], may_change_model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `check_state` has seen, the episodes under way too."""
+        """Restores a state that `check_state` has accepted, including the current episodes."""
         restore_policy(self.policy, state["policy"])
         self.load_own_state_dict(state)
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `own_state_dict` gave, once the policy has its weights."""
+        """Restores a state from `own_state_dict`, after the policy has its weights."""
         table = IdTable.from_state(state["ids"])
         self._conversations.clear()
         for env_id, record in state["under_way"]:
@@ -298,13 +300,13 @@ class Actor(TextInterface):
     def action_probabilities(
         self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any] | None] | None = None
     ) -> list[dict[str, float]]:
-        """Exact probability of each choice at the start of an episode, for observations that offer choices.
+        """Exact probabilities of all choices in the first turn of an episode.
 
-        Nothing changes: choices that are offered here for the first time are measured for this call alone.
+        Nothing changes: choices that are offered for the first time are calibrated for this call only.
 
         Args:
-            observations: Any number.
-            infos: What the environment said with each, as for `act_batch`.
+            observations: Observations that offer choices.
+            infos: One info dictionary per observation, as for `act_batch`.
 
         Raises:
             ConfigError: An observation offers no choices.
@@ -338,7 +340,7 @@ class Actor(TextInterface):
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def new_conversation(self) -> Conversation:
-        """A conversation that has yet to begin."""
+        """A new conversation without turns."""
         return Conversation(
             self.chat_template,
             self.get_system_prompt(),
