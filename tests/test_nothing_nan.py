@@ -123,7 +123,7 @@ def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], k
 
 def test_the_weights_kept_last_come_back_and_take_no_new_memory():
     weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = SafeOptimizer([[weight]], ranks.accelerator(weight.device), max_grad_norm=1.0)
+    optimizer = SafeOptimizer([[weight]], [0.1], ranks.accelerator(weight.device), max_grad_norm=1.0)
     optimizer.keep_weights()
     memory = optimizer._kept[0].data_ptr()
     weight.data.fill_(1.0)
@@ -140,12 +140,14 @@ def test_the_weights_kept_last_come_back_and_take_no_new_memory():
 )
 def test_the_trust_region_ends_at_one_and_a_half_times_the_target(target_kl: float, kl: float, is_too_far: bool):
     weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = SafeOptimizer([[weight]], ranks.accelerator(weight.device), max_grad_norm=1.0, target_kl=target_kl)
-    assert optimizer.observe_kl(kl) == is_too_far
+    optimizer = SafeOptimizer(
+        [[weight]], [0.1], ranks.accelerator(weight.device), max_grad_norm=1.0, target_kl=target_kl
+    )
+    assert optimizer.record_kl(kl) == is_too_far
     # A batch that supports a quarter of a full step's KL has a quarter of the region.
     assert optimizer.is_too_far(share=0.25) == (is_too_far or target_kl is not None)
     # A smaller KL later does not make up for it.
-    assert optimizer.observe_kl(0.0) == is_too_far
+    assert optimizer.record_kl(0.0) == is_too_far
 
 
 @pytest.mark.parametrize("rates", [{"learning_rate": 1e36}, {"value_learning_rate": 3e37}], ids=["policy", "value"])

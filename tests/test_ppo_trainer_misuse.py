@@ -55,3 +55,16 @@ def test_the_optimiser_follows_another_adapter(caplog):
     assert moved
     assert all(".other." in name for name in moved)
     assert "starts again" in caplog.text
+
+
+def test_a_scheduler_sets_the_learning_rates():
+    trainer = PPOTrainer(CONFIG, tiny_model("llama"))
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [CONFIG.learning_rate, 3e-3]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: float(step > 0))
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    trainer.step(**SAMPLES)
+    assert all(torch.equal(now, old) for now, old in zip(trainer.model.parameters(), before, strict=True))
+    # The control.
+    scheduler.step()
+    trainer.step(**SAMPLES)
+    assert not all(torch.equal(now, old) for now, old in zip(trainer.model.parameters(), before, strict=True))

@@ -42,16 +42,16 @@ from .state import attributes_undone_on_error, restore, state_of
 logger = logging.getLogger(__name__)
 
 Stats = dict[str, float]
-# A run has some hundred steps, and its first gradients are the largest: the usual 0.999 would remember them throughout.
+# A run has a few hundred steps, and the first gradients are the largest; a beta2 of 0.999 would never forget them.
 _ADAM_BETAS = (0.9, 0.95)
 # Where no size is given: minibatches of a batch, and the fewest turns of one.
 _MINIBATCHES, _LEAST_TURNS = 4, 64
-# The entropy bonus weighs at most so much per unit of the mean absolute advantage. Without advantages to oppose it, it
-# alone would set the direction of Adam's steps, which have full size however small the coefficient.
+# The entropy bonus is at most this times the mean absolute advantage. Otherwise it alone could set the direction of
+# Adam's steps, which have full size however small the coefficient.
 _LARGEST_BONUS = 0.1
 # State that an update changes, beside weights and optimizer.
 _UPDATE_STATE = ("_whiten", "_information", "_rate", "_entropy_coef", "_kl", "_rng")
-# Where the policy is nearly certain most gradients vanish; without this the next that does not makes a full step.
+# A nearly certain policy has hardly any gradients; this keeps the next one from making a full step.
 _ADAM_EPS = 1e-5
 
 
@@ -97,6 +97,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         mask_frozen_gradients_(policy.model.pretrained_model)
         self.optimizer = SafeOptimizer(
             self._learning_weights(),
+            self._rates,
             self.accelerator,
             config.max_grad_norm,
             config.target_kl,
@@ -288,25 +289,27 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             if not optimizer.accepts(stats):
                 optimizer.adam.zero_grad()
                 continue
-            # A minibatch without a decision has no KL and steps the critic alone; the weights before the policy's last
-            # step are kept until a later minibatch shows where it led.
-            kl = stats.pop("approx_kl", None)
-            # Before the first step nothing has moved, and what differs is rounding.
-            if kl is not None and optimizer.steps and optimizer.observe_kl(kl, share):
-                break
-            if kl is not None or not optimizer.steps:
+            # A minibatch without decisions has no KL and steps the critic alone; then the weights before the policy's
+            # last step are kept until its KL is known.
+            has_decisions = "approx_kl" in stats
+            if has_decisions:
+                kl = stats.pop("approx_kl")
+                # Before the first step the KL is rounding.
+                if optimizer.steps and optimizer.record_kl(kl, share):
+                    break
+            if has_decisions or not optimizer.steps:
                 optimizer.keep_weights()
             for name, value in stats.items():
                 sums[name].append(value)
             sums["grad_norm"].append(self._step(share, targets.is_flat))
         else:
-            # No later minibatch shows where the last step led.
+            # No later minibatch measures the last step's KL.
             if optimizer.steps and deciding:
                 probe = minibatches(deciding, size, self._rng)[0]
-                optimizer.observe_kl(measure_kl(self.policy, probe, sampled, self.pass_tokens), share)
+                optimizer.record_kl(measure_kl(self.policy, probe, sampled, self.pass_tokens), share)
+        # Without a step no KL was measured, so the rate stays.
         if optimizer.steps:
             optimizer.end()
-            # Where all steps were skipped nothing was measured, and the KL is unknown.
             may_rise = optimizer.total_steps >= self.config.warmup_steps
             may_rise = may_rise and not targets.is_flat and not self._whiten.is_small
             self._rate.update(optimizer.largest_kl / share, may_rise)
@@ -330,7 +333,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @torch.no_grad()
     def _without_steps(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
-        """Statistics of a batch without information, from which nothing is learned: Adam would take full steps."""
+        """Statistics of a batch without information. No step is made, since Adam's would have full size."""
         stats, ratio_error = self._backward(segments, sampled, targets, first=True)
         return stats | {
             "approx_kl": 0.0,
@@ -426,7 +429,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             k3 = masked_mean(ratio * kl_estimate(now.logprobs, reference, "k3"), mask)
             loss = loss + by_decision * self._kl.value * k3
         if not mask.any():
-            # An empty mean is undefined: other minibatches must not be averaged with it.
+            # Without decisions there are no means, and averages leave this microbatch out.
             return loss, Stats()
         stats = {
             "policy_loss": by_decision * policy.loss.item(),

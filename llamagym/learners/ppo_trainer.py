@@ -138,8 +138,12 @@ class PPOTrainer:
         self.ref_model = None if ref_model is None else ref_model.eval()
         self.accelerator = ranks.accelerator(model.device)
         # TRL's early stopping undoes nothing; only what is not finite is undone.
-        self.optimizer = SafeOptimizer(
-            self._learning_weights(), self.accelerator, config.max_grad_norm, clips_jointly=True
+        self._safe_optimizer = SafeOptimizer(
+            self._learning_weights(),
+            (config.learning_rate, self._sizes.value_learning_rate),
+            self.accelerator,
+            config.max_grad_norm,
+            clips_jointly=True,
         )
         self._kl_controller = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._estimator = _ESTIMATORS[kl_penalty]
@@ -153,6 +157,12 @@ class PPOTrainer:
         head = list(self.model.v_head.parameters())
         check_precision(body + head)
         return body, head
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Adam, with one parameter group for the model and one for the value head."""
+        adam: torch.optim.Optimizer = self._safe_optimizer.adam
+        return adam
 
     @property
     def kl_coef(self) -> float:
@@ -187,15 +197,15 @@ class PPOTrainer:
         embeddings: Any = self.model.pretrained_model.get_input_embeddings()
         check_samples(queries, responses, scores, self._sizes.batch, len(embeddings.weight))
         with lock_of(self.model):
-            if not self.optimizer.holds(chain(*self._learning_weights())):
+            if not self._safe_optimizer.holds(chain(*self._learning_weights())):
                 logger.warning("the trainable weights were replaced: the optimizer starts again")
-                self.optimizer.restart(self._learning_weights())
-            self.optimizer.begin()
+                self._safe_optimizer.restart(self._learning_weights())
+            self._safe_optimizer.begin()
             self.model.zero_grad()
             # Dropout would make the ratio of new to old probability differ from 1 before anything was learned.
             self.model.eval()
             controller = attributes_undone_on_error(self, {"_kl_controller": deepcopy})
-            with self.optimizer.undone_on_error(self.optimizer.weights), controller:
+            with self._safe_optimizer.undone_on_error(self._safe_optimizer.weights), controller:
                 batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
                 stats |= self._optimize(batch)
                 if self.config.adap_kl_ctrl:
@@ -245,11 +255,11 @@ class PPOTrainer:
                 moved = ranks.mean(steps[-1]["policy_kl"])
                 stopped = moved > _KL_TOLERANCE * config.target_kl
         if made := [step for step in steps if not step["skipped"]]:
-            is_undone = self.optimizer.observe_kl(0.0 if self._is_output_finite(batch) else math.inf)
-            self.optimizer.end()
+            is_undone = self._safe_optimizer.record_kl(0.0 if self._is_output_finite(batch) else math.inf)
+            self._safe_optimizer.end()
             if is_undone:
                 logger.warning("after the last step the model's output is not finite: that step is undone")
-                self.optimizer.undo()
+                self._safe_optimizer.undo()
                 made[-1]["skipped"] = 1.0
         return {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} | {
             "ratio_error": steps[0]["ratio_error"],
@@ -278,7 +288,7 @@ class PPOTrainer:
             for name, value in parts.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, error)
-        is_finite = self.optimizer.accepts(stats)
+        is_finite = self._safe_optimizer.accepts(stats)
         skipped = not is_finite or stats["mean_ratio"] > self._ratio_threshold
         del stats["mean_ratio"]
         if skipped:
@@ -286,11 +296,12 @@ class PPOTrainer:
             logger.warning("a minibatch is skipped: %s", why)
             stats["policy_loss"] = stats["value_loss"] = 0.0
             # As in TRL the optimizer still takes its step: its moments decay, and carry the weights a little on.
-            self.optimizer.adam.zero_grad(set_to_none=False)
+            self._safe_optimizer.adam.zero_grad(set_to_none=False)
         else:
-            self.optimizer.keep_weights()
-        self.optimizer.sum_gradients_()
-        (norm,) = self.optimizer.step([self.config.learning_rate, self._sizes.value_learning_rate])
+            self._safe_optimizer.keep_weights()
+        self._safe_optimizer.sum_gradients_()
+        # Learning rates are those of the groups, which a scheduler may change.
+        (norm,) = self._safe_optimizer.step()
         return {**stats, "grad_norm": norm, "ratio_error": ratio_error, "skipped": float(skipped)}
 
     def _loss(self, batch: Samples) -> tuple[Tensor, dict[str, float], float]:

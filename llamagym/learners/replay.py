@@ -3,7 +3,7 @@
 An update ends with a few steps that raise the likelihood of the replies that the best recent episodes took, as
 self-imitation does (Oh et al. 2018, https://arxiv.org/abs/1806.05635, without its critic). The likelihood is the
 policy's own, so choices are learned as choices. The steps have an optimizer of their own: the learner's moments stay
-the learner's, and the learning rate is the weight of it all, since Adam does not feel a coefficient of the loss.
+the learner's. Their learning rate sets their strength, since Adam's steps do not depend on the scale of the loss.
 
 Where rewards are a matter of luck, the best episodes are the lucky ones; replay is off by default.
 """
@@ -41,14 +41,14 @@ class ReplayConfig(Options):
     """What the replay buffer keeps, and how it is learned from.
 
     Attributes:
-        episodes: The best of the recent episodes that are learned from, by return with penalties; of equal ones, any.
-        recent_updates: Episodes of this many last updates are recent.
+        episodes: Number of recent episodes to learn from, those with the highest return (with penalties).
+        recent_updates: Number of latest updates whose episodes are recent.
         steps: Optimizer steps at the end of each update.
         batch_size: Turns per optimizer step, in whole contexts.
         learning_rate: Of Adam; it falls with the learner's at the end of a run (`cooldown`).
         max_grad_norm: Gradient clipping by norm.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
-        seed: Of the choice among equals and of the order of turns.
+        seed: Seed of tie-breaking and of the order of turns.
     """
 
     episodes: int = 64
@@ -81,7 +81,9 @@ class Replay:
         self.policy = policy
         self.config = config
         self.accelerator = ranks.accelerator(policy.device)
-        self.optimizer = SafeOptimizer([self._learning_weights()], self.accelerator, config.max_grad_norm)
+        self.optimizer = SafeOptimizer(
+            [self._learning_weights()], [config.learning_rate], self.accelerator, config.max_grad_norm
+        )
         self._recent: deque[list[Episode]] = deque(maxlen=config.recent_updates)
         # The lowest score in each of these updates.
         self._lowest: deque[float] = deque(maxlen=config.recent_updates)
@@ -132,10 +134,9 @@ class Replay:
         Returns:
             Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
             `replay_grad_norm`, `replay_skipped_steps` (whose losses or gradients were not finite), `replay_episodes`,
-            `replay_return_mean` and `replay_return_min` of the episodes learned from, and `replay_s`. Turns whose reply
-            named no action, or was the only possible one, are not learned from. Without any other turn, and while all
-            recent episodes have earned the same, so that none is better than another, nothing is learned and the
-            statistics are empty.
+            `replay_return_mean` and `replay_return_min` of the episodes learned from, and `replay_s`. Empty if nothing
+            was learned: if all recent returns are equal, or no turn is left without invalid replies and turns with a
+            single possible reply.
         """
         started = time.perf_counter()
         if not self.optimizer.holds(self._learning_weights()):
@@ -143,13 +144,13 @@ class Replay:
             self.reset_optimizer()
         self.optimizer.begin()
         self.policy.model.zero_grad()
-        # What is not among the best of its own update never will be among the best of several.
+        # Only an update's own best episodes can be among the best of several updates.
         self._recent.append(self._best(episodes))
         self._lowest.append(min(map(_score, episodes)))
         kept = self.episodes
         best = _score(kept[0])
         worst = min(self._lowest)
-        # Rewards are sums of float32 numbers at best.
+        # Rewards have the precision of float32.
         if best - worst <= torch.finfo(torch.float32).eps * max(abs(best), abs(worst)):
             return {}
         contexts = segments_of(kept)
@@ -162,11 +163,12 @@ class Replay:
             made = [step for chosen in drawn if (step := self._step(chosen, rate))]
         if made:
             # Without a target KL only output that is not finite is too far.
-            is_undone = self.optimizer.observe_kl(0.0 if self._is_output_finite(segments) else math.inf)
+            is_undone = self.optimizer.record_kl(0.0 if self._is_output_finite(segments) else math.inf)
             self.optimizer.end()
             if is_undone:
                 self.optimizer.undo()
                 made.pop()
+            self.optimizer.release_weights()
         loss, norm = np.mean(made, axis=0) if made else (np.nan, np.nan)
         returns = [episode.total_reward for episode in kept]
         return {

@@ -1,8 +1,8 @@
 """The rollout batch: log-probabilities of its turns when they were sampled, and under the current weights.
 
-Long episodes span several updates, so older weights sampled their first turns. How far an update may go
-is measured from the policy before it, whoever sampled; turns of older weights count by how much more likely that policy
-makes them (the decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641, weights truncated).
+Long episodes span several updates, so older weights sampled their first turns. The trust region is measured from the
+policy before the update in any case. Turns of older weights have the importance weight p_before / p_sampled, at most 2
+(the decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641).
 
 Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode; M branches on the way to a choice, K
 targets of a branch.
@@ -37,13 +37,13 @@ class Sampled:
     Attributes:
         outdated: True at turns that other weights sampled than those before the update, bool (N,).
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
-        weights: How much more likely that is to decide so than the policy that sampled, at most 2, float (N, L).
+        weights: Importance weight p_before / p_sampled of each decision, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
-        features: What these are read from, float (N, H); (N, 0) if they were not requested.
+        features: The critic's features, float (N, H); (N, 0) if they are not wanted.
         bootstrapped: True at episodes that were cut off and have a state to value after their last turn, bool (E,).
         final_values: The critic's estimates of these states before the update, float (E,); 0 elsewhere.
-        final_features: What these are read from, float (E, H); (E, 0) if they were not requested.
-        ref_logprobs: The same under the reference, where there is one.
+        final_features: The critic's features of these states, float (E, H); (E, 0) if they are not wanted.
+        ref_logprobs: Log-probabilities under the reference, float (N, L); `old_logprobs` without one.
         ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
         rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
         real: True at the turns that were played, bool (E, T). `x[real]` is x (E, T) by rows, (N,).
@@ -85,17 +85,17 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the turns of a batch are trained towards.
+    """Training targets of a batch's turns.
 
     Attributes:
-        advantages: How much better a turn did than expected, float (N,). All 0 where a batch holds no information.
+        advantages: Advantage of each turn, float (N,); all 0 if the batch holds no information.
     """
 
     advantages: Tensor
 
     @property
     def is_flat(self) -> bool:
-        """Whether no turn did better or worse than another."""
+        """Whether all advantages are 0."""
         return not self.advantages.any()
 
 
@@ -158,7 +158,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Before:
-    """The policy before the update on a batch's turns; attributes as in `Sampled`."""
+    """Output of the policy before the update, as in `Sampled`; `_evaluate_again` replaces rows of outdated turns."""
 
     logprobs: Tensor
     values: Tensor
@@ -193,7 +193,7 @@ def _evaluate_again(
         return
     logprobs = torch.zeros_like(before.logprobs)
     values = torch.zeros_like(before.values)
-    # Probabilities: those of all processes are added up, and log-probabilities of padding are infinite.
+    # Summed over processes as probabilities, since log-probabilities of padding are infinite.
     probabilities = torch.zeros_like(before.branches)
     for rows, now in evaluate_chunks(policy, own_share(segments), nodes):
         if with_features:
@@ -268,7 +268,7 @@ def _sampled_branches(turns: Sequence[Turn]) -> Tensor:
 
 
 def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
-    """How a batch's episodes went, those that are over; of turns, all."""
+    """Statistics of a batch's finished episodes, and of all turns."""
     turns = [turn for episode in episodes for turn in episode.turns]
     over = [episode for episode in episodes if episode.is_over]
     returns = [episode.total_reward for episode in over]
@@ -290,12 +290,12 @@ def own_share(segments: Sequence[Segment]) -> Sequence[Segment]:
 
 
 def is_finite(now: Evaluation) -> bool:
-    """Whether all that a policy says of some turns is finite."""
+    """Whether log-probabilities, entropies and values are finite."""
     return all(bool(part.isfinite().all()) for part in (now.logprobs, now.entropy, now.values))
 
 
 def shortest_opening(segments: Iterable[Segment]) -> list[Segment]:
-    """The first turn of one of the contexts: the least that can be read to see what the policy says now."""
+    """The shortest first turn of any segment, as the cheapest way to check the policy's output."""
     return [min((Segment(segment.turns[:1]) for segment in segments), key=lambda opening: opening.token_count)]
 
 
@@ -311,15 +311,14 @@ def evaluate_chunks(
 def kl_of_decisions(sampled: Sampled, rows: list[int], now: Evaluation) -> Tensor:
     """KL of each decision from the policy before the update to the one now, in nats, (N, L); without gradients.
 
-    Of a choice it is exact at each branch on the way to the one that was taken: the exact KL of the choice where they
-    part at one place, an unbiased estimate of it where they part at several, since the way is drawn from the policy
-    (from an older one in turns of older weights). Of a token of free text, whose distribution over the vocabulary is
+    For a choice it is the sum of the exact KLs at the branch points on its way: the exact KL over all choices with one
+    branch point, an unbiased estimate with several. For a token of free text, whose distribution over the vocabulary is
     not kept, it is the binary estimate.
 
     Args:
         sampled: The batch.
-        rows: The turns' rows in it.
-        now: What the current weights say of these turns.
+        rows: The turns' rows in the batch.
+        now: Evaluation of these turns under the current weights.
     """
     logprobs = now.logprobs.detach()
     old = sampled.old_logprobs[rows, : logprobs.shape[1]].to(logprobs)
@@ -333,7 +332,7 @@ def kl_of_decisions(sampled: Sampled, rows: list[int], now: Evaluation) -> Tenso
 
 
 def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes: int) -> float:
-    """How far the policy has moved there, in nats per decision; infinite where what it says is not finite."""
+    """Mean KL per decision on these segments, in nats; infinite if the output is not finite."""
     total = count = 0.0
     for rows, now in evaluate_chunks(policy, own_share(segments), nodes):
         total += 0.0 if is_finite(now) else math.inf

@@ -17,7 +17,7 @@ from ..errors import DivergedError
 from . import ranks
 from .state import Stateful
 
-# After so many skipped steps, or updates whose last step was undone, in a row, weights or inputs are beyond repair.
+# This many consecutive skipped steps, or updates with output that is not finite, raise DivergedError.
 _MOST_IN_A_ROW = 3
 # A step is too large once the KL exceeds the target by this factor.
 _KL_TOLERANCE = 1.5
@@ -26,18 +26,17 @@ _KL_TOLERANCE = 1.5
 class SafeOptimizer(Stateful):
     """Adam with a finite guard and a trust region.
 
-    A step whose losses or gradients are not finite is skipped. Where a step led the policy shows only afterwards, at
-    the next minibatch, and where most replies are nearly certain a single step can change them all. So the weights from
-    before a step are kept until then: a step that led beyond 1.5 times the target KL, or to output that is not finite,
-    is undone.
+    Steps with losses or gradients that are not finite are skipped. The KL of a step is known only at the next
+    minibatch, so the weights before the step are kept until then. A step to a KL beyond 1.5 times the target, or to
+    output that is not finite, is undone.
 
     Attributes:
         adam: The optimizer, as accelerate prepared it.
-        total_steps: Steps since the beginning, including those that were undone.
-        steps: Steps of the current update that were not undone.
-        skipped: Minibatches of the current update without a step, including an undone step whose KL is not finite.
-        kl: How far the remaining steps of the update have moved the policy, in nats per decision.
-        largest_kl: The farthest that any step of the update has moved it; infinite if a KL was not finite.
+        total_steps: Number of steps so far, including undone ones.
+        steps: Number of steps of the current update, without undone ones.
+        skipped: Number of minibatches of the current update that were not finite, or whose step led to such output.
+        kl: KL of the current update's steps, without undone ones, in nats per decision.
+        largest_kl: Largest KL of the current update, including undone steps; infinite if one was not finite.
     """
 
     saved = ("adam", "total_steps", "_skipped_in_a_row", "_undone_in_a_row")
@@ -45,6 +44,7 @@ class SafeOptimizer(Stateful):
     def __init__(
         self,
         groups: Sequence[Sequence[nn.Parameter]],
+        rates: Sequence[float],
         accelerator: Accelerator,
         max_grad_norm: float,
         target_kl: float | None = None,
@@ -55,12 +55,14 @@ class SafeOptimizer(Stateful):
 
         Args:
             groups: The weights of each parameter group.
+            rates: Initial learning rate of each group.
             accelerator: Prepares the optimizer and clips gradients.
             max_grad_norm: Largest norm of a gradient.
             target_kl: In nats per decision. None: only output that is not finite is too far.
             clips_jointly: Whether gradients are clipped by the norm of all groups, and not by each group's own.
             options: Further arguments of Adam.
         """
+        self._rates = list(rates)
         self._accelerator = accelerator
         self._max_grad_norm = max_grad_norm
         self._target_kl = target_kl
@@ -72,10 +74,9 @@ class SafeOptimizer(Stateful):
         self.restart(groups)
 
     def restart(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Starts Adam again on the weights of these groups; what is counted in a row stays."""
-        self.adam = self._accelerator.prepare(
-            torch.optim.Adam([{"params": list(weights)} for weights in groups], **self._options)
-        )
+        """Creates a new Adam for these weights; `total_steps` and the counters of consecutive failures are kept."""
+        parts = [{"params": list(weights), "lr": rate} for weights, rate in zip(groups, self._rates, strict=True)]
+        self.adam = self._accelerator.prepare(torch.optim.Adam(parts, **self._options))
         self._kept: list[Tensor] = []
         self.begin()
 
@@ -100,7 +101,7 @@ class SafeOptimizer(Stateful):
         return list(map(id, self.weights)) == list(map(id, weights))
 
     def begin(self) -> None:
-        """Begins an update: moments move to the weights' device, gradients and counters start at zero."""
+        """Begins an update: resets its counters, and moves Adam's moments to the weights' device."""
         for weight, state in self.adam.state.items():
             for name, moment in state.items():
                 # Adam's step counts stay on the CPU.
@@ -121,7 +122,7 @@ class SafeOptimizer(Stateful):
             ranks.sum_(self.gradients)
 
     def accepts(self, losses: Mapping[str, float]) -> bool:
-        """Whether losses and gradients are finite in all processes; if not, the step is counted as skipped.
+        """Whether losses and gradients are finite in all processes; if not, counts the minibatch as skipped.
 
         Args:
             losses: A minibatch's losses and statistics by name. The norm of its gradients must be finite as well,
@@ -130,30 +131,30 @@ class SafeOptimizer(Stateful):
         Raises:
             DivergedError: Several steps in a row were not finite.
         """
-        numbers = {**losses, "norm of the gradients": float(get_total_norm(self.gradients))}
-        wrong = {name: value for name, value in numbers.items() if not math.isfinite(value)}
-        if not any(ranks.gather_objects(bool(wrong))):
+        values = {**losses, "norm of the gradients": float(get_total_norm(self.gradients))}
+        not_finite = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if not any(ranks.gather_objects(bool(not_finite))):
             self._skipped_in_a_row = 0
             return True
         self.skipped += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= _MOST_IN_A_ROW:
-            where = wrong or "in another process"
+            where = not_finite or "in another process"
             raise diverged(f"{_MOST_IN_A_ROW} optimizer steps in a row were not finite: {where}")
         return False
 
-    def step(self, rates: Sequence[float]) -> list[float]:
+    def step(self, rates: Sequence[float] | None = None) -> list[float]:
         """Makes a step on the gradients at hand, and clears them.
 
         Args:
-            rates: Learning rate of each group.
+            rates: Learning rate of each group; None keeps them.
 
         Returns:
             Norm of each group's gradient before clipping, or the joint one alone.
         """
         clipped = [self.weights] if self._clips_jointly else [group["params"] for group in self.param_groups]
         norms = [float(self._accelerator.clip_grad_norm_(weights, self._max_grad_norm)) for weights in clipped]
-        for group, rate in zip(self.param_groups, rates, strict=True):
+        for group, rate in zip(self.param_groups, rates or (), strict=rates is not None):
             group["lr"] = rate
         self.adam.step()
         self.adam.zero_grad()
@@ -163,14 +164,14 @@ class SafeOptimizer(Stateful):
 
     @torch.no_grad()
     def keep_weights(self) -> None:
-        """Keeps the weights as they are now for `undo`, in the memory of those kept before."""
+        """Copies the weights for `undo`, over those copied before."""
         self._kept = self._kept or [torch.empty_like(weight) for weight in self.weights]
         for weight, kept in zip(self.weights, self._kept, strict=True):
             kept.copy_(weight)
         self._steps_when_kept = self.steps
 
-    def observe_kl(self, kl: float, share: float = 1.0) -> bool:
-        """Takes in how far the steps so far have moved the policy; returns whether that is too far.
+    def record_kl(self, kl: float, share: float = 1.0) -> bool:
+        """Records the KL of the steps so far; returns whether it is outside of the trust region.
 
         Args:
             kl: In nats per decision.
@@ -183,10 +184,14 @@ class SafeOptimizer(Stateful):
         return False
 
     def is_too_far(self, share: float = 1.0) -> bool:
-        """Whether a step of this update led beyond the trust region, so that it has to be undone."""
+        """Whether a step of this update left the trust region and has to be undone."""
         if not math.isfinite(self.largest_kl):
             return True
         return self._target_kl is not None and self.largest_kl / share > _KL_TOLERANCE * self._target_kl
+
+    def release_weights(self) -> None:
+        """Frees the memory of kept weights."""
+        self._kept = []
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -199,7 +204,7 @@ class SafeOptimizer(Stateful):
             self.skipped += 1
 
     def end(self) -> None:
-        """Ends an update with steps, once `observe_kl` knows where the last one led.
+        """Ends an update that made steps, after `record_kl` for the last one.
 
         Raises:
             DivergedError: After several updates in a row the output was not finite.
