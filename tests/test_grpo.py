@@ -28,7 +28,7 @@ def play(agent, rewards, group=None, **end):
 def advantages_of(agent):
     """The advantages of the buffer's episodes, as lists."""
     episodes = list(agent._buffer)
-    targets, _ = agent.learner._credit(
+    targets, _ = agent.learner._compute_targets(
         episodes, collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
     )
     flat = iter(targets.advantages.tolist())

@@ -207,7 +207,7 @@ def test_whitening_looks_at_decisions_only():
     agent.terminate_episodes(range(8))
     episodes = list(agent._buffer)
     sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
-    targets, _ = agent.learner._credit(episodes, sampled)
+    targets, _ = agent.learner._compute_targets(episodes, sampled)
     assert targets.advantages[:4].abs().tolist() == pytest.approx([0.75**0.5] * 4, rel=1e-3)
 
 

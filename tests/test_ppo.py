@@ -32,7 +32,7 @@ def targets_of(agent, episodes):
     sampled = collect(
         agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=bool(learner.config.init_kl_coef)
     )
-    return learner._credit(episodes, sampled)[0], sampled.ref_kl.mean().item()
+    return learner._compute_targets(episodes, sampled)[0], sampled.ref_kl.mean().item()
 
 
 @pytest.mark.parametrize("context", ["episode", "turn"])

@@ -123,7 +123,7 @@ def play_all() -> dict[str, Any]:
 
 def weights_of(agent: Any) -> np.ndarray:
     """All that learns, in one row."""
-    return torch.cat([weight.detach().flatten() for weight in agent.learner._all_weights()]).numpy().copy()
+    return torch.cat([weight.detach().flatten() for weight in agent.learner._updated_tensors()]).numpy().copy()
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
     """Learn until process 1 is killed in the middle of the third update; says how, and how soon, process 0 ends."""
     kind, options = RUNS["ppo"]
     agent, died = make(kind, **options), 0.0
-    credit, backward, before = agent.learner._credit, agent.learner._backward, weights_of(agent)
+    credit, backward, before = agent.learner._compute_targets, agent.learner._backward, weights_of(agent)
 
     def crediting(*args: Any) -> Any:
         nonlocal before
@@ -227,7 +227,7 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
                 os.kill(os.getpid(), signal.SIGKILL)
         return backward(*args, **options)
 
-    agent.learner._credit = crediting  # type: ignore[method-assign]
+    agent.learner._compute_targets = crediting  # type: ignore[method-assign]
     agent.learner._backward = dying  # type: ignore[method-assign]
     try:
         learn(agent, 9, seed=0, checkpoint_dir=folder)
@@ -275,7 +275,7 @@ def with_other_weights() -> None:
     if ranks.rank() == 1:
         with torch.no_grad():
             agent.policy.model.v_head.summary.bias.add_(1e-3)
-    ranks.check_alike(agent.learner._all_weights())
+    ranks.check_alike(agent.learner._updated_tensors())
 
 
 @pytest.mark.long

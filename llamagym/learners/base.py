@@ -1,8 +1,8 @@
 """The base class of learners: options, minibatches, the clipped surrogate, the optimizer's steps, statistics.
 
-A learner turns episodes into an update of the policy: `update(episodes) -> stats`. Learners differ in their advantages
-(`_credit`) and in extra loss terms. Every token of a reply shares its turn's advantage, and a minibatch's loss is a
-mean over its decisions, so long replies weigh more than short ones.
+A learner turns episodes into an update of the policy: `update(episodes) -> stats`. Learners differ in their targets
+(`_compute_targets`) and in extra loss terms. Every token of a reply shares its turn's advantage, and a minibatch's loss
+is a mean over its decisions, so long replies weigh more than short ones.
 
 Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode.
 """
@@ -90,7 +90,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.accelerator = ranks.accelerator(policy.device)
         self.epochs, self._nodes = epochs, config.microbatch_nodes
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
-        ranks.take_first_(self._all_weights())
+        ranks.take_first_(self._updated_tensors())
         self._whiten = Whitening()
         self._information = Information()
         self.advantages: dict[int, float] = {}
@@ -122,7 +122,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         check_precision(weight for part in parts for weight in part)
         return parts
 
-    def _all_weights(self) -> list[Tensor]:
+    def _updated_tensors(self) -> list[Tensor]:
         """All tensors that an update may change in place: trainable weights, value head and its buffers."""
         body, head = self._learning_weights()[0], self.policy.model.v_head
         return [*body, *head.parameters(), *head.buffers()]
@@ -133,17 +133,17 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         return self._nodes or self.policy.pass_tokens
 
     @property
-    def reads_features(self) -> bool:
-        """Whether `_credit` needs the critic's features."""
+    def needs_features(self) -> bool:
+        """Whether `_compute_targets` needs the critic's features."""
         return False
 
     @property
-    def _steps_critic(self) -> bool:
+    def _has_gradient_critic(self) -> bool:
         """Whether the value head learns by gradient steps."""
         return False
 
     @property
-    def _shifts_mean(self) -> bool:
+    def _centers_advantages(self) -> bool:
         """Whether whitening removes the batch's mean."""
         return True
 
@@ -157,7 +157,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """While open, an exception restores weights, optimizer, controllers and counters."""
         counted = attributes_undone_on_error(self.policy, {"num_updates": int, "reference": copy})
         state = attributes_undone_on_error(self, dict.fromkeys(self._update_state, deepcopy))
-        with self.optimizer.undone_on_error(self._all_weights()), state, counted:
+        with self.optimizer.undone_on_error(self._updated_tensors()), state, counted:
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,8 +172,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         restore(self, state["learning"])
 
     @property
-    def _value_unit(self) -> float:
-        """The unit of the value head's learning rate, in reward units."""
+    def _value_scale(self) -> float:
+        """Factor of the value head's learning rate: the typical size of returns where no rate was passed."""
         return 1.0
 
     @property
@@ -218,16 +218,16 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)
             version = self.policy.weights_version
-            ranks.take_first_(self._all_weights())
+            ranks.take_first_(self._updated_tensors())
             if self.policy.weights_version != version:
                 # On other hardware they were rounded differently than in the first process.
                 self.policy.drop_caches(version)
         if config.init_kl_coef:
             self.policy.fix_reference()
         sampled = collect(
-            self.policy, episodes, segments, self.pass_tokens, bool(config.init_kl_coef), self.reads_features
+            self.policy, episodes, segments, self.pass_tokens, bool(config.init_kl_coef), self.needs_features
         )
-        targets, stats = self._credit(episodes, sampled)
+        targets, stats = self._compute_targets(episodes, sampled)
         turns = [turn for episode in episodes for turn in episode.turns]
         self.advantages = dict(zip(map(id, turns), targets.advantages.tolist(), strict=True))
         stats |= self._optimize(segments, sampled, targets)
@@ -237,7 +237,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             stats["kl_coef"], stats["ref_kl"] = self._kl.value, of_decisions.mean().item()
             if config.adap_kl_ctrl:
                 self._kl.update(stats["ref_kl"], len(of_decisions))
-        ranks.check_alike(self._all_weights())
+        ranks.check_alike(self._updated_tensors())
         return stats | {
             **outcomes(episodes),
             "flat_batch": float(targets.is_flat),
@@ -247,7 +247,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         }
 
     @abstractmethod
-    def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[TargetsT, Stats]:
+    def _compute_targets(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[TargetsT, Stats]:
         """Computes the targets of each turn, and statistics about them."""
 
     def _scaled(self, advantages: Tensor, mask: Tensor, episodes: Sequence[Episode]) -> Tensor:
@@ -264,28 +264,28 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             return torch.zeros_like(advantages)
         if not self.config.whiten_advantages:
             return advantages
-        return self._whiten(advantages, mask, returns, self._shifts_mean)
+        return self._whiten(advantages, mask, returns, self._centers_advantages)
 
     def _holds_information(self, returns: Returns, episodes: Sequence[Episode]) -> bool:
         """Whether anything in the batch tells a good action from a bad one."""
         return self._information.is_in(returns, episodes)
 
     def _optimize(self, segments: list[Segment], sampled: Sampled, targets: TargetsT) -> Stats:
-        if targets.is_flat and not self._steps_critic:
+        if targets.is_flat and not self._has_gradient_critic:
             return self._without_steps(segments, sampled, targets)
         share = 1.0 if targets.is_flat else step_share(targets.advantages, segments, sampled.entropy)
         # Turns that leave nothing to decide teach the critic only, and the policy cannot move there.
         deciding = [segment for segment in segments if any(turn.decision_count for turn in segment.turns)]
-        if not self._steps_critic:
+        if not self._has_gradient_critic:
             segments = deciding
         optimizer = self.optimizer
         sums: dict[str, list[float]] = defaultdict(list)
         ratio_error = math.nan
         size = self.config.mini_batch_size or max(_LEAST_TURNS, math.ceil(len(targets.advantages) / _MINIBATCHES))
         for minibatch in (m for _ in range(self.epochs) for m in minibatches(segments, size, self._rng)):
-            stats, fresh_error = self._backward(minibatch, sampled, targets, first=not optimizer.steps)
+            stats, error = self._backward(minibatch, sampled, targets, first=not optimizer.steps)
             if math.isnan(ratio_error):
-                ratio_error = fresh_error
+                ratio_error = error
             if not optimizer.accepts(stats):
                 optimizer.adam.zero_grad()
                 continue
@@ -355,34 +355,33 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         Returns:
             The minibatch's statistics; before the `first` step the largest |ratio - 1|, otherwise NaN.
         """
-        decisions = sum(turn.decision_count for segment in minibatch for turn in segment.turns)
+        decision_count = sum(turn.decision_count for segment in minibatch for turn in segment.turns)
         turn_count = sum(len(segment.turns) for segment in minibatch)
         stats: dict[str, float] = defaultdict(float)
-        fresh_error = math.nan
+        errors: list[float] = []
         bonus = self._entropy_bonus(minibatch, sampled, targets)
         for chunk in self.policy.chunks(own_share(minibatch), self.pass_tokens):
             rows = rows_of(chunk)
             now = self.policy.evaluate(chunk)
-            share = now.mask.sum().item() / max(decisions, 1), len(rows) / turn_count
-            loss, parts = self._loss(now, rows, sampled, targets, bonus, *share)
+            decision_share = now.mask.sum().item() / max(decision_count, 1)
+            turn_share = len(rows) / turn_count
+            loss, parts = self._loss(now, rows, sampled, targets, bonus, decision_share, turn_share)
             if loss.requires_grad:
                 self.accelerator.backward(loss)
             for name, value in parts.items():
                 stats[name] += value
-            fresh = [i for i, row in enumerate(rows) if not sampled.outdated[row]]
-            if first and fresh:
-                old = sampled.old_logprobs[[rows[i] for i in fresh], : now.logprobs.shape[1]].to(now.logprobs.device)
-                error = ((now.logprobs[fresh].detach() - old).exp() - 1).abs().max().item()
-                fresh_error = error if math.isnan(fresh_error) else max(fresh_error, error)
+            if first:
+                errors += _ratio_errors(now, rows, sampled)
         self.optimizer.sum_gradients_()
-        if not decisions:
+        if not decision_count:
             # Without gradients Adam leaves the policy alone; with zeros its momentum would move it.
             for weight in self.optimizer.param_groups[0]["params"]:
                 weight.grad = None
-        parts_of_all, errors = zip(*ranks.gather_objects((dict(stats), fresh_error)), strict=True)
-        names = dict.fromkeys(name for parts in parts_of_all for name in parts)
-        sums = {name: sum(parts.get(name, 0.0) for parts in parts_of_all) for name in names}
-        return sums, max((error for error in errors if not math.isnan(error)), default=math.nan)
+        stats_of_ranks, errors_of_ranks = zip(*ranks.gather_objects((dict(stats), errors)), strict=True)
+        names = dict.fromkeys(name for of_rank in stats_of_ranks for name in of_rank)
+        sums = {name: sum(of_rank.get(name, 0.0) for of_rank in stats_of_ranks) for name in names}
+        finite = [error for of_rank in errors_of_ranks for error in of_rank if not math.isnan(error)]
+        return sums, max(finite, default=math.nan)
 
     def _entropy_bonus(self, minibatch: list[Segment], sampled: Sampled, targets: TargetsT) -> float:
         """The weight of the entropy bonus, bounded by the mean absolute advantage of the minibatch's decisions."""
@@ -399,8 +398,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         sampled: Sampled,
         targets: TargetsT,
         bonus: float,
-        by_decision: float,
-        by_turn: float,
+        decision_share: float,
+        turn_share: float,
     ) -> tuple[Tensor, Stats]:
         """The loss of a microbatch and its parts, weighted so that a minibatch's microbatches add up to its mean.
 
@@ -410,33 +409,35 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             sampled: The whole batch.
             targets: The whole batch's targets.
             bonus: Weight of the entropy bonus, per nat.
-            by_decision: The microbatch's share of the minibatch's decisions.
-            by_turn: Its share of the minibatch's turns.
+            decision_share: The microbatch's share of the minibatch's decisions.
+            turn_share: Its share of the minibatch's turns.
         """
         config, device, mask = self.config, now.logprobs.device, now.mask
         old = sampled.old_logprobs[rows, : mask.shape[1]].to(device)
         advantages = (targets.advantages[rows, None] * sampled.weights[rows, : mask.shape[1]]).to(device)
         policy = clipped_surrogate(now.logprobs, old, advantages, mask, config.cliprange)
         entropy = masked_mean(now.entropy, mask)
-        loss = by_decision * (policy.loss - bonus * entropy)
-        if (unknown := advantages == 0).any():
+        loss = decision_share * (policy.loss - bonus * entropy)
+        has_no_advantage = advantages == 0
+        if has_no_advantage.any():
             # Steps for other turns must not change the policy where the advantage is zero.
-            loss = loss + by_decision * masked_mean(kl_estimate(old, now.logprobs, "k3") * unknown, mask)
+            k3 = masked_mean(kl_estimate(old, now.logprobs, "k3") * has_no_advantage, mask)
+            loss = loss + decision_share * k3
         if config.kl_in_loss:
             reference = sampled.ref_logprobs[rows, : mask.shape[1]].to(device)
             # Weighted by the ratio, so that value and gradient stay unbiased once the policy has moved.
             ratio = (now.logprobs - old).exp()
             k3 = masked_mean(ratio * kl_estimate(now.logprobs, reference, "k3"), mask)
-            loss = loss + by_decision * self._kl.value * k3
+            loss = loss + decision_share * self._kl.value * k3
         if not mask.any():
             # Without decisions there are no means, and averages leave this microbatch out.
             return loss, Stats()
         stats = {
-            "policy_loss": by_decision * policy.loss.item(),
-            "entropy": by_decision * entropy.item(),
-            "entropy_coef": by_decision * bonus,
-            "approx_kl": by_decision * masked_mean(kl_of_decisions(sampled, rows, now), mask).item(),
-            "clip_fraction": by_decision * policy.clip_fraction.item(),
+            "policy_loss": decision_share * policy.loss.item(),
+            "entropy": decision_share * entropy.item(),
+            "entropy_coef": decision_share * bonus,
+            "approx_kl": decision_share * masked_mean(kl_of_decisions(sampled, rows, now), mask).item(),
+            "clip_fraction": decision_share * policy.clip_fraction.item(),
         }
         return loss, stats
 
@@ -451,7 +452,16 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             for weight in self.optimizer.param_groups[0]["params"]:
                 weight.grad = None
         warmup = min(1.0, (self.optimizer.total_steps + 1) / self.config.warmup_steps)
-        scales = self._rate.scale * math.sqrt(share), self._value_unit
+        scales = self._rate.scale * math.sqrt(share), self._value_scale
         schedule = warmup * self.cooldown.scale
         rates = [rate * scale * schedule for rate, scale in zip(self._rates, scales, strict=False)]
         return self.optimizer.step(rates)[0]
+
+
+def _ratio_errors(now: Evaluation, rows: list[int], sampled: Sampled) -> list[float]:
+    """The largest |ratio - 1| among turns that the current weights sampled, in a list; empty without such turns."""
+    current = [index for index, row in enumerate(rows) if not sampled.outdated[row]]
+    if not current:
+        return []
+    old = sampled.old_logprobs[[rows[index] for index in current], : now.logprobs.shape[1]].to(now.logprobs.device)
+    return [((now.logprobs[current].detach() - old).exp() - 1).abs().max().item()]

@@ -206,7 +206,7 @@ class GRPO(Learner[Targets]):
         complete = [group for group in groups if len(group) >= self.config.group_size]
         return [*([episode] for episode in late), *complete]
 
-    def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[Targets, Stats]:
+    def _compute_targets(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[Targets, Stats]:
         """Advantages over the group.
 
         Raises:
@@ -223,7 +223,7 @@ class GRPO(Learner[Targets]):
         return Targets(advantages[sampled.real].float()), stats
 
     @property
-    def _shifts_mean(self) -> bool:
+    def _centers_advantages(self) -> bool:
         """Groups have had their own mean removed; what is 0 in one must stay 0."""
         return self.config.baseline == "none"
 

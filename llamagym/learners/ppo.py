@@ -138,21 +138,21 @@ class PPO(Learner[ValueTargets]):
         super().__init__(policy, config, config.ppo_epochs, None if config.solves_for_values else rate)
 
     @property
-    def reads_features(self) -> bool:
+    def needs_features(self) -> bool:
         """Whether the critic is solved for."""
         return self.config.solves_for_values
 
     @property
-    def _steps_critic(self) -> bool:
+    def _has_gradient_critic(self) -> bool:
         """Whether the value head learns by gradient steps."""
         return not self.config.solves_for_values
 
     @property
-    def _value_unit(self) -> float:
-        """What the critic's learning rate is measured in, in reward units."""
+    def _value_scale(self) -> float:
+        """The typical size of returns; 1 if a learning rate was passed."""
         return self._size if self.config.value_learning_rate is None else 1.0
 
-    def _credit(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[ValueTargets, Stats]:
+    def _compute_targets(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[ValueTargets, Stats]:
         """Rewards with the KL penalty, then advantages and returns."""
         config, real = self.config, sampled.real
         rewards, values = sampled.rewards.clone(), torch.zeros_like(sampled.rewards)
@@ -188,21 +188,21 @@ class PPO(Learner[ValueTargets]):
         sampled: Sampled,
         targets: ValueTargets,
         bonus: float,
-        by_decision: float,
-        by_turn: float,
+        decision_share: float,
+        turn_share: float,
     ) -> tuple[Tensor, Stats]:
         """The policy's loss and the critic's."""
-        loss, stats = super()._loss(now, rows, sampled, targets, bonus, by_decision, by_turn)
+        loss, stats = super()._loss(now, rows, sampled, targets, bonus, decision_share, turn_share)
         if self.config.solves_for_values:
             return loss, stats
         every = torch.ones_like(now.values, dtype=torch.bool)
         old_values, returns = (each[rows].to(now.values.device) for each in (sampled.old_values, targets.returns))
         clip = _VALUE_RANGE * self._size if self.config.cliprange_value is None else self.config.cliprange_value
         value = clipped_value_loss(now.values, old_values, returns, every, clip)
-        stats["value_loss"] = by_turn * value.loss.item()
-        stats["value_clip_fraction"] = by_turn * value.clip_fraction.item()
-        # By its unit, so that gradients are clipped as if returns were of size 1.
-        return loss + by_turn * self.config.vf_coef / self._value_unit * value.loss, stats
+        stats["value_loss"] = turn_share * value.loss.item()
+        stats["value_clip_fraction"] = turn_share * value.clip_fraction.item()
+        # Gradients are clipped as if returns had a size of 1.
+        return loss + turn_share * self.config.vf_coef / self._value_scale * value.loss, stats
 
 
 def _rewards_of_whole(episodes: Sequence[Episode]) -> Tensor:
