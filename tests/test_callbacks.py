@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from llamagym import Callback, ConfigError, EvalCallback, StopOnReturn, evaluate, load_model_and_tokenizer, train
+from llamagym import (
+    Callback,
+    CheckpointError,
+    ConfigError,
+    EvalCallback,
+    StopOnReturn,
+    evaluate,
+    load_model_and_tokenizer,
+    train,
+)
 from llamagym.models import saveable, state_files
 from llamagym.models.checkpoints import newest
 from llamagym.models.state_files import read_state
@@ -352,6 +361,21 @@ def test_an_error_of_a_callback_stops_after_a_checkpoint(method, tmp_path, caplo
     assert len(result.returns) == 4
     assert "loaded" in again.heard
     assert logged == [2, 4]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_error_at_the_start_does_not_name_the_checkpoint(tmp_path, resume):
+    class Missing(Callback):
+        def on_training_start(self, run):
+            raise CheckpointError("my own folder is missing.")
+
+    options = {"episodes": 4, "num_envs": 2, "seed": 0, "checkpoint_dir": tmp_path}
+    if resume:
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, **options)
+    recorder = Recorder()
+    with pytest.raises(CheckpointError, match=r"^my own folder is missing\.$"):
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, callbacks=[Missing(), recorder], resume=resume, **options)
+    assert recorder.heard[-1] == "broken off"
 
 
 def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end(caplog):
