@@ -23,6 +23,7 @@ from llamagym.models import saveable, state_files
 from llamagym.models.checkpoints import newest
 from llamagym.models.state_files import read_state
 from llamagym.training.callbacks import Callbacks
+from llamagym.training.tracking import MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -483,6 +484,33 @@ def test_a_callback_without_a_state_takes_none_from_others_of_its_class():
     Callbacks([first, second]).load_state_dict(saved)
     assert not hasattr(first, "loaded")
     assert second.loaded == {"n": 2}
+
+
+def test_states_and_positions_of_the_deepest_level_are_saved(tmp_path):
+    class Deep(MultiTracker):
+        def position(self):
+            return nested(97)
+
+    where = {"checkpoint_dir": tmp_path, "seed": 0, "tracker": MultiTracker(Deep())}
+    state = nested(100)
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=Stated(state), **where)
+    folder = newest(tmp_path)
+    assert folder is not None
+    loop = read_state(folder, "state")["loop"]
+    assert loop["callbacks"]["callbacks"][0][1] == state
+    assert loop["tracker"] == [["Deep", nested(97)]]
+
+
+def test_a_run_s_lists_are_checked_without_a_path_for_each_value(monkeypatch):
+    checked, check = [], saveable._check_part
+
+    def record(part, path, *rest):
+        checked.append(path)
+        check(part, path, *rest)
+
+    monkeypatch.setattr(saveable, "_check_part", record)
+    saveable.saveable_state({"returns": [1.0] * 9, "successes": [True, None, False] * 9, "names": ["a"] * 9}, "loop")
+    assert checked == ["loop", "loop/returns", "loop/successes", "loop/names"]
 
 
 def test_states_may_hold_arrays_and_tensors(tmp_path):

@@ -306,8 +306,9 @@ class MultiTracker:
         def add(tracker: Tracker) -> None:
             if isinstance(tracker, Rewindable):
                 name = type(tracker).__name__
-                saveable = saveable_state({"position": tracker.position()}, f"{name}.position()")
-                positions.append([name, saveable["position"]])
+                # With as many levels around the position as in a checkpoint.
+                saveable = saveable_state({"tracker": [[name, tracker.position()]]}, f"{name}.position()")
+                positions.extend(saveable["tracker"])
 
         self._call("report its position", add)
         return positions
