@@ -379,6 +379,19 @@ def test_an_error_at_the_start_does_not_name_the_checkpoint(tmp_path, resume):
     assert recorder.heard[-1] == "broken off"
 
 
+def test_a_run_that_fails_at_its_last_step_is_not_over():
+    recorder = Recorder()
+    with pytest.raises(OSError, match="no room"):
+        train(
+            make_agent(ChoiceAgent, **SMALL),
+            CountdownEnv,
+            turns=2,
+            num_envs=2,
+            callbacks=[Raising("on_step"), recorder],
+        )
+    assert recorder.heard[-1] == "broken off"
+
+
 def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end(caplog):
     def fail(stats):
         raise ZeroDivisionError("first")
