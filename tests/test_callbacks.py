@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from llamagym import Callback, ConfigError, EvalCallback, StopOnReturn, evaluate, load_model_and_tokenizer, train
+from llamagym import (
+    Callback,
+    CheckpointError,
+    ConfigError,
+    EvalCallback,
+    StopOnReturn,
+    evaluate,
+    load_model_and_tokenizer,
+    train,
+)
 from llamagym.models import saveable, state_files
 from llamagym.models.checkpoints import newest
 from llamagym.models.state_files import read_state
 from llamagym.training.callbacks import Callbacks
+from llamagym.training.tracking import MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -354,6 +364,34 @@ def test_an_error_of_a_callback_stops_after_a_checkpoint(method, tmp_path, caplo
     assert logged == [2, 4]
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_error_at_the_start_does_not_name_the_checkpoint(tmp_path, resume):
+    class Missing(Callback):
+        def on_training_start(self, run):
+            raise CheckpointError("my own folder is missing.")
+
+    options = {"episodes": 4, "num_envs": 2, "seed": 0, "checkpoint_dir": tmp_path}
+    if resume:
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, **options)
+    recorder = Recorder()
+    with pytest.raises(CheckpointError, match=r"^my own folder is missing\.$"):
+        train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, callbacks=[Missing(), recorder], resume=resume, **options)
+    assert recorder.heard[-1] == "broken off"
+
+
+def test_a_run_that_fails_at_its_last_step_is_not_over():
+    recorder = Recorder()
+    with pytest.raises(OSError, match="no room"):
+        train(
+            make_agent(ChoiceAgent, **SMALL),
+            CountdownEnv,
+            turns=2,
+            num_envs=2,
+            callbacks=[Raising("on_step"), recorder],
+        )
+    assert recorder.heard[-1] == "broken off"
+
+
 def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end(caplog):
     def fail(stats):
         raise ZeroDivisionError("first")
@@ -459,6 +497,33 @@ def test_a_callback_without_a_state_takes_none_from_others_of_its_class():
     Callbacks([first, second]).load_state_dict(saved)
     assert not hasattr(first, "loaded")
     assert second.loaded == {"n": 2}
+
+
+def test_states_and_positions_of_the_deepest_level_are_saved(tmp_path):
+    class Deep(MultiTracker):
+        def position(self):
+            return nested(97)
+
+    where = {"checkpoint_dir": tmp_path, "seed": 0, "tracker": MultiTracker(Deep())}
+    state = nested(100)
+    train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=Stated(state), **where)
+    folder = newest(tmp_path)
+    assert folder is not None
+    loop = read_state(folder, "state")["loop"]
+    assert loop["callbacks"]["callbacks"][0][1] == state
+    assert loop["tracker"] == [["Deep", nested(97)]]
+
+
+def test_a_run_s_lists_are_checked_without_a_path_for_each_value(monkeypatch):
+    checked, check = [], saveable._check_part
+
+    def record(part, path, *rest):
+        checked.append(path)
+        check(part, path, *rest)
+
+    monkeypatch.setattr(saveable, "_check_part", record)
+    saveable.saveable_state({"returns": [1.0] * 9, "successes": [True, None, False] * 9, "names": ["a"] * 9}, "loop")
+    assert checked == ["loop", "loop/returns", "loop/successes", "loop/names"]
 
 
 def test_states_may_hold_arrays_and_tensors(tmp_path):

@@ -466,6 +466,18 @@ def test_a_run_goes_on_past_a_damaged_checkpoint_of_its_own(tmp_path, damage, ca
     assert len(whole.returns) == 12
 
 
+def test_a_checkpoint_with_a_damaged_file_is_replaced(tmp_path, caplog):
+    learning(tmp_path / "run", episodes=8)
+    damaged = newest(tmp_path / "run")
+    (damaged / "notes.txt").write_text("mine")
+    (damaged / "state.json").write_text("{")
+    learning(tmp_path / "run", resume=True, keep_checkpoints=99)
+    assert "Taking an older one" in caplog.text
+    verify(damaged, "checkpoint")
+    assert (damaged / "notes.txt").read_text() == "mine"
+    assert list((tmp_path / "run").glob("*-damaged-*")) == []
+
+
 def break_manifest(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | changes))

@@ -215,6 +215,30 @@ def test_resuming_with_another_prompt_is_rejected_before_anything_is_written(tra
     assert (trained / "prompt.yaml").read_text() == WORDS
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [
+        ("--num-envs", 8, "num_envs"),
+        ("--batch-size", 64, "ppo_config_dict.batch_size"),
+        ("--seed", 3, "seed"),
+        ("--context", "episode", "context"),
+    ],
+)
+def test_resuming_with_other_options_is_rejected_before_anything_is_played(
+    trained, model, run, monkeypatch, option, value, name
+):
+    def play(*args, **kwargs):
+        raise AssertionError("an evaluation was played")
+
+    monkeypatch.setattr(llamagym.training, "evaluate", play)
+    options = {"--num-envs": 16, "--batch-size": 128, option: value}
+    command = ["train", LAKE, "--turns", 600, "--model", model, "--run-dir", trained, "--resume"]
+    command += ["--prompt", trained / "prompt.yaml", *(word for pair in options.items() for word in pair)]
+    status, _, said = run(*command)
+    assert status == 1
+    assert f"is a checkpoint of a run with other options: {name}" in said
+
+
 def test_a_folder_with_other_files_is_not_trained_in(run, model, tmp_path):
     (tmp_path / "config.json").write_text("mine")
     status, _, said = run("train", LAKE, "--turns", 10, "--model", model, "--run-dir", tmp_path)

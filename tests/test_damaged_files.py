@@ -631,6 +631,13 @@ def test_choices_of_another_length_are_checkpoint_errors_in_other_environments_t
     assert resume_damaged(agent, stopped, tmp_path, place, indices, **options) == "CheckpointError"
 
 
+@pytest.mark.parametrize("action", [[1], [[1]], [0, 1], 0.5, None, "x"])
+def test_saved_actions_that_an_agent_could_not_take_are_checkpoint_errors(saved, stopped, tmp_path, action):
+    assert resume_damaged(fresh(saved / "base"), stopped, tmp_path, ("play", "actions", 1), []) == "trained"
+    agent = fresh(saved / "base", seed=2)
+    assert resume_damaged(agent, stopped, tmp_path, ("play", "actions", 1), [action]) == "CheckpointError"
+
+
 def test_a_resume_that_a_callback_rejects_drops_no_metrics(saved, tmp_path):
     options = {"episodes": 8, "num_envs": 2, "seed": 0, "run_dir": tmp_path, "checkpoint_every": 1}
     train(fresh(saved / "base"), DiceEnv, callbacks=callbacks_of_run(), **options)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from llamagym import ConfigError, EvalCallback, train
+from llamagym import Callback, ConfigError, EvalCallback, train
 from llamagym.models.checkpoints import newest
 from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, TranscriptTracker, default_tracker
@@ -318,7 +318,7 @@ def test_positions_without_a_tracker_drop_nothing(tmp_path, position, caplog):
         tracker.log({"seen": 1.0}, 1)
         MultiTracker(tracker).rewind(position)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
-    assert "appended" in caplog.text
+    assert "nothing is dropped" in caplog.text.lower()
 
 
 def test_a_position_that_cannot_be_saved_stops_nothing(tmp_path, caplog):
@@ -404,3 +404,94 @@ def test_an_interrupted_run_is_saved_where_it_began(tmp_path, monkeypatch):
         train(make_agent(ChoiceAgent), Wandering, episodes=4, num_envs=1)
     assert len(list(tmp_path.glob("runs/*/checkpoints/*"))) == 1
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+class Starting(Callback):
+    """Logs to a tracker at the start, and records the ends of trainings."""
+
+    def __init__(self, tracker):
+        self.tracker, self.heard = tracker, []
+
+    def on_training_start(self, run):
+        self.heard.append("start")
+        self.tracker.log({"started": 1.0}, len(run.returns))
+
+    def on_training_end(self, run):
+        self.heard.append("over" if run.is_over else "failed")
+
+
+def test_a_resumed_run_keeps_what_callbacks_log_at_its_start(tmp_path):
+    with closing(JsonlTracker(tmp_path / "own.jsonl")) as own:
+        learning(tmp_path / "run", own, callbacks=[Starting(own)])
+        shutil.rmtree(newest(tmp_path / "run"))
+        learning(tmp_path / "run", own, resume=True, callbacks=[Starting(own)])
+    assert sum("started" in line for line in lines(tmp_path / "own.jsonl")) == 2
+
+
+class Unloadable(Callback):
+    """Cannot take its state."""
+
+    def state_dict(self):
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        raise OSError("no state")
+
+
+def test_a_resume_that_fails_at_its_start_drops_no_lines(tmp_path):
+    with closing(JsonlTracker(tmp_path / "a.jsonl")) as a:
+        trackers = MultiTracker(a, CsvTracker(tmp_path / "b.csv"))
+        learning(tmp_path / "run", trackers, callbacks=[Unloadable()])
+        shutil.rmtree(newest(tmp_path / "run"))
+        before = [(tmp_path / name).read_bytes() for name in ("a.jsonl", "b.csv")]
+        for _ in range(2):
+            with pytest.raises(OSError, match="no state"):
+                learning(tmp_path / "run", trackers, resume=True, callbacks=[Unloadable()])
+            assert [(tmp_path / name).read_bytes() for name in ("a.jsonl", "b.csv")] == before
+        learning(tmp_path / "run", trackers, resume=True)
+    steps = [line["step"] for line in lines(tmp_path / "a.jsonl")]
+    assert steps == sorted(set(steps))
+
+
+class Unplaced:
+    """A tracker that cannot be rewound, with the methods of one that can."""
+
+    stops_on_error = True
+
+    def log(self, metrics, step):
+        pass
+
+    def close(self):
+        pass
+
+    def position(self):
+        return None
+
+    def rewind(self, position):
+        raise TypeError(f"{position} is not a position")
+
+
+def test_a_tracker_without_a_position_is_not_rewound(tmp_path):
+    learning(tmp_path / "run", Unplaced())
+    shutil.rmtree(newest(tmp_path / "run"))
+    assert len(learning(tmp_path / "run", Unplaced(), resume=True).updates) > 1
+
+
+class Lost(Unplaced):
+    """A tracker that stops a resume."""
+
+    def position(self):
+        return {"size": 1}
+
+
+def test_callbacks_that_were_started_are_told_the_end_of_a_failed_resume(tmp_path):
+    with closing(JsonlTracker(tmp_path / "own.jsonl")) as own:
+        learning(tmp_path / "run", Lost(), callbacks=[Unloadable()])
+        shutil.rmtree(newest(tmp_path / "run"))
+        unstarted, started = Starting(own), Starting(own)
+        with pytest.raises(TypeError, match="is not a position"):
+            learning(tmp_path / "run", Lost(), resume=True, callbacks=[unstarted])
+        assert unstarted.heard == []
+        with pytest.raises(OSError, match="no state"):
+            learning(tmp_path / "run", None, resume=True, callbacks=[started, Unloadable()])
+        assert started.heard == ["start", "failed"]

@@ -10,14 +10,15 @@ from typing import Any
 import click
 
 from .. import training
+from ..agent import Agent
 from ..errors import ConfigError
 from ..models.atomic import replace_file, require_own
-from ..models.checkpoints import require_none
+from ..models.checkpoints import check_options, newest, require_none
 from ..models.loading import load_model_and_tokenizer
 from ..models.paths import user_folder
 from ..models.registry import EMBEDDED_NAME
 from ..policy.export import KIND
-from ..training.environments import made
+from ..training.environments import copies_for, made
 from ..training.run import require_budget
 from ..training.run_folder import require_run_folder, require_same_run
 from ..training.tracking import default_tracker
@@ -96,6 +97,8 @@ def train(
     loaded, tokenizer, device = load_model_and_tokenizer(model)
     sizes = {} if batch_size is None else {"batch_size": batch_size}
     agent = kind(loaded, tokenizer, device, ppo_config_dict=sizes, context=context, seed=seed)
+    if resume:
+        _require_same_options(agent, checkpoint_dir, env_id, context, num_envs, seed)
     measured: dict[str, Any] = {"episodes": eval_episodes, "seed": EVALUATION_SEED, "num_envs": num_envs}
     results = {"before": training.evaluate(agent, env_id, **measured)}
     settings |= {"prompt": None if prompt is None else prompt_in(run_dir, prompt).name, "context": context}
@@ -129,3 +132,19 @@ def train(
     )
     if result.updates:
         click.echo(f"Report: {training.write_report([run_dir], run_dir / 'report.html')}")
+
+
+def _require_same_options(
+    agent: Agent, checkpoint_dir: Path, env_id: str, context: str, num_envs: int | None, seed: int | None
+) -> None:
+    """Rejects other options than those of the run to be resumed, before anything is played.
+
+    Raises:
+        CheckpointError: The options of the newest checkpoint differ, or no checkpoint is readable.
+    """
+    path = newest(checkpoint_dir)
+    if path is None:
+        return
+    own = {"class": type(agent).__name__, "context": context, "ppo_config_dict": agent.learner.config.given()}
+    check_options(path, "options", own, free={"seed", "microbatch_nodes"}, fixed={"context"})
+    check_options(path, "train", {"num_envs": copies_for(env_id, num_envs), "seed": seed}, fixed={"seed"})

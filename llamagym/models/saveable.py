@@ -1,4 +1,4 @@
-"""Checks what users add to a checkpoint: a state must survive saving and loading unchanged."""
+"""Checks that what users add to a checkpoint can be saved and loaded; tuples and arrays become lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ _DTYPES = (
 _RESERVED_KEYS = ("__tensor__", "__number__")
 
 
-def saveable_state(state: Any, name: str) -> dict[str, Any]:
+# Values without parts, of which any can be saved.
+_PLAIN_TYPES = frozenset((float, bool, str, type(None)))
+
+
+class CheckedState(dict[str, Any]):
+    """A state that `saveable_state` has checked, which is not checked again as a part of another one."""
+
+
+def saveable_state(state: Any, name: str) -> CheckedState:
     """Returns the state of a callback or of a user's loop as a checkpoint holds it.
 
     Args:
@@ -39,11 +47,13 @@ def saveable_state(state: Any, name: str) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ConfigError(f"{name} must be a dictionary, got {type(plain).__name__}.")
     require_saveable(plain, name)
-    return plain
+    return CheckedState(plain)
 
 
 def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> None:
     """Rejects a part that would not be read again as it was; other types are for `require_saveable`."""
+    if isinstance(part, CheckedState):
+        return
     if level > _MOST_LEVELS:
         raise ConfigError(
             f"{path[:200]}... has more than {_MOST_LEVELS} levels, or contains itself. Save a flatter state."
@@ -59,8 +69,8 @@ def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> Non
             _check_part(value, f"{path}/{key}", level + 1, tensor_paths)
     elif isinstance(part, (list, tuple)):
         for index, value in enumerate(part):
-            # A run's returns are many.
-            if type(value) is not float:
+            # Skip plain values: a run has one return and one success per episode.
+            if type(value) not in _PLAIN_TYPES:
                 _check_part(value, f"{path}/{index}", level + 1, tensor_paths)
     elif isinstance(part, Tensor):
         _check_tensor(part, path)

@@ -112,8 +112,7 @@ class Copies:
     def send(self, actions: Sequence[Any]) -> None:
         """Take an action in each copy; those in processes of their own step while this one goes on."""
         with _fitting(self.action_space, f"The agent's actions {actions!r}"):
-            empty = create_empty_array(self.action_space, self.count)
-            self._batch = concatenate(self.action_space, actions, empty)  # type: ignore[arg-type]
+            self._batch = self._stacked(actions)
         if isinstance(self._envs, AsyncVectorEnv):
             with self._observed(), self._named_if_lost():
                 self._envs.step_async(self._batch)
@@ -138,13 +137,27 @@ class Copies:
             put_finals(seen, said, terminated | truncated)
         return seen, rewards, terminated, truncated, said
 
+    def _stacked(self, actions: Sequence[Any]) -> Any:
+        """Actions as arrays of the action space."""
+        empty = create_empty_array(self.action_space, len(actions))
+        return concatenate(self.action_space, actions, empty)  # type: ignore[arg-type]
+
     def saved_actions(self, actions: Sequence[Any]) -> Any:
         """Actions as JSON holds them."""
         return as_json(self.action_space.to_jsonable(list(actions)))
 
     def actions_from(self, saved: Any) -> list[Any]:
-        """The actions that `saved_actions` gave."""
-        return list(self.action_space.from_jsonable(saved))
+        """The actions that `saved_actions` returned; any error means that they are damaged."""
+        # NumPy would truncate floats.
+        if isinstance(self.action_space, gymnasium.spaces.Discrete) and not all(
+            isinstance(each, int) for each in saved
+        ):
+            raise TypeError("expected integers")
+        actions = list(self.action_space.from_jsonable(saved))
+        if actions:
+            # As the agent's actions are checked: environments on NumPy 1 take an array with one number for a number.
+            self._stacked(actions)
+        return actions
 
     def close(self, at_once: bool = False) -> None:
         """Close all environments, unless they are closed.
@@ -282,10 +295,10 @@ def _vector(makers: list[Callable[[], Copy]], in_processes: bool, first: int) ->
 
 
 def _require_distinct(envs: SyncVectorEnv) -> None:
-    """Rejects environments that are one and the same object: each step would be a step of all of them.
+    """Rejects a vector environment that contains the same environment twice.
 
     Raises:
-        ConfigError: Two are.
+        ConfigError: Two of its environments are the same object.
     """
     distinct = {id(env.unwrapped) for env in envs.envs}
     if len(distinct) < len(envs.envs):

@@ -436,23 +436,26 @@ def _notified(
         run: The run.
         saved_state: State of the loop that is resumed; None in a new run.
         state_file: The file that holds it, for errors.
-        trackers: Trackers to rewind to that state, once the callbacks have taken theirs.
+        trackers: Trackers to rewind to that state.
 
     Raises:
-        CheckpointError: A callback cannot take its state; trackers have dropped nothing.
+        CheckpointError: A callback cannot take its state; trackers have what they had.
     """
-    callbacks.on_training_start(run)
     if saved_state is not None:
-        callbacks.load_state_dict(saved_state["callbacks"])
-    try:
-        callbacks.raise_error()
-    except CheckpointError as error:
-        raise CheckpointError(f"{str(state_file)!r}: {error}") from error
-    if saved_state is not None:
+        # First, since callbacks may log at the start.
         trackers.rewind(saved_state["tracker"])
     try:
+        try:
+            callbacks.on_training_start(run)
+            callbacks.raise_error()
+            if saved_state is not None:
+                _load_callbacks(callbacks, saved_state["callbacks"], state_file)
+        except BaseException:
+            trackers.undo_rewind()
+            raise
         yield
     except BaseException:
+        run.fail()
         callbacks.on_training_end(run)
         try:
             callbacks.raise_error()
@@ -461,6 +464,19 @@ def _notified(
         raise
     callbacks.on_training_end(run)
     callbacks.raise_error()
+
+
+def _load_callbacks(callbacks: Callbacks, state: dict[str, Any], state_file: Path | None) -> None:
+    """Restores the callbacks' states; an error of a state names its file.
+
+    Raises:
+        CheckpointError: A callback cannot take its state.
+    """
+    callbacks.load_state_dict(state)
+    try:
+        callbacks.raise_error()
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(state_file)!r}: {error}") from error
 
 
 def _notify(callbacks: Callbacks, run: Run, ended: Sequence[PlayedEpisode], stats: Stats) -> None:

@@ -72,7 +72,7 @@ class Run:
         self._began = time.perf_counter()
         # Of the first episode that no update's success rate counts yet.
         self._uncounted = 0
-        self._was_stopped = False
+        self._was_stopped = self._has_failed = False
         self.is_finished = False
 
     def __str__(self) -> str:
@@ -98,8 +98,8 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether enough has been played."""
-        return self._was_stopped or self.progress == 1
+        """Whether enough has been played; False once an error or a signal has ended the run."""
+        return not self._has_failed and (self._was_stopped or self.progress == 1)
 
     @contextmanager
     def paces_learner(self) -> Iterator[None]:
@@ -121,6 +121,10 @@ class Run:
     def stop(self) -> None:
         """End the run after this step."""
         self._was_stopped = True
+
+    def fail(self) -> None:
+        """Note that an error or a signal ends the run."""
+        self._has_failed = True
 
     def finish(self) -> None:
         """Note that nothing is left to do: if the budget is used up, the next call has one of its own."""

@@ -63,7 +63,7 @@ class SavedRun:
         self.run_id = run_id or new_run_id()
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
-        """Write a checkpoint, unless nothing was played since the last one, and delete those that are not kept.
+        """Writes a checkpoint and deletes those that are not kept.
 
         Raises:
             CheckpointError: The disk is full or cannot be written; older checkpoints are as they were.
@@ -125,7 +125,7 @@ class SavedRun:
 
 
 def _move_damaged_aside(path: Path) -> None:
-    """Renames what lies at a checkpoint's path and cannot be replaced as a checkpoint.
+    """Renames a file or folder at the checkpoint's path that has no readable checkpoint manifest.
 
     A resumed run reaches the turns of a damaged checkpoint again, since it continues from an older one.
     """

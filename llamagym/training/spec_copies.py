@@ -70,8 +70,8 @@ def _lost_attributes(env: gymnasium.Env[Any, Any], made: gymnasium.Env[Any, Any]
     different = _differences(env, made)
     if not different:
         return []
-    # An attribute that reset() sets is not lost: after a reset, an environment with and one without the old value are
-    # equal. A third one shows what differs by chance.
+    # An attribute is not lost if, after reset(), setting it beforehand made no difference. A third environment shows
+    # random differences.
     given, fresh, other = (_made_from_spec(env) for _ in range(3))
     try:
         return _differences_after_reset(env, different, given, fresh, other)

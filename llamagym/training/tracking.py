@@ -75,6 +75,7 @@ class JsonlTracker:
         """
         path = _appendable(path)
         self._path = path
+        self._dropped = b""
         try:
             ends_a_line = _ends_a_line(path)
             self._file = path.open("a", encoding="utf-8")
@@ -106,12 +107,21 @@ class JsonlTracker:
         Raises:
             CheckpointError: The position is of another file; nothing is dropped.
         """
+        self._dropped = b""
         size = _size_of(position, self._path)
         if size > self._file.tell():
             return
         _require_same_file(position, self._checksum(size), self._path)
+        with self._path.open("rb") as file:
+            file.seek(size)
+            self._dropped = file.read(self._file.tell() - size)
         self._file.truncate(size)
         self._file.seek(size)
+
+    def undo_rewind(self) -> None:
+        """Appends what the last `rewind` dropped."""
+        self._file.buffer.write(self._dropped)
+        self._file.flush()
 
     def _checksum(self, size: int) -> str:
         """Checksum of the first bytes of the file."""
@@ -135,6 +145,7 @@ class CsvTracker:
         self._path = _appendable(path)
         self._columns = ["step"]
         self._rows: list[dict[str, str]] = []
+        self._dropped: list[dict[str, str]] = []
         try:
             if self._path.exists():
                 self._read()
@@ -202,6 +213,7 @@ class CsvTracker:
         Raises:
             CheckpointError: The position is of another table; nothing is dropped.
         """
+        self._dropped = []
         size = _size_of(position, self._path)
         if size >= len(self._rows):
             return
@@ -213,6 +225,13 @@ class CsvTracker:
         except BaseException:
             self._rows += dropped
             raise
+        self._dropped = dropped
+
+    def undo_rewind(self) -> None:
+        """Appends the lines that the last `rewind` dropped."""
+        if self._dropped:
+            self._rows += self._dropped
+            self._rewrite()
 
     def _checksum(self, size: int) -> str:
         """Checksum of the first rows, whatever columns were added later."""
@@ -261,16 +280,18 @@ class MultiTracker:
         run_id: Id of the run that the trackers' folder belongs to; empty without a folder.
     """
 
-    # A subclass within another one raises only what its trackers want to be raised.
+    # A nested MultiTracker re-raises only errors of trackers with stops_on_error.
     stops_on_error = True
 
     def __init__(self, *trackers: Tracker) -> None:
-        """Pass on to `trackers`, and instead of a `MultiTracker` to each of its own."""
+        """Passes on to `trackers`; a MultiTracker among them is replaced by its own trackers."""
         self.run_id = ""
         self._trackers: list[Tracker] = []
         for tracker in trackers:
             self._trackers += tracker._trackers if type(tracker) is MultiTracker else [tracker]
         self._logged: set[tuple[int, str]] = set()
+        # Trackers that the last `rewind` has rewound.
+        self._rewound: list[Tracker] = []
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Log to each."""
@@ -285,8 +306,9 @@ class MultiTracker:
         def add(tracker: Tracker) -> None:
             if isinstance(tracker, Rewindable):
                 name = type(tracker).__name__
-                saveable = saveable_state({"position": tracker.position()}, f"{name}.position()")
-                positions.append([name, saveable["position"]])
+                # With as many levels around the position as in a checkpoint.
+                saveable = saveable_state({"tracker": [[name, tracker.position()]]}, f"{name}.position()")
+                positions.extend(saveable["tracker"])
 
         self._call("report its position", add)
         return positions
@@ -295,7 +317,9 @@ class MultiTracker:
         """Lets each drop what it wrote after its position, whatever trackers were added, dropped or moved since."""
         saved = [entry for entry in position if isinstance(entry, list) and len(entry) == 2]
         if len(saved) != len(position):
-            logger.warning("The checkpoint names no tracker for its position; new lines are appended.")
+            logger.warning(
+                "The checkpoint has positions in an older form; nothing is dropped, and lines may be duplicated."
+            )
         rewindable = [tracker for tracker in self._trackers if isinstance(tracker, Rewindable)]
         matches: dict[int, Any] = {}
         # By class and file first; the rest by class and order, since a run's folder may have been moved.
@@ -306,13 +330,27 @@ class MultiTracker:
                     saved.remove(entry)
                     matches[id(tracker)] = entry[1]
 
+        self._rewound = []
+
         def rewind(tracker: Tracker) -> None:
-            if isinstance(tracker, Rewindable) and id(tracker) in matches:
+            # A tracker without a position of its own has None.
+            if isinstance(tracker, Rewindable) and matches.get(id(tracker)) is not None:
                 tracker.rewind(matches[id(tracker)])
+                self._rewound.append(tracker)
 
         error = self._call("be rewound", rewind)
         if error is not None:
+            self.undo_rewind()
             raise error
+
+    def undo_rewind(self) -> None:
+        """Lets each that can do so write again what it dropped in the last `rewind`."""
+
+        def undo(tracker: Tracker) -> None:
+            if tracker in self._rewound and hasattr(tracker, "undo_rewind"):
+                tracker.undo_rewind()
+
+        self._call("write again what it dropped", undo)
 
     def close(self) -> None:
         """Close each; nothing is left to be stopped by an error."""
