@@ -96,6 +96,7 @@ def written_whole(
         bring_back(folder)
         remove_stale(folder.parent)
         require_own(folder, kind)
+        _require_writable(folder)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
         (scratch / _OWNER).touch()
         # Not the scratch folder itself, which only its owner may open.
@@ -316,10 +317,30 @@ def _is_in_use(scratch: Path) -> bool:
 
 
 def _remove_scratch(scratch: Path) -> None:
-    """Deletes a temporary folder, its mark last: should the process be killed, a later one recognizes the rest."""
-    for name in (_WHOLE, _RETIRED):
-        shutil.rmtree(scratch / name, ignore_errors=True)
-    shutil.rmtree(scratch, ignore_errors=True)
+    """Deletes a temporary folder. The mark is deleted last, so that a later process can finish an interrupted deletion."""
+    inner = [scratch / name for name in (_WHOLE, _RETIRED)]
+    with suppress(OSError):
+        for folder in inner:
+            delete_folder(folder)
+    if not any(map(os.path.lexists, inner)):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def delete_folder(folder: Path) -> None:
+    """Deletes a folder if it exists, with the read-only folders in it.
+
+    Raises:
+        OSError: A file or folder cannot be deleted.
+    """
+    if not os.path.lexists(folder):
+        return
+    folder.chmod(stat.S_IRWXU)
+    # Files are left as they are: they may be links to those of the user.
+    for parent, folders, _ in os.walk(folder):
+        for path in (Path(parent) / name for name in folders):
+            if not path.is_symlink():
+                path.chmod(stat.S_IRWXU)
+    shutil.rmtree(folder)
 
 
 def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
@@ -380,6 +401,17 @@ def _require_own(folder: Path, kind: str) -> None:
         raise CheckpointError(
             f"{str(folder)!r} holds: {found[:80]}; saving there would replace it with: {kind}. Pass another folder."
         )
+
+
+def _require_writable(folder: Path) -> None:
+    """Rejects a read-only folder, and one in a read-only folder, where it cannot be renamed.
+
+    Raises:
+        PermissionError: It is such a folder.
+    """
+    for path in (folder.parent, folder):
+        if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(f"{str(path)!r} is read-only, and the folder is replaced as a whole")
 
 
 def _is_own(folder: Path) -> bool:
