@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -159,6 +159,23 @@ def test_adapter_round_trip_loads_its_base_and_stays_trainable(tmp_path: Path) -
     for base in (tmp_path / "moved", tiny_base_model("phi3")):
         loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter", base_model=base)
         assert_same_outputs(model, loaded)
+
+
+def test_loads_an_adapter_that_was_saved_without_a_task(tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    model = randomize(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "base", lora))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (saved["task_type"], saved["auto_mapping"]) == ("CAUSAL_LM", None)
+    assert lora.task_type is None
+    assert_same_outputs(model, AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter"))
+    # PEFT alone writes the base's class.
+    pretrained: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora)
+    model = randomize(AutoModelForCausalLMWithValueHead(pretrained))
+    model.save_pretrained(tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "adapter_config.json").read_text())["auto_mapping"]
+    assert_same_outputs(model, AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "plain"))
 
 
 def test_saving_an_adapter_of_a_hub_model_asks_no_hub(tmp_path: Path) -> None:

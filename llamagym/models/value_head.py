@@ -19,6 +19,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -448,7 +449,11 @@ def _load_adapter(
                 f"the base of the adapter in {str(source)!r} is missing: {error} If it has moved, pass base_model."
             ) from error
         base_model = _load_base(base, options)
-    return PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
+    model = PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
+    # The module and class of the base, which AutoPeftModel imports. Nothing here does, and no later save names them.
+    for each in model.peft_config.values():
+        each.auto_mapping = None
+    return model
 
 
 def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
@@ -459,6 +464,10 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) ->
             "peft_config was given for a model that already has an adapter. Drop peft_config to go on training that "
             "adapter, or load its base to begin a new one."
         )
+    if peft_config.task_type is None:
+        # Otherwise PEFT saves the module of the base for AutoPeftModel to import.
+        peft_config = copy(peft_config)
+        peft_config.task_type = "CAUSAL_LM"
     # Before an adapter that fails has changed some of them.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:
