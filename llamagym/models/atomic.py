@@ -6,8 +6,8 @@ alter some of it later, the manifest shows it. A folder that is replaced is exch
 Linux; elsewhere it is renamed first, and renamed back if the process gets no further.
 
 The manifest also protects the user's files. Only a folder that is new, empty, or has a manifest of the same kind is
-written to (a model's may hold a tokenizer alone); only files that its manifest lists are removed, and all others are
-carried over.
+written to; a model may also be written beside files of other names, such as a tokenizer's. Only files that its manifest
+lists are removed, and all others are carried over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -59,12 +58,10 @@ _WHOLE, _RETIRED = "whole", "retired"
 # Older temporary folders are treated as abandoned.
 _STALE_S = 3600.0
 _LARGEST_MANIFEST = 2**24
-_TOKENIZER_FILES = (
-    *("added_tokens.json", "additional_chat_templates", "chat_template.*", "merges.txt", "special_tokens_map.json"),
-    *("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model", "sentencepiece*.model"),
-)
-# Files that a folder without a manifest may hold, by kind: a tokenizer is often saved before its model.
-_MAY_HOLD = {"model": _TOKENIZER_FILES}
+# Kinds that may be written to a folder without a manifest, beside files of other names.
+_SHARES_FOLDER = ("model",)
+# A folder of tokenizers. Other folders may be in use, and are not carried over to a new folder unasked.
+_TEMPLATES = "additional_chat_templates"
 
 
 @contextmanager
@@ -74,8 +71,8 @@ def written_whole(
     """While open, files are written to the folder that it yields; closed without an error, that becomes `folder`.
 
     Args:
-        folder: Folder to write: new, empty, or one that this function wrote with the same kind. Files in it that its
-            manifest does not list stay.
+        folder: Folder to write: new, empty, or one that this function wrote with the same kind; for a model, also one
+            without a manifest and without other folders. Files in it that its manifest does not list stay.
         kind: What it is, such as "checkpoint", for `verify`.
         facts: Further entries of the manifest, as JSON holds them.
         replace: Whether an older version may be replaced.
@@ -87,7 +84,7 @@ def written_whole(
             so.
     """
     folder = user_folder(folder).resolve()
-    _require_replaceable(folder)
+    _require_replaceable(folder, kind)
     missing = [parent for parent in folder.parents if not os.path.exists(parent)]
     scratch: Path | None = None
     is_in_place = False
@@ -352,7 +349,7 @@ def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
             parent.rmdir()
 
 
-def _require_replaceable(folder: Path) -> None:
+def _require_replaceable(folder: Path, kind: str) -> None:
     """Reject the current working directory and those above it: they cannot be replaced as a whole.
 
     Raises:
@@ -365,7 +362,7 @@ def _require_replaceable(folder: Path) -> None:
     if here.is_relative_to(folder):
         raise ConfigError(
             f"folder={str(folder)!r} is the current working directory or contains it, and cannot be replaced as a "
-            "whole. Pass a folder of its own, such as 'my-agent'."
+            f"whole. Pass a folder of its own, such as 'my-{kind}'."
         )
 
 
@@ -376,7 +373,7 @@ def require_own(folder: Path, kind: str) -> None:
         CheckpointError: It is such a folder.
         ConfigError: It is the current working directory, or contains it.
     """
-    _require_replaceable(folder.resolve())
+    _require_replaceable(folder.resolve(), kind)
     if not folder.parent.is_dir():
         return
     # While another process renames the folder, it has no manifest.
@@ -385,17 +382,19 @@ def require_own(folder: Path, kind: str) -> None:
 
 
 def _require_own(folder: Path, kind: str) -> None:
-    """Rejects such a folder under the lock, which the caller holds."""
+    """Does the check of `require_own`; the caller holds the lock."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
-    if all(any(fnmatchcase(name, pattern) for pattern in _MAY_HOLD.get(kind, ())) for name in names):
+    if kind in _SHARES_FOLDER and MANIFEST not in names:
+        names = [name for name in names if name != _TEMPLATES and (folder / name).is_dir()]
+    if not names:
         return
     try:
         found = read_manifest(folder)["kind"]
     except CheckpointError as error:
         listing = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise CheckpointError(
-            f"{str(folder)!r} holds files that llamagym did not write there ({listing}). Saving replaces a folder as a "
-            "whole. Pass a new or empty folder."
+            f"{str(folder)!r} holds files ({listing}) and no manifest of this version of llamagym. Saving replaces a "
+            "folder as a whole. Pass a new or empty folder."
         ) from error
     if found != kind:
         raise CheckpointError(
@@ -435,10 +434,8 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
         return
     if not replace:
         raise FileExistsError(f"{str(folder)!r} exists")
-    if not (folder / MANIFEST).exists():
-        # A tokenizer alone. Folders without a manifest are not renamed back.
-        replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
-    listed = {MANIFEST, *read_manifest(folder)["files"]}
+    has_manifest = (folder / MANIFEST).exists()
+    listed = {MANIFEST, *(read_manifest(folder)["files"] if has_manifest else ())}
     carried = _carry_over(folder, new, listed)
     for path in new.rglob("*"):
         _keep_mode(folder / path.relative_to(new), path)
@@ -446,11 +443,19 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     if _is_own(aside):  # of a process that was killed just after its new folder had the name
         _retire(aside, folder, new.parent)
     if not _exchange(new, folder):
-        folder.rename(aside)
         try:
-            new.rename(folder)
+            if not has_manifest:
+                # `bring_back` needs one to recognize the folder.
+                replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
+            folder.rename(aside)
+            try:
+                new.rename(folder)
+            except BaseException:
+                aside.rename(folder)
+                raise
         except BaseException:
-            aside.rename(folder)
+            if not has_manifest:
+                (folder / MANIFEST).unlink(missing_ok=True)
             raise
         aside.rename(new)
     # Files that were added since.
@@ -504,7 +509,10 @@ def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
             target.mkdir(parents=True, exist_ok=True)
             continue
         if os.path.lexists(target):
-            raise FileExistsError(f"{name!r} is to be written, and a file of this name is yours")
+            raise FileExistsError(
+                f"{name!r} is in the way: no {MANIFEST} lists it, and a file of this name is to be written. Move it, "
+                "or pass another folder"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         _link(path, target)
         carried.add(name)

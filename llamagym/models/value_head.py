@@ -282,8 +282,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Write the adapter, or the full weights where there is none, and the value head.
 
         Args:
-            save_directory: Folder to write, whole or not at all: new, empty, a model's, or one that holds a tokenizer
-                alone. A model is replaced; other files in its folder stay.
+            save_directory: Target folder: new, empty, an earlier save of this method, or one that holds only files of
+                other names, such as a tokenizer's. It is replaced in one step; other files stay.
             **kwargs: Passed on to the language model's `save_pretrained`.
 
         Raises:
