@@ -9,7 +9,7 @@ departures:
 - There is no dropout: the same input must give the same value in every pass.
 
 On disk: what transformers or PEFT writes for the model (full weights or adapter), `value_head.safetensors`, and a
-manifest of these files, which the next save replaces.
+manifest; the next save replaces the files that it lists.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import ConfigError, LlamaGymError, ModelLoadError, excerpt
+from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt
 from .adapters import read_adapter_config
-from .atomic import reason_of, written_whole
+from .atomic import read_manifest, reason_of, verify, written_whole
 from .hub import (
     ADAPTER_CONFIG,
     check_indexes,
@@ -59,6 +59,8 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 _HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
+# Options of loading that a configuration also has, and that change no layers.
+_NOT_OF_SIZE = {"dtype", "torch_dtype", "quantization_config"}
 # No feature is amplified more than this many times above what its share of the average spread would give.
 _MAX_GAIN = 100.0
 
@@ -197,6 +199,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             ConfigError: `peft_config` is not a configuration of PEFT.
             ModelLoadError: Weights are missing or do not fit, the adapter finds no module, or `peft_config` meets a
                 model that already has an adapter.
+            CheckpointError: A file of a folder that `save_pretrained` wrote is damaged.
         """
         source = pretrained_model_name_or_path
         if not (peft_config is None or hasattr(peft_config, "peft_type")):
@@ -351,7 +354,7 @@ def check_head(model: Any) -> None:
 
 @contextmanager
 def _errors_named(source: Any) -> Iterator[None]:
-    """While open, errors of other libraries, which check little, are errors that name the model."""
+    """While open, turns errors of transformers, PEFT and safetensors into a ModelLoadError that names the model."""
     try:
         yield
     except (LlamaGymError, MemoryError, torch.OutOfMemoryError):
@@ -362,9 +365,20 @@ def _errors_named(source: Any) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise ModelLoadError(
-            f"cannot load a causal language model from {str(source)!r} ({reason_of(error)}). Check the name, and that "
-            "the configuration fits the weights and, of an adapter, its base; if that has moved, pass base_model."
+            f"cannot load a causal language model from {str(source)!r} ({reason_of(error)}).{_advice(error)}"
         ) from error
+
+
+def _advice(error: Exception) -> str:
+    """Advice on an error of another library; empty where its message gives the reason."""
+    if isinstance(error, OSError):
+        return ""
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        return " Drop that option."
+    return (
+        " Check the name, and that the configuration fits the weights and, of an adapter, its base; if that has moved, "
+        "pass base_model."
+    )
 
 
 def _source(name: str | Path) -> str:
@@ -372,6 +386,7 @@ def _source(name: str | Path) -> str:
 
     Raises:
         ModelLoadError: It is not a name, it can only be a path and nothing is there, or it is a file.
+        CheckpointError: It is a folder that `save_pretrained` wrote, and a file of it is damaged.
     """
     if not isinstance(name, (str, Path)):
         raise ModelLoadError(
@@ -385,17 +400,32 @@ def _source(name: str | Path) -> str:
         raise ModelLoadError(
             f"{str(path)!r} is a GGUF file, which must be converted. load_model_and_tokenizer converts and loads it."
         )
+    _verify(path)
     return str(path)
 
 
+def _verify(folder: Path) -> None:
+    """Checks the files of a folder that `save_pretrained` wrote; in others, a manifest may be anything.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    try:
+        is_saved = read_manifest(folder)["kind"] == KIND
+    except CheckpointError:
+        return
+    if is_saved:
+        verify(folder, KIND)
+
+
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
-    # Otherwise transformers would ask on the terminal whether to run a repository's code.
-    # What does not fit is reported below, with both shapes.
-    kwargs = {"trust_remote_code": False, **kwargs, "ignore_mismatched_sizes": True}
+    # Do not ask on the terminal whether to run a repository's code. Report mismatched shapes below instead of raising
+    # here.
+    options = {"trust_remote_code": False, **kwargs, "ignore_mismatched_sizes": True}
     if Path(source).is_dir():
-        check_indexes(Path(source))
+        check_indexes(Path(source) / (kwargs.get("subfolder") or ""))
     with _errors_named(source):
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     model: PreTrainedModel
     model, report = loaded
     # transformers fills what is missing with random numbers, which would pass for a bad model.
@@ -406,7 +436,7 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
             "Check that the folder is complete and that its config.json fits the weights."
         )
     mismatched = sorted(report["mismatched_keys"])
-    if mismatched:
+    if mismatched and not kwargs.get("ignore_mismatched_sizes"):
         key, saved, expected = mismatched[0]
         raise ModelLoadError(
             f"{str(source)!r} holds {len(mismatched)} weights of other shapes than {type(model).__name__} has by its "
@@ -414,9 +444,11 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
         )
     # The value head of TRL's checkpoints is read later.
     unused = sorted(key for key in report["unexpected_keys"] if not key.startswith(_PREFIX))
-    # Part of a model would pass for a bad one. Other unused weights are usual, such as buffers that are computed today.
+    # Unused layer weights mean that config.json describes a smaller model. Other unused weights, such as old buffers,
+    # are harmless.
     of_layers = [key for key in unused if _LAYER_NUMBER.sub(".0.", key) in model.state_dict()]
-    if of_layers:
+    is_overridden = "config" in kwargs or any(hasattr(model.config, key) for key in kwargs.keys() - _NOT_OF_SIZE)
+    if of_layers and not is_overridden:
         raise ModelLoadError(
             f"{str(source)!r} holds {len(of_layers)} weights of layers that {type(model).__name__} lacks by its "
             f"config.json, among them {of_layers[0]!r}. Check that the two fit."
