@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -60,7 +61,9 @@ _STALE_S = 3600.0
 _LARGEST_MANIFEST = 2**24
 # Kinds that may be written to a folder without a manifest, beside files of other names.
 _SHARES_FOLDER = ("model",)
-# A folder of tokenizers. Other folders may be in use, and are not carried over to a new folder unasked.
+# Not beside weights, which could be loaded instead.
+_WEIGHTS = ("adapter_config.json", "*.safetensors", "*.safetensors.index*.json")
+# The only folder that they may be written beside; it is a tokenizer's. Others may be in use while they are replaced.
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -72,7 +75,7 @@ def written_whole(
 
     Args:
         folder: Folder to write: new, empty, or one that this function wrote with the same kind; for a model, also one
-            without a manifest and without other folders. Files in it that its manifest does not list stay.
+            without a manifest, weights and folders. Files in it that its manifest does not list stay.
         kind: What it is, such as "checkpoint", for `verify`.
         facts: Further entries of the manifest, as JSON holds them.
         replace: Whether an older version may be replaced.
@@ -132,7 +135,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     try:
         if path.is_file() and not path.is_symlink():
             scratch.touch(0o600)
-        # Text may hold half of a character pair, such as a file's name that is not UTF-8.
+        # Text may hold a lone surrogate, such as a file's name that is not UTF-8.
         write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
         _flush(scratch)
         _keep_mode(path, scratch)
@@ -276,7 +279,7 @@ def bring_back(folder: Path) -> None:
 
 
 def bring_back_all(parent: Path) -> None:
-    """Renames all such folders back in a parent folder."""
+    """Calls `bring_back` for every folder in `parent` that was set aside."""
     for aside in parent.glob(f"{_ASIDE}*"):
         bring_back(parent / aside.name.removeprefix(_ASIDE))
 
@@ -298,7 +301,7 @@ def _is_scratch(folder: Path) -> bool:
 
 
 def _is_in_use(scratch: Path) -> bool:
-    """Whether a process writes to a temporary folder: something in it is new, or its mark is locked."""
+    """Whether a temporary folder is in use: a file in it changed within the last hour, or its mark is locked."""
     newest = max(path.lstat().st_mtime for path in (scratch, *scratch.rglob("*")))
     if time.time() - newest <= _STALE_S:
         return True
@@ -314,7 +317,10 @@ def _is_in_use(scratch: Path) -> bool:
 
 
 def _remove_scratch(scratch: Path) -> None:
-    """Deletes a temporary folder. The mark is deleted last, so that a later process can finish an interrupted deletion."""
+    """Deletes a temporary folder.
+
+    The mark is deleted last, so that a later process can finish an interrupted deletion.
+    """
     inner = [scratch / name for name in (_WHOLE, _RETIRED)]
     with suppress(OSError):
         for folder in inner:
@@ -385,7 +391,7 @@ def _require_own(folder: Path, kind: str) -> None:
     """Does the check of `require_own`; the caller holds the lock."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
     if kind in _SHARES_FOLDER and MANIFEST not in names:
-        names = [name for name in names if name != _TEMPLATES and (folder / name).is_dir()]
+        names = [name for name in names if _is_in_the_way(folder / name)]
     if not names:
         return
     try:
@@ -402,6 +408,12 @@ def _require_own(folder: Path, kind: str) -> None:
         )
 
 
+def _is_in_the_way(path: Path) -> bool:
+    """Whether a model may not be written beside a file or folder."""
+    is_weights = any(fnmatchcase(path.name, pattern) for pattern in _WEIGHTS)
+    return is_weights or (path.is_dir() and path.name != _TEMPLATES)
+
+
 def _require_writable(folder: Path) -> None:
     """Rejects a read-only folder, and one in a read-only folder, where it cannot be renamed.
 
@@ -410,7 +422,9 @@ def _require_writable(folder: Path) -> None:
     """
     for path in (folder.parent, folder):
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(f"{str(path)!r} is read-only, and the folder is replaced as a whole")
+            raise PermissionError(
+                f"{str(path)!r} is read-only, and the folder is replaced as a whole. Make it writable, or pass another"
+            )
 
 
 def _is_own(folder: Path) -> bool:
@@ -550,7 +564,7 @@ def _is_of_writing(error: BaseException) -> bool:
 def _locked(path: Path) -> Iterator[None]:
     """While open, this process holds the lock of a file or folder, where the system has such locks.
 
-    Folders in another one are renamed only while that one is locked.
+    Callers lock the parent folder before they rename a folder in it.
     """
     if fcntl is None:
         yield
