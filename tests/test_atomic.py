@@ -15,6 +15,7 @@ import pytest
 from llamagym import CheckpointError
 from llamagym.models import atomic
 from llamagym.models.atomic import bring_back, replace_file, verify, written_whole
+from llamagym.models.file_operations import delete_folder
 from tests.killed import as_nobody
 
 
@@ -228,7 +229,7 @@ def open_folder():
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o777)
     yield folder
-    atomic.delete_folder(folder)
+    delete_folder(folder)
 
 
 def names(folder: Path) -> list[str]:

@@ -13,7 +13,6 @@ lists are removed, and all others are carried over.
 from __future__ import annotations
 
 import ctypes
-import filecmp
 import hashlib
 import json
 import logging
@@ -34,6 +33,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError, ConfigError
+from .file_operations import are_equal, delete_folder, keep_mode, link_file
 from .paths import file_inside, user_folder
 
 try:
@@ -138,7 +138,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         # Text may hold a lone surrogate, such as a file's name that is not UTF-8.
         write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
         _flush(scratch)
-        _keep_mode(path, scratch)
+        keep_mode(path, scratch)
         scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
@@ -329,23 +329,6 @@ def _remove_scratch(scratch: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def delete_folder(folder: Path) -> None:
-    """Deletes a folder if it exists, with the read-only folders in it.
-
-    Raises:
-        OSError: A file or folder cannot be deleted.
-    """
-    if not os.path.lexists(folder):
-        return
-    folder.chmod(stat.S_IRWXU)
-    # Files are left as they are: they may be links to those of the user.
-    for parent, folders, _ in os.walk(folder):
-        for path in (Path(parent) / name for name in folders):
-            if not path.is_symlink():
-                path.chmod(stat.S_IRWXU)
-    shutil.rmtree(folder)
-
-
 def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
     """Remove a temporary folder, and those folders that were made for it and are still empty."""
     if scratch is not None:
@@ -440,7 +423,7 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     """Put a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
     _require_own(folder, kind)
-    _keep_mode(folder, new)
+    keep_mode(folder, new)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():
             folder.rmdir()
@@ -452,7 +435,7 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     listed = {MANIFEST, *(read_manifest(folder)["files"] if has_manifest else ())}
     carried = _carry_over(folder, new, listed)
     for path in new.rglob("*"):
-        _keep_mode(folder / path.relative_to(new), path)
+        keep_mode(folder / path.relative_to(new), path)
     aside = _aside(folder)
     if _is_own(aside):  # of a process that was killed just after its new folder had the name
         _retire(aside, folder, new.parent)
@@ -485,21 +468,12 @@ def _retire(aside: Path, folder: Path, scratch: Path) -> None:
         scratch: The temporary folder, which is deleted at the end.
     """
     listed = {MANIFEST, *read_manifest(aside)["files"]}
-    if all(_are_equal(aside / name, folder / name) for name in _unlisted(aside, listed)):
+    if all(are_equal(aside / name, folder / name) for name in _unlisted(aside, listed)):
         aside.rename(scratch / _RETIRED)
         return
     kept = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
     aside.rename(kept)
     logger.warning("%s holds files of yours that %s does not; it is kept.", kept, folder)
-
-
-def _are_equal(one: Path, other: Path) -> bool:
-    """Whether two paths are equal links, or files with the same content."""
-    if one.is_symlink() or other.is_symlink():
-        return one.is_symlink() and other.is_symlink() and os.readlink(one) == os.readlink(other)
-    if one.is_dir():
-        return other.is_dir()
-    return other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _unlisted(folder: Path, listed: set[str]) -> Iterator[str]:
@@ -528,27 +502,9 @@ def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
                 "or pass another folder"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        _link(path, target)
+        link_file(path, target)
         carried.add(name)
     return carried
-
-
-def _link(path: Path, target: Path) -> None:
-    """Let a file have a second name, or copy it where the file system cannot do that."""
-    if path.is_symlink():
-        target.symlink_to(os.readlink(path))
-        return
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copy2(path, target)
-
-
-def _keep_mode(old: Path, new: Path) -> None:
-    """Gives a file or folder the permissions of the one that it replaces, if there is one."""
-    with suppress(OSError):  # there is none, or the file system has no permissions
-        if not (old.is_symlink() or new.is_symlink()):
-            new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def _aside(folder: Path) -> Path:
