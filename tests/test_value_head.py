@@ -302,7 +302,7 @@ def test_only_indexes_of_the_folder_that_is_loaded_are_checked(tmp_path: Path) -
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, subfolder="backup")
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "value_head.safetensors", "config.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "value_head.safetensors"])
 def test_rejects_a_saved_model_with_a_damaged_file(tmp_path: Path, file: str) -> None:
     AutoModelForCausalLMWithValueHead(tiny_base_model("llama")).save_pretrained(tmp_path)
     content = bytearray((tmp_path / file).read_bytes())
@@ -312,10 +312,22 @@ def test_rejects_a_saved_model_with_a_damaged_file(tmp_path: Path, file: str) ->
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
 
 
+def test_loads_a_saved_model_with_an_edited_configuration(tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path / "moved")
+    tiny_model("llama").save_pretrained(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "moved")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter" / "README.md").write_text("mine")
+    AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter")
+
+
 def test_a_manifest_of_something_else_is_not_a_model_s(tmp_path: Path) -> None:
     tiny_base_model("llama").save_pretrained(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"name": "my web page"}')
-    AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
+    old = {"kind": "model", "schema": 1, "files": {"model.safetensors": [1, "0"]}}
+    for manifest in ({"name": "my web page"}, old):
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
 
 
 def test_adapter_that_finds_no_module_names_those_that_exist() -> None:

@@ -230,7 +230,22 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
             f"{str(folder)!r} was written by llamagym {str(manifest.get('llamagym'))[:80]} in format "
             f"{manifest['schema']}, and this version reads format {SCHEMA} only. Use the version that wrote it."
         )
-    for name, (size, checksum) in manifest["files"].items():
+    check_files(folder, manifest["files"], checksums=checksums)
+    return manifest
+
+
+def check_files(folder: Path, files: Mapping[str, tuple[int, str]], *, checksums: bool = True) -> None:
+    """Rejects files that are not as a manifest lists them.
+
+    Args:
+        folder: Their folder.
+        files: Sizes and checksums by name.
+        checksums: Whether to compare checksums, and not sizes alone.
+
+    Raises:
+        CheckpointError: A file is missing, cannot be read, or differs.
+    """
+    for name, (size, checksum) in files.items():
         path = file_inside(folder, name)
         try:
             is_intact = path.is_file() and path.stat().st_size == size
@@ -239,7 +254,6 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
             raise CheckpointError(f"{str(folder)!r}: {name!r} cannot be read: {reason_of(error)}.") from error
         if not is_intact:
             raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is missing or not what was written.")
-    return manifest
 
 
 def reason_of(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt
 from .adapters import read_adapter_config
-from .atomic import read_manifest, reason_of, verify, written_whole
+from .atomic import SCHEMA, check_files, read_manifest, reason_of, written_whole
 from .hub import (
     ADAPTER_CONFIG,
     check_indexes,
@@ -199,7 +199,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             ConfigError: `peft_config` is not a configuration of PEFT.
             ModelLoadError: Weights are missing or do not fit, the adapter finds no module, or `peft_config` meets a
                 model that already has an adapter.
-            CheckpointError: A file of a folder that `save_pretrained` wrote is damaged.
+            CheckpointError: Weights that `save_pretrained` wrote are damaged.
         """
         source = pretrained_model_name_or_path
         if not (peft_config is None or hasattr(peft_config, "peft_type")):
@@ -386,7 +386,7 @@ def _source(name: str | Path) -> str:
 
     Raises:
         ModelLoadError: It is not a name, it can only be a path and nothing is there, or it is a file.
-        CheckpointError: It is a folder that `save_pretrained` wrote, and a file of it is damaged.
+        CheckpointError: It is a folder that `save_pretrained` wrote, and its weights are damaged.
     """
     if not isinstance(name, (str, Path)):
         raise ModelLoadError(
@@ -405,17 +405,19 @@ def _source(name: str | Path) -> str:
 
 
 def _verify(folder: Path) -> None:
-    """Checks the files of a folder that `save_pretrained` wrote; in others, a manifest may be anything.
+    """Checks the weights of a folder that `save_pretrained` wrote. Users may edit its other files.
 
     Raises:
-        CheckpointError: A file is damaged.
+        CheckpointError: A file of weights is damaged.
     """
     try:
-        is_saved = read_manifest(folder)["kind"] == KIND
-    except CheckpointError:
+        manifest = read_manifest(folder)
+    except CheckpointError:  # it has none, or a file of this name that is something else
         return
-    if is_saved:
-        verify(folder, KIND)
+    # Models that an earlier version converted have the same kind.
+    if (manifest["kind"], manifest["schema"]) == (KIND, SCHEMA):
+        files = manifest["files"].items()
+        check_files(folder, {name: listed for name, listed in files if name.endswith((".safetensors", ".bin"))})
 
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
