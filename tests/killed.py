@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -61,3 +62,20 @@ def _killing_at(point: int, most: int | None) -> None:
 
     os.write, os.fsync = counted_write, counted_flush
     sys.addaudithook(lambda event, _: tick() if event in _EVENTS else None)
+
+
+def as_nobody(do: Callable[[], Any]) -> None:
+    """Do something in a child that has no rights of root, so that permissions count; its errors fail the test."""
+    child = os.fork()
+    if not child:
+        try:
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            do()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

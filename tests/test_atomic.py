@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 from llamagym import CheckpointError
 from llamagym.models import atomic
 from llamagym.models.atomic import bring_back, replace_file, verify, written_whole
+from llamagym.models.file_operations import delete_folder
+from tests.killed import as_nobody
 
 
 def write(folder: Path, text: str) -> None:
@@ -217,3 +221,83 @@ def test_replacing_a_file_keeps_its_mode(tmp_path, monkeypatch, mode):
     assert path.stat().st_mode & 0o777 == mode
     # Nor may others read it while it is written.
     assert readable == [0]
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that `as_nobody` may write to; root's temporary folders of pytest are closed to others."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    delete_folder(folder)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+needs_permissions = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs the permissions of Unix")
+
+
+@needs_permissions
+def test_read_only_folders_of_the_user_are_kept_and_leave_no_temporary_folder(open_folder, exchanges):
+    def save() -> None:
+        write(open_folder / "now", "old")
+        (open_folder / "now" / "plots").mkdir()
+        (open_folder / "now" / "plots" / "a.png").touch()
+        (open_folder / "now" / "link").symlink_to("plots")
+        (open_folder / "now" / "plots").chmod(0o550)
+        write(open_folder / "now", "new")
+        assert content(open_folder / "now") == "new"
+        assert names(open_folder / "now") == ["a.txt", "link", "manifest.json", "plots"]
+        assert (open_folder / "now" / "plots").stat().st_mode & 0o777 == 0o550
+        assert names(open_folder) == ["now"]
+
+    as_nobody(save)
+
+
+@needs_permissions
+@pytest.mark.parametrize("text", ["old", None], ids=["older save", "empty"])
+def test_a_read_only_folder_is_not_replaced(open_folder, exchanges, text):
+    def save() -> None:
+        if text is None:
+            (open_folder / "now").mkdir()
+        else:
+            write(open_folder / "now", text)
+        (open_folder / "now").chmod(0o550)
+        with pytest.raises(CheckpointError, match=r"now' is read-only.*unchanged"):
+            write(open_folder / "now", "new")
+        assert names(open_folder) == ["now"]
+        assert (open_folder / "now").stat().st_mode & 0o777 == 0o550
+        assert text is None or content(open_folder / "now") == text
+
+    as_nobody(save)
+
+
+@needs_permissions
+def test_a_folder_in_a_read_only_one_cannot_be_replaced(open_folder):
+    def save() -> None:
+        (open_folder / "shared" / "out").mkdir(parents=True)
+        (open_folder / "shared").chmod(0o555)
+        with pytest.raises(CheckpointError, match=r"shared' is read-only.*replaced as a whole.*unchanged"):
+            write(open_folder / "shared" / "out", "new")
+
+    as_nobody(save)
+
+
+def test_a_temporary_folder_that_cannot_be_deleted_keeps_its_mark(tmp_path, monkeypatch):
+    scratch = abandoned(tmp_path / ".writing-abcd_123")
+    usual = shutil.rmtree
+
+    def fail(path: Path, *_: object, **__: object) -> None:
+        if path.name == "whole":
+            raise OSError("busy")
+        usual(path)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    write(tmp_path / "now", "new")
+    assert names(scratch) == ["llamagym", "whole"]
+    monkeypatch.undo()
+    aged(scratch)
+    write(tmp_path / "now", "newest")
+    assert names(tmp_path) == ["now"]

@@ -466,7 +466,7 @@ class Stated(Callback):
         ({"w": torch.eye(2).to_sparse()}, r"torch\.sparse_coo"),
         ({"w": torch.ones(1, device="meta")}, r"on meta"),
         ({"w": np.complex64(1j)}, r"/w is a complex, which cannot be saved"),
-        ({"seen_\udcff": torch.ones(1)}, r"'Stated\.state_dict\(\)/seen_\\udcff' contains half of a character pair"),
+        ({"seen_\udcff": torch.ones(1)}, r"'Stated\.state_dict\(\)/seen_\\udcff' contains a lone surrogate"),
     ],
     ids=range(16),
 )

@@ -258,7 +258,7 @@ def test_what_cannot_be_saved_to_is_rejected_before_anything_is_played(run, mode
     command = ["train", LAKE, "--turns", 10, "--model", model, "--run-dir"]
     status, _, said = run(*command, tmp_path / "run")
     assert status == 1
-    assert "holds files that llamagym did not write there ('mine.txt')" in said
+    assert "holds files ('mine.txt') and no manifest of this version" in said
     status, _, said = run(*command, tmp_path / "new", "--checkpoint-dir", tmp_path / "checkpoints")
     assert status == 1
     assert "holds checkpoints of an earlier run" in said

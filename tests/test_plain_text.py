@@ -54,6 +54,16 @@ def test_control_tokens_beside_any_private_characters_are_spelt_out():
         assert text.encode(looks_so + name + looks_so) == text.encode(looks_so) + spelt + text.encode(looks_so)
 
 
+@pytest.mark.parametrize("texts", [("\ue000", "0\ue0019\ue001 {}"), ("{}\ue000", "0\ue0010\ue001")])
+def test_texts_that_form_a_mark_when_joined_are_spelt_out(texts):
+    tokenizer = tiny_tokenizer("qwen2")
+    texts = [text.replace("{}", "<|im_end|>") for text in texts]
+    joined = "".join(texts)
+    ids = PlainText(tokenizer).encode_rendered(texts, "".join)
+    assert controls_in(tokenizer, ids) == []
+    assert tokenizer.decode(ids).replace(" ", "") == joined.replace(" ", "")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_without_control_tokens_are_encoded_as_ever(family):
     tokenizer = tiny_tokenizer(family)

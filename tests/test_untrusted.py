@@ -304,7 +304,6 @@ def test_the_command_line_says_it_in_a_line(run, monkeypatch, capsys):
     [
         {"megatron_config": {"a": 1}, "megatron_core": "evil_module"},
         {"prompt_tuning_init_state_dict_path": "../secret"},
-        {"auto_mapping": {"base_model_class": "x", "parent_library": "evil_module"}},
     ],
 )
 def test_an_adapter_cannot_name_code_or_files(run, changes):
@@ -312,6 +311,26 @@ def test_an_adapter_cannot_name_code_or_files(run, changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ModelLoadError, match=rf"adapter_config.json.*{next(iter(changes))}"):
         load_model_and_tokenizer(run / "agent", "cpu")
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+def test_a_module_that_an_adapter_names_as_its_base_s_is_not_imported(run, tmp_path, monkeypatch, task):
+    (tmp_path / "evil_module.py").write_text(EVIL)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = run / "agent"
+    mapping = {"base_model_class": "Model", "parent_library": "evil_module"}
+    changes = {"auto_mapping": mapping, "task_type": task, "alora_invocation_tokens": None}
+    config = json.loads((agent / "adapter_config.json").read_text())
+    (agent / "adapter_config.json").write_text(json.dumps(config | changes))
+    reseal(agent)
+    for load in LOADERS:
+        load(agent)
+    model = load_agent(run, None, None)[0].policy.model
+    assert "evil_module" not in sys.modules
+    assert executed(tmp_path) == []
+    # Nor passed on to others.
+    model.save_pretrained(tmp_path / "saved")
+    assert "evil_module" not in (tmp_path / "saved" / "adapter_config.json").read_text()
 
 
 LOADERS = [

@@ -74,9 +74,7 @@ def test_does_not_save_over_files_of_the_user(save, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
     before = tree(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"thesis' holds files that llamagym did not write there \('chapter.tex'\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"thesis' holds files \('chapter.tex'\) and no manifest of this version"):
         save(tmp_path / "thesis")
     assert tree(tmp_path) == before
 
@@ -85,7 +83,7 @@ def test_does_not_save_over_a_run(save, tmp_path):
     learning(tmp_path / "run")
     before = tree(tmp_path)
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        with pytest.raises(CheckpointError, match="holds files that llamagym did not write there"):
+        with pytest.raises(CheckpointError, match="and no manifest of this version"):
             save(folder)
     assert tree(tmp_path) == before
 
@@ -140,7 +138,7 @@ def test_saving_again_does_not_overwrite_an_added_file_of_the_same_name(tmp_path
         (whole / "a").write_text("1")
     (tmp_path / "now" / "README.md").write_text("mine")
     before = tree(tmp_path)
-    message = r"'README.md' is to be written, and a file of this name is yours"
+    message = r"'README.md' is in the way"
     with pytest.raises(CheckpointError, match=message), written_whole(tmp_path / "now", "agent") as whole:
         (whole / "README.md").write_text("ours")
     assert tree(tmp_path) == before
@@ -148,7 +146,7 @@ def test_saving_again_does_not_overwrite_an_added_file_of_the_same_name(tmp_path
 
 def test_a_folder_for_the_best_agent_is_checked_before_the_training(tmp_path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds files that llamagym did not write"):
+    with pytest.raises(CheckpointError, match="and no manifest of this version"):
         EvalCallback(DiceEnv, best_dir=tmp_path)
     with pytest.raises(ConfigError, match="best_dir="):
         EvalCallback(DiceEnv, best_dir=tmp_path / "notes")
@@ -449,14 +447,81 @@ def values(model: Any) -> set[float]:
     return {value for weight in model.parameters() for value in weight.unique().tolist()}
 
 
-@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", "adapter_model.safetensors", "notes.txt"])
-def test_a_model_is_not_saved_over_files_of_the_user(agent, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("README.md", f"'README.md' is in the way: no {MANIFEST} lists it.*unchanged"),
+        ("adapter_config.json", r"holds files \('adapter_config.json'\) and no manifest of this version"),
+        ("other.safetensors", r"holds files \('other.safetensors'\) and no manifest of this version"),
+    ],
+)
+def test_a_model_is_not_saved_over_files_of_the_user(agent, tmp_path, name, message):
     (tmp_path / name).write_text("mine")
     before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"holds files that llamagym did not write there \('{name}'\)"):
+    with pytest.raises(CheckpointError, match=message):
         agent.policy.model.save_pretrained(tmp_path)
     assert tree(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_model_is_saved_beside_files_of_other_names(agent, tmp_path):
+    names = ["tekken.json", "generation_config.json", "qwen.tiktoken", ".gitattributes", ".DS_Store", "notes.txt"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "link").symlink_to("notes.txt")
+    before = tree(tmp_path)
+    for _ in range(2):
+        agent.policy.model.save_pretrained(tmp_path)
+        assert before.items() < tree(tmp_path).items()
+
+
+@pytest.mark.parametrize("name", ["runs", "linked", ".git"])
+def test_a_model_is_not_saved_to_a_folder_of_other_folders(agent, tmp_path, name):
+    (tmp_path / "model").mkdir()
+    if name == "linked":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "model" / name).symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "model" / name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"model' .*\('{name}'\)"):
+        agent.policy.model.save_pretrained(tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == [name]
+
+
+def test_a_model_of_a_version_without_manifests_is_not_replaced(agent, tmp_path):
+    agent.policy.model.save_pretrained(tmp_path)
+    (tmp_path / MANIFEST).unlink()
+    before = tree(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"holds files \('adapter_config.json', .*\) and no manifest of this version"
+    ):
+        agent.policy.model.save_pretrained(tmp_path)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_model_that_cannot_be_put_beside_a_tokenizer_leaves_no_manifest(agent, tmp_path, monkeypatch, nth):
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    agent.tokenizer.save_pretrained(str(tmp_path / "model"))
+    before = tree(tmp_path)
+    usual, calls = Path.rename, []
+
+    def rename(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) == nth:
+            raise OSError(errno.EIO, "Input/output error")
+        return usual(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match="unchanged"):
+        agent.policy.model.save_pretrained(tmp_path / "model")
+    assert tree(tmp_path) == before
+
+
+def test_a_folder_for_a_model_is_advised_by_its_kind(agent, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"current working directory.*such as 'my-model'"):
+        agent.policy.model.save_pretrained(".")
 
 
 @pytest.mark.parametrize("tokenizer_first", [True, False])
@@ -491,7 +556,7 @@ def test_full_weights_are_not_saved_over_settings_that_the_user_added_to_an_adap
     tiny_model("llama").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"my": "experiment"}')
     before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'config.json' is to be written, and a file of this name is yours"):
+    with pytest.raises(CheckpointError, match=r"'config.json' is in the way"):
         AutoModelForCausalLMWithValueHead(tiny_base_model("llama")).save_pretrained(tmp_path)
     assert tree(tmp_path) == before
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig
+from huggingface_hub import constants
+from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llamagym.errors import ModelLoadError
+from llamagym.errors import CheckpointError, ModelLoadError
 from llamagym.models.registry import FAMILIES
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead, ValueHead
 from tests.tiny import tiny_base_model, tiny_config, tiny_model, tiny_tokenizer
@@ -161,6 +162,23 @@ def test_adapter_round_trip_loads_its_base_and_stays_trainable(tmp_path: Path) -
         assert_same_outputs(model, loaded)
 
 
+def test_loads_an_adapter_that_was_saved_without_a_task(tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    model = randomize(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "base", lora))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (saved["task_type"], saved["auto_mapping"]) == ("CAUSAL_LM", None)
+    assert lora.task_type is None
+    assert_same_outputs(model, AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter"))
+    # PEFT alone writes the base's class.
+    pretrained: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora)
+    model = randomize(AutoModelForCausalLMWithValueHead(pretrained))
+    model.save_pretrained(tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "adapter_config.json").read_text())["auto_mapping"]
+    assert_same_outputs(model, AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "plain"))
+
+
 def test_saving_an_adapter_of_a_hub_model_asks_no_hub(tmp_path: Path) -> None:
     """The suite turns warnings into errors, and PEFT warns when its check on the hub fails."""
     model = tiny_model("llama")
@@ -217,7 +235,8 @@ def test_trl_adapter_checkpoint(tmp_path: Path) -> None:
     model.v_head.feature_mean.zero_()
     model.v_head.feature_std.fill_(1.0)
     model.save_pretrained(tmp_path)
-    (tmp_path / "value_head.safetensors").unlink()
+    for ours in ("value_head.safetensors", "manifest.json"):
+        (tmp_path / ours).unlink()
     write_bin(tmp_path, trl_state(model))
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, base_model=tiny_base_model("gemma"))
     assert loaded.v_head.summary.weight.abs().sum() > 0
@@ -229,6 +248,7 @@ def test_value_head_of_another_width_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     wrong = {"v_head.summary.weight": torch.zeros(1, 16), "v_head.summary.bias": torch.zeros(1)}
     save_file(wrong, tmp_path / "value_head.safetensors")
+    (tmp_path / "manifest.json").unlink()
     with pytest.raises(ModelLoadError, match=r"\(1, 16\).*32 features"):
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
 
@@ -240,6 +260,73 @@ def test_missing_weights_are_refused_and_not_filled_with_noise(tmp_path: Path) -
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
+
+
+def test_options_of_transformers_act_as_there(tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path)
+    for options in ({"num_hidden_layers": 2}, {"vocab_size": 300, "ignore_mismatched_sizes": True}):
+        loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, **options)
+        for name, value in options.items():
+            assert getattr(loaded.config, name, value) == value
+        torch.manual_seed(0)
+        expected: Any = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        kept = {name for name, weight in expected.state_dict().items() if 300 not in weight.shape}
+        state = loaded.pretrained_model.state_dict()
+        assert all(torch.equal(state[name], expected.state_dict()[name]) for name in kept)
+    with pytest.raises(ModelLoadError, match="of other shapes"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, vocab_size=300)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ModelLoadError, match="weights of layers"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, dtype=torch.float32)
+
+
+def test_advice_fits_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"unexpected keyword argument 'bogus_option'\)\. Drop that option\.$"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, bogus_option=2)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError) as raised:
+        AutoModelForCausalLMWithValueHead.from_pretrained("no-such-user/no-such-model")
+    assert "no-such-user/no-such-model" in str(raised.value)
+    assert "fits the weights" not in str(raised.value)
+
+
+def test_only_indexes_of_the_folder_that_is_loaded_are_checked(tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path)
+    tiny_base_model("llama").save_pretrained(tmp_path / "backup")
+    (tmp_path / "backup" / "model.safetensors.index.json").write_text("")
+    AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"backup/model.safetensors.index.json' cannot be read"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, subfolder="backup")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "value_head.safetensors"])
+def test_rejects_a_saved_model_with_a_damaged_file(tmp_path: Path, file: str) -> None:
+    AutoModelForCausalLMWithValueHead(tiny_base_model("llama")).save_pretrained(tmp_path)
+    content = bytearray((tmp_path / file).read_bytes())
+    content[-20] ^= 1
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"is damaged: '{file}'"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
+
+
+def test_loads_a_saved_model_with_an_edited_configuration(tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path / "moved")
+    tiny_model("llama").save_pretrained(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "moved")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter" / "README.md").write_text("mine")
+    AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter")
+
+
+def test_a_manifest_of_something_else_is_not_a_model_s(tmp_path: Path) -> None:
+    tiny_base_model("llama").save_pretrained(tmp_path)
+    old = {"kind": "model", "schema": 1, "files": {"model.safetensors": [1, "0"]}}
+    for manifest in ({"name": "my web page"}, old):
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
 
 

@@ -8,14 +8,13 @@ and the tokenizer behind marks, and then encoded letter by letter as anything el
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Sequence
-from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
 # Private use: no text has a meaning for these, and no template changes them.
 _BEGIN, _END = "\ue000", "\ue001"
-_NUMBERED = re.compile(f"{_BEGIN}([0-9]+){_END}")
 
 
 class PlainText:
@@ -37,9 +36,9 @@ class PlainText:
         """Token ids of what `render` makes of texts; control tokens are those that it adds alone."""
         if not any(self._names.search(text) for text in texts):
             return self._encode(render(texts))
-        # A text may hold such characters; the number is one that none of them has there.
-        taken = {number for text in texts for number in _NUMBERED.findall(text)}
-        mark = next(f"{_BEGIN}{number}{_END}" for number in count() if str(number) not in taken)
+        # Texts may contain these characters, so take a number that no text has between them. A random one is not in
+        # what a template joins of several texts either.
+        mark = f"{_BEGIN}{secrets.randbits(128)}{_END}"
         found: list[str] = []
 
         def hide(match: re.Match[str]) -> str:

@@ -93,7 +93,7 @@ _NEUTRAL = frozenset(
 
 
 # Options of adapters by which PEFT imports a module or reads a file elsewhere.
-_NAMES_CODE = ("megatron_config", "auto_mapping", "prompt_tuning_init_state_dict_path")
+_NAMES_CODE = ("megatron_config", "prompt_tuning_init_state_dict_path")
 
 
 def read_adapter_config(file: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def read_adapter_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelLoadError(f"{str(file)!r} cannot be read: {reason_of(error)}. Save the adapter again.") from error
     method = config.get("peft_type")
-    # Other methods load files that they name while PEFT builds them.
+    # PEFT opens files named in the configuration of some other methods.
     if not (isinstance(method, str) and method in SUPPORTED):
         raise ModelLoadError(
             f"{str(file)!r} has peft_type={excerpt(method)}; expected one of {', '.join(sorted(SUPPORTED))}. Use an "

@@ -6,14 +6,13 @@ alter some of it later, the manifest shows it. A folder that is replaced is exch
 Linux; elsewhere it is renamed first, and renamed back if the process gets no further.
 
 The manifest also protects the user's files. Only a folder that is new, empty, or has a manifest of the same kind is
-written to (a model's may hold a tokenizer alone); only files that its manifest lists are removed, and all others are
-carried over.
+written to; a model may also be written beside files of other names, such as a tokenizer's. Only files that its manifest
+lists are removed, and all others are carried over.
 """
 
 from __future__ import annotations
 
 import ctypes
-import filecmp
 import hashlib
 import json
 import logging
@@ -34,6 +33,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError, ConfigError
+from .file_operations import are_equal, delete_folder, keep_mode, link_file
 from .paths import file_inside, user_folder
 
 try:
@@ -59,12 +59,12 @@ _WHOLE, _RETIRED = "whole", "retired"
 # Older temporary folders are treated as abandoned.
 _STALE_S = 3600.0
 _LARGEST_MANIFEST = 2**24
-_TOKENIZER_FILES = (
-    *("added_tokens.json", "additional_chat_templates", "chat_template.*", "merges.txt", "special_tokens_map.json"),
-    *("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model", "sentencepiece*.model"),
-)
-# Files that a folder without a manifest may hold, by kind: a tokenizer is often saved before its model.
-_MAY_HOLD = {"model": _TOKENIZER_FILES}
+# Kinds that may be written to a folder without a manifest, beside files of other names.
+_SHARES_FOLDER = ("model",)
+# Not beside weights, which could be loaded instead.
+_WEIGHTS = ("adapter_config.json", "*.safetensors", "*.safetensors.index*.json")
+# The only folder that they may be written beside; it is a tokenizer's. Others may be in use while they are replaced.
+_TEMPLATES = "additional_chat_templates"
 
 
 @contextmanager
@@ -74,8 +74,8 @@ def written_whole(
     """While open, files are written to the folder that it yields; closed without an error, that becomes `folder`.
 
     Args:
-        folder: Folder to write: new, empty, or one that this function wrote with the same kind. Files in it that its
-            manifest does not list stay.
+        folder: Folder to write: new, empty, or one that this function wrote with the same kind; for a model, also one
+            without a manifest, weights and folders. Files in it that its manifest does not list stay.
         kind: What it is, such as "checkpoint", for `verify`.
         facts: Further entries of the manifest, as JSON holds them.
         replace: Whether an older version may be replaced.
@@ -87,7 +87,7 @@ def written_whole(
             so.
     """
     folder = user_folder(folder).resolve()
-    _require_replaceable(folder)
+    _require_replaceable(folder, kind)
     missing = [parent for parent in folder.parents if not os.path.exists(parent)]
     scratch: Path | None = None
     is_in_place = False
@@ -96,6 +96,7 @@ def written_whole(
         bring_back(folder)
         remove_stale(folder.parent)
         require_own(folder, kind)
+        _require_writable(folder)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
         (scratch / _OWNER).touch()
         # Not the scratch folder itself, which only its owner may open.
@@ -134,10 +135,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
     try:
         if path.is_file() and not path.is_symlink():
             scratch.touch(0o600)
-        # Text may hold half of a character pair, such as a file's name that is not UTF-8.
+        # Text may hold a lone surrogate, such as a file's name that is not UTF-8.
         write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
         _flush(scratch)
-        _keep_mode(path, scratch)
+        keep_mode(path, scratch)
         scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
@@ -229,7 +230,22 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
             f"{str(folder)!r} was written by llamagym {str(manifest.get('llamagym'))[:80]} in format "
             f"{manifest['schema']}, and this version reads format {SCHEMA} only. Use the version that wrote it."
         )
-    for name, (size, checksum) in manifest["files"].items():
+    check_files(folder, manifest["files"], checksums=checksums)
+    return manifest
+
+
+def check_files(folder: Path, files: Mapping[str, tuple[int, str]], *, checksums: bool = True) -> None:
+    """Rejects files that are not as a manifest lists them.
+
+    Args:
+        folder: Their folder.
+        files: Sizes and checksums by name.
+        checksums: Whether to compare checksums, and not sizes alone.
+
+    Raises:
+        CheckpointError: A file is missing, cannot be read, or differs.
+    """
+    for name, (size, checksum) in files.items():
         path = file_inside(folder, name)
         try:
             is_intact = path.is_file() and path.stat().st_size == size
@@ -238,7 +254,6 @@ def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]
             raise CheckpointError(f"{str(folder)!r}: {name!r} cannot be read: {reason_of(error)}.") from error
         if not is_intact:
             raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is missing or not what was written.")
-    return manifest
 
 
 def reason_of(error: BaseException) -> str:
@@ -278,7 +293,7 @@ def bring_back(folder: Path) -> None:
 
 
 def bring_back_all(parent: Path) -> None:
-    """Renames all such folders back in a parent folder."""
+    """Calls `bring_back` for every folder in `parent` that was set aside."""
     for aside in parent.glob(f"{_ASIDE}*"):
         bring_back(parent / aside.name.removeprefix(_ASIDE))
 
@@ -300,7 +315,7 @@ def _is_scratch(folder: Path) -> bool:
 
 
 def _is_in_use(scratch: Path) -> bool:
-    """Whether a process writes to a temporary folder: something in it is new, or its mark is locked."""
+    """Whether a temporary folder is in use: a file in it changed within the last hour, or its mark is locked."""
     newest = max(path.lstat().st_mtime for path in (scratch, *scratch.rglob("*")))
     if time.time() - newest <= _STALE_S:
         return True
@@ -316,10 +331,16 @@ def _is_in_use(scratch: Path) -> bool:
 
 
 def _remove_scratch(scratch: Path) -> None:
-    """Deletes a temporary folder, its mark last: should the process be killed, a later one recognizes the rest."""
-    for name in (_WHOLE, _RETIRED):
-        shutil.rmtree(scratch / name, ignore_errors=True)
-    shutil.rmtree(scratch, ignore_errors=True)
+    """Deletes a temporary folder.
+
+    The mark is deleted last, so that a later process can finish an interrupted deletion.
+    """
+    inner = [scratch / name for name in (_WHOLE, _RETIRED)]
+    with suppress(OSError):
+        for folder in inner:
+            delete_folder(folder)
+    if not any(map(os.path.lexists, inner)):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
@@ -331,7 +352,7 @@ def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
             parent.rmdir()
 
 
-def _require_replaceable(folder: Path) -> None:
+def _require_replaceable(folder: Path, kind: str) -> None:
     """Reject the current working directory and those above it: they cannot be replaced as a whole.
 
     Raises:
@@ -344,7 +365,7 @@ def _require_replaceable(folder: Path) -> None:
     if here.is_relative_to(folder):
         raise ConfigError(
             f"folder={str(folder)!r} is the current working directory or contains it, and cannot be replaced as a "
-            "whole. Pass a folder of its own, such as 'my-agent'."
+            f"whole. Pass a folder of its own, such as 'my-{kind}'."
         )
 
 
@@ -355,7 +376,7 @@ def require_own(folder: Path, kind: str) -> None:
         CheckpointError: It is such a folder.
         ConfigError: It is the current working directory, or contains it.
     """
-    _require_replaceable(folder.resolve())
+    _require_replaceable(folder.resolve(), kind)
     if not folder.parent.is_dir():
         return
     # While another process renames the folder, it has no manifest.
@@ -364,22 +385,43 @@ def require_own(folder: Path, kind: str) -> None:
 
 
 def _require_own(folder: Path, kind: str) -> None:
-    """Rejects such a folder under the lock, which the caller holds."""
+    """Does the check of `require_own`; the caller holds the lock."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
-    if all(any(fnmatchcase(name, pattern) for pattern in _MAY_HOLD.get(kind, ())) for name in names):
+    if kind in _SHARES_FOLDER and MANIFEST not in names:
+        names = [name for name in names if _is_in_the_way(folder / name)]
+    if not names:
         return
     try:
         found = read_manifest(folder)["kind"]
     except CheckpointError as error:
         listing = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise CheckpointError(
-            f"{str(folder)!r} holds files that llamagym did not write there ({listing}). Saving replaces a folder as a "
-            "whole. Pass a new or empty folder."
+            f"{str(folder)!r} holds files ({listing}) and no manifest of this version of llamagym. Saving replaces a "
+            "folder as a whole. Pass a new or empty folder."
         ) from error
     if found != kind:
         raise CheckpointError(
             f"{str(folder)!r} holds: {found[:80]}; saving there would replace it with: {kind}. Pass another folder."
         )
+
+
+def _is_in_the_way(path: Path) -> bool:
+    """Whether a model may not be written beside a file or folder."""
+    is_weights = any(fnmatchcase(path.name, pattern) for pattern in _WEIGHTS)
+    return is_weights or (path.is_dir() and path.name != _TEMPLATES)
+
+
+def _require_writable(folder: Path) -> None:
+    """Rejects a read-only folder, and one in a read-only folder, where it cannot be renamed.
+
+    Raises:
+        PermissionError: It is such a folder.
+    """
+    for path in (folder.parent, folder):
+        if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(
+                f"{str(path)!r} is read-only, and the folder is replaced as a whole. Make it writable, or pass another"
+            )
 
 
 def _is_own(folder: Path) -> bool:
@@ -395,7 +437,7 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
     """Put a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
     _require_own(folder, kind)
-    _keep_mode(folder, new)
+    keep_mode(folder, new)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():
             folder.rmdir()
@@ -403,22 +445,28 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
         return
     if not replace:
         raise FileExistsError(f"{str(folder)!r} exists")
-    if not (folder / MANIFEST).exists():
-        # A tokenizer alone. Folders without a manifest are not renamed back.
-        replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
-    listed = {MANIFEST, *read_manifest(folder)["files"]}
+    has_manifest = (folder / MANIFEST).exists()
+    listed = {MANIFEST, *(read_manifest(folder)["files"] if has_manifest else ())}
     carried = _carry_over(folder, new, listed)
     for path in new.rglob("*"):
-        _keep_mode(folder / path.relative_to(new), path)
+        keep_mode(folder / path.relative_to(new), path)
     aside = _aside(folder)
     if _is_own(aside):  # of a process that was killed just after its new folder had the name
         _retire(aside, folder, new.parent)
     if not _exchange(new, folder):
-        folder.rename(aside)
         try:
-            new.rename(folder)
+            if not has_manifest:
+                # `bring_back` needs one to recognize the folder.
+                replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
+            folder.rename(aside)
+            try:
+                new.rename(folder)
+            except BaseException:
+                aside.rename(folder)
+                raise
         except BaseException:
-            aside.rename(folder)
+            if not has_manifest:
+                (folder / MANIFEST).unlink(missing_ok=True)
             raise
         aside.rename(new)
     # Files that were added since.
@@ -434,21 +482,12 @@ def _retire(aside: Path, folder: Path, scratch: Path) -> None:
         scratch: The temporary folder, which is deleted at the end.
     """
     listed = {MANIFEST, *read_manifest(aside)["files"]}
-    if all(_are_equal(aside / name, folder / name) for name in _unlisted(aside, listed)):
+    if all(are_equal(aside / name, folder / name) for name in _unlisted(aside, listed)):
         aside.rename(scratch / _RETIRED)
         return
     kept = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
     aside.rename(kept)
     logger.warning("%s holds files of yours that %s does not; it is kept.", kept, folder)
-
-
-def _are_equal(one: Path, other: Path) -> bool:
-    """Whether two paths are equal links, or files with the same content."""
-    if one.is_symlink() or other.is_symlink():
-        return one.is_symlink() and other.is_symlink() and os.readlink(one) == os.readlink(other)
-    if one.is_dir():
-        return other.is_dir()
-    return other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _unlisted(folder: Path, listed: set[str]) -> Iterator[str]:
@@ -472,29 +511,14 @@ def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
             target.mkdir(parents=True, exist_ok=True)
             continue
         if os.path.lexists(target):
-            raise FileExistsError(f"{name!r} is to be written, and a file of this name is yours")
+            raise FileExistsError(
+                f"{name!r} is in the way: no {MANIFEST} lists it, and a file of this name is to be written. Move it, "
+                "or pass another folder"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
-        _link(path, target)
+        link_file(path, target)
         carried.add(name)
     return carried
-
-
-def _link(path: Path, target: Path) -> None:
-    """Let a file have a second name, or copy it where the file system cannot do that."""
-    if path.is_symlink():
-        target.symlink_to(os.readlink(path))
-        return
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copy2(path, target)
-
-
-def _keep_mode(old: Path, new: Path) -> None:
-    """Gives a file or folder the permissions of the one that it replaces, if there is one."""
-    with suppress(OSError):  # there is none, or the file system has no permissions
-        if not (old.is_symlink() or new.is_symlink()):
-            new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def _aside(folder: Path) -> Path:
@@ -510,7 +534,7 @@ def _is_of_writing(error: BaseException) -> bool:
 def _locked(path: Path) -> Iterator[None]:
     """While open, this process holds the lock of a file or folder, where the system has such locks.
 
-    Folders in another one are renamed only while that one is locked.
+    Callers lock the parent folder before they rename a folder in it.
     """
     if fcntl is None:
         yield

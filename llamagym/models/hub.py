@@ -185,11 +185,13 @@ def _instead(folder: Path) -> str:
 def check_indexes(folder: Path) -> None:
     """Rejects a folder with an index of weights that is damaged or names files outside of the folder.
 
+    Indexes in its subfolders are not read.
+
     Raises:
         ModelLoadError: It has such an index.
     """
     for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
-        for index in folder.rglob(pattern):
+        for index in folder.glob(pattern):
             try:
                 names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

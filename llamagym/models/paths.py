@@ -49,7 +49,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a name is a relative path that leads out of no folder by itself, links aside."""
+    """Whether a name is a relative path without `..`; symbolic links are not checked."""
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     return bool(parts) and not {"..", "/"} & set(parts) and not set("\0\\:") & set(name)
 

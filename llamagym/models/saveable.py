@@ -77,7 +77,7 @@ def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> Non
         # A tensor is saved under its path, as UTF-8.
         if path != path.encode("utf-8", "replace").decode():
             raise ConfigError(
-                f"{path[:200]!a} contains half of a character pair, under which no tensor can be saved. Use a key "
+                f"{path[:200]!a} contains a lone surrogate, under which no tensor can be saved. Use a key "
                 "that UTF-8 can encode, such as os.fsencode(name).hex()."
             )
         if path in tensor_paths:

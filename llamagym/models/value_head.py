@@ -9,7 +9,7 @@ departures:
 - There is no dropout: the same input must give the same value in every pass.
 
 On disk: what transformers or PEFT writes for the model (full weights or adapter), `value_head.safetensors`, and a
-manifest of these files, which the next save replaces.
+manifest; the next save replaces the files that it lists.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import ConfigError, LlamaGymError, ModelLoadError, excerpt
+from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt
 from .adapters import read_adapter_config
-from .atomic import reason_of, written_whole
+from .atomic import SCHEMA, check_files, read_manifest, reason_of, written_whole
 from .hub import (
     ADAPTER_CONFIG,
     check_indexes,
@@ -58,6 +59,8 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 _HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
+# Options of loading that a configuration also has, and that change no layers.
+_NOT_OF_SIZE = {"dtype", "torch_dtype", "quantization_config"}
 # No feature is amplified more than this many times above what its share of the average spread would give.
 _MAX_GAIN = 100.0
 
@@ -196,6 +199,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             ConfigError: `peft_config` is not a configuration of PEFT.
             ModelLoadError: Weights are missing or do not fit, the adapter finds no module, or `peft_config` meets a
                 model that already has an adapter.
+            CheckpointError: Weights that `save_pretrained` wrote are damaged.
         """
         source = pretrained_model_name_or_path
         if not (peft_config is None or hasattr(peft_config, "peft_type")):
@@ -281,8 +285,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Write the adapter, or the full weights where there is none, and the value head.
 
         Args:
-            save_directory: Folder to write, whole or not at all: new, empty, a model's, or one that holds a tokenizer
-                alone. A model is replaced; other files in its folder stay.
+            save_directory: Target folder: new, empty, an earlier save of this method, or one that holds only files of
+                other names, such as a tokenizer's. It is replaced in one step; other files stay.
             **kwargs: Passed on to the language model's `save_pretrained`.
 
         Raises:
@@ -350,7 +354,7 @@ def check_head(model: Any) -> None:
 
 @contextmanager
 def _errors_named(source: Any) -> Iterator[None]:
-    """While open, errors of other libraries, which check little, are errors that name the model."""
+    """While open, turns errors of transformers, PEFT and safetensors into a ModelLoadError that names the model."""
     try:
         yield
     except (LlamaGymError, MemoryError, torch.OutOfMemoryError):
@@ -361,9 +365,20 @@ def _errors_named(source: Any) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise ModelLoadError(
-            f"cannot load a causal language model from {str(source)!r} ({reason_of(error)}). Check the name, and that "
-            "the configuration fits the weights and, of an adapter, its base; if that has moved, pass base_model."
+            f"cannot load a causal language model from {str(source)!r} ({reason_of(error)}).{_advice(error)}"
         ) from error
+
+
+def _advice(error: Exception) -> str:
+    """Advice on an error of another library; empty where its message gives the reason."""
+    if isinstance(error, OSError):
+        return ""
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        return " Drop that option."
+    return (
+        " Check the name, and that the configuration fits the weights and, of an adapter, its base; if that has moved, "
+        "pass base_model."
+    )
 
 
 def _source(name: str | Path) -> str:
@@ -371,6 +386,7 @@ def _source(name: str | Path) -> str:
 
     Raises:
         ModelLoadError: It is not a name, it can only be a path and nothing is there, or it is a file.
+        CheckpointError: It is a folder that `save_pretrained` wrote, and its weights are damaged.
     """
     if not isinstance(name, (str, Path)):
         raise ModelLoadError(
@@ -384,17 +400,34 @@ def _source(name: str | Path) -> str:
         raise ModelLoadError(
             f"{str(path)!r} is a GGUF file, which must be converted. load_model_and_tokenizer converts and loads it."
         )
+    _verify(path)
     return str(path)
 
 
+def _verify(folder: Path) -> None:
+    """Checks the weights of a folder that `save_pretrained` wrote. Users may edit its other files.
+
+    Raises:
+        CheckpointError: A file of weights is damaged.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:  # it has none, or a file of this name that is something else
+        return
+    # Models that an earlier version converted have the same kind.
+    if (manifest["kind"], manifest["schema"]) == (KIND, SCHEMA):
+        files = manifest["files"].items()
+        check_files(folder, {name: listed for name, listed in files if name.endswith((".safetensors", ".bin"))})
+
+
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
-    # Otherwise transformers would ask on the terminal whether to run a repository's code.
-    # What does not fit is reported below, with both shapes.
-    kwargs = {"trust_remote_code": False, **kwargs, "ignore_mismatched_sizes": True}
+    # Do not ask on the terminal whether to run a repository's code. Report mismatched shapes below instead of raising
+    # here.
+    options = {"trust_remote_code": False, **kwargs, "ignore_mismatched_sizes": True}
     if Path(source).is_dir():
-        check_indexes(Path(source))
+        check_indexes(Path(source) / (kwargs.get("subfolder") or ""))
     with _errors_named(source):
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     model: PreTrainedModel
     model, report = loaded
     # transformers fills what is missing with random numbers, which would pass for a bad model.
@@ -405,7 +438,7 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
             "Check that the folder is complete and that its config.json fits the weights."
         )
     mismatched = sorted(report["mismatched_keys"])
-    if mismatched:
+    if mismatched and not kwargs.get("ignore_mismatched_sizes"):
         key, saved, expected = mismatched[0]
         raise ModelLoadError(
             f"{str(source)!r} holds {len(mismatched)} weights of other shapes than {type(model).__name__} has by its "
@@ -413,9 +446,11 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
         )
     # The value head of TRL's checkpoints is read later.
     unused = sorted(key for key in report["unexpected_keys"] if not key.startswith(_PREFIX))
-    # Part of a model would pass for a bad one. Other unused weights are usual, such as buffers that are computed today.
+    # Unused layer weights mean that config.json describes a smaller model. Other unused weights, such as old buffers,
+    # are harmless.
     of_layers = [key for key in unused if _LAYER_NUMBER.sub(".0.", key) in model.state_dict()]
-    if of_layers:
+    is_overridden = "config" in kwargs or any(hasattr(model.config, key) for key in kwargs.keys() - _NOT_OF_SIZE)
+    if of_layers and not is_overridden:
         raise ModelLoadError(
             f"{str(source)!r} holds {len(of_layers)} weights of layers that {type(model).__name__} lacks by its "
             f"config.json, among them {of_layers[0]!r}. Check that the two fit."
@@ -448,7 +483,11 @@ def _load_adapter(
                 f"the base of the adapter in {str(source)!r} is missing: {error} If it has moved, pass base_model."
             ) from error
         base_model = _load_base(base, options)
-    return PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
+    model = PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
+    # The module and class of the base, which AutoPeftModel imports. Nothing here does, and no later save names them.
+    for each in model.peft_config.values():
+        each.auto_mapping = None
+    return model
 
 
 def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
@@ -459,6 +498,10 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) ->
             "peft_config was given for a model that already has an adapter. Drop peft_config to go on training that "
             "adapter, or load its base to begin a new one."
         )
+    if peft_config.task_type is None:
+        # Otherwise PEFT saves the module of the base for AutoPeftModel to import.
+        peft_config = copy(peft_config)
+        peft_config.task_type = "CAUSAL_LM"
     # Before an adapter that fails has changed some of them.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:

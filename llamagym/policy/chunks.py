@@ -66,7 +66,7 @@ def shares(segments: Sequence[Segment], count: int) -> list[list[Segment]]:
     """Divides recorded contexts among processes, equal ones together, so that each has about as many tokens.
 
     Args:
-        segments: Contexts in the same order on all processes. The process that played one has cached its history.
+        segments: Contexts, in the same order on all processes; the process `segment.rank` has cached the history.
         count: Number of processes.
     """
     equal: dict[TokenTree, list[Segment]] = {}
