@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.reliability import introduced_bugs
+
 pytestmark = pytest.mark.long
 
 BENCHMARKS = Path(__file__).parent.parent / "scripts" / "benchmarks"
@@ -69,3 +71,8 @@ def test_our_modules_do_not_shadow_a_rivals(common, rival, monkeypatch):
     monkeypatch.setitem(common.ENVIRONMENT, "PYTHONPATH", str(BENCHMARKS))
     with pytest.raises(RuntimeError, match="status 0"):
         common.measure({}, rival("import os; assert 'PYTHONPATH' not in os.environ"))
+
+
+@pytest.mark.parametrize("bug", introduced_bugs.BUGS, ids=lambda bug: bug.name)
+def test_every_bug_that_is_introduced_changes_the_code_as_it_is_today(bug):
+    assert (introduced_bugs.ROOT / bug.path).read_text(encoding="utf-8").count(bug.old) == 1

@@ -55,8 +55,8 @@ BUGS = (
     Bug(
         "a value is bootstrapped after termination, too",
         "llamagym/learners/learning_actor.py",
-        "to_value = [index for index in learned if cut[index] and self.learner.has_critic]",
-        "to_value = [index for index in learned if finals[index] is not None and self.learner.has_critic]",
+        "            if cut[index] and self.learner.has_critic:\n",
+        "            if finals[index] is not None and self.learner.has_critic:\n",
         ("agent",),
     ),
     Bug(
