@@ -24,9 +24,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     options.add_argument("--load-in-8bit", action="store_true", help="quantized weights; needs a GPU")
     options.add_argument("--algorithm", default="ppo", choices=["ppo", "grpo"])
     options.add_argument("--episodes", type=int, help="stop after this many")
-    options.add_argument(
-        "--minutes", type=float, help="stop after this time; the limit reached first ends the training"
-    )
+    options.add_argument("--minutes", type=float, help="stop after this time, or at another limit if that comes first")
     options.add_argument("--num-envs", type=int, help="environments that are stepped together")
     for name, kind in LEARNER.items():
         options.add_argument(f"--{name.replace('_', '-')}", type=kind, help="option of PPOConfig or GRPOConfig")
@@ -81,7 +79,8 @@ def summarize(args: Any, agent: Any, result: Any, scores: Any, greedy: Any, base
     named = {name: f"{value:.3f}" for name, value in (returns | baselines).items()}
     agent.save_pretrained(args.run_dir / "agent", environment=Path(sys.argv[0]).stem, results=named)
     print("Expected return: " + ", ".join(f"{value} {name}" for name, value in named.items()))
-    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {result.report}")
+    report = result.report or "none, no update ran"
+    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {report}")
 
 
 def evaluation(env: Any, args: argparse.Namespace) -> Any:

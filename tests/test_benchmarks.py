@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reliability import introduced_bugs
+from scripts.reliability import golden_runs, introduced_bugs
 
 pytestmark = pytest.mark.long
 
@@ -76,3 +76,11 @@ def test_our_modules_do_not_shadow_a_rivals(common, rival, monkeypatch):
 @pytest.mark.parametrize("bug", introduced_bugs.BUGS, ids=lambda bug: bug.name)
 def test_every_bug_that_is_introduced_changes_the_code_as_it_is_today(bug):
     assert (introduced_bugs.ROOT / bug.path).read_text(encoding="utf-8").count(bug.old) == 1
+
+
+def test_golden_runs_that_differ_are_counted_and_their_statistic_is_named(capsys):
+    run = {"weights": "a", "stats": [{"approx_kl": 0.5, "entropy": 1.0}]}
+    assert golden_runs.compare({"one": run}, {"one": run}) == 0
+    assert golden_runs.compare({"one": run}, {"one": run | {"stats": [{"approx_kl": 0.4, "entropy": 1.0}]}}) == 1
+    assert "stats differ; update 0: approx_kl 0.5 -> 0.4" in capsys.readouterr().out
+    assert golden_runs.compare({"one": run}, {"two": run}) == 2

@@ -735,7 +735,31 @@ def outer(registered: str) -> gym.Env:
     return gym.make(registered)
 
 
-@pytest.mark.parametrize("make", [plain, wrapped, outer])
+class WithFunctions(CountdownEnv):
+    """Has functions with an array as a default value, one that calls itself, and one with an unassigned variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def factorial(number: int) -> int:
+            return number * factorial(number - 1) if number else 1
+
+        def early() -> int:
+            return assigned_later
+
+        self.default = lambda number, weights=np.zeros(3): number * weights  # noqa: B008
+        self.factorial = factorial
+        self.early = early
+        if self.length < 0:
+            assigned_later = 1
+
+
+def with_functions(registered: str) -> gym.Env:
+    gym.registry[registered].entry_point = WithFunctions
+    return gym.make(registered)
+
+
+@pytest.mark.parametrize("make", [plain, wrapped, outer, with_functions])
 @pytest.mark.parametrize("is_used", [False, True], ids=["as it was made", "after a reset"])
 def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, make, caplog, is_used):
     env = make(registered)

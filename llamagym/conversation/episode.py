@@ -235,7 +235,7 @@ class Conversation:
         reply_length: Tokens kept free for a reply in free text; for choices, those of the longest are.
         turns: Finished turns.
         first_shown: Number of the first turn that the current context shows.
-        learnt_turns: How many of them have been learned from.
+        learned_turns: How many of them have been learned from.
         messages: The same as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
         learns: Whether all replies were sampled to learn from.
@@ -249,7 +249,7 @@ class Conversation:
     reply_length: int = 0
     turns: list[Turn] = field(default_factory=list)
     first_shown: int = 0
-    learnt_turns: int = 0
+    learned_turns: int = 0
     messages: list[Message] = field(default_factory=list)
     pending: Prompt | None = None
     learns: bool = True
@@ -355,13 +355,13 @@ class Conversation:
 
     def finished(self, truncated: bool, group: Hashable | None) -> Episode:
         """The episode that has ended here; a pending prompt is the one after the last turn."""
-        first = self.learnt_turns
+        first = self.learned_turns
         earlier = tuple(self.turns[:first])
         return Episode(tuple(self.turns[first:]), not truncated, truncated, self.pending, group, earlier=earlier)
 
     def under_way(self) -> Episode:
         """The turns to learn from before the episode ends: all but the last, at whose prompt the rest is valued."""
-        first = self.learnt_turns
+        first = self.learned_turns
         return Episode(
             tuple(self.turns[first:-1]),
             terminated=False,

@@ -105,7 +105,7 @@ def conversation_record(conversation: Conversation, table: IdTable) -> dict[str,
         "turns": [_turn_record(turn, table) for turn in conversation.turns],
         "messages": conversation.messages,
         "first_shown": conversation.first_shown,
-        "learnt_turns": conversation.learnt_turns,
+        "learned_turns": conversation.learned_turns,
         "learns": conversation.learns,
         "awaits_reward": conversation.awaits_reward,
     }
@@ -116,7 +116,7 @@ def restore_conversation(conversation: Conversation, record: Mapping[str, Any], 
     conversation.system_prompt = record["system_prompt"]
     conversation.turns = [_turn_from(turn, table) for turn in record["turns"]]
     conversation.first_shown = record["first_shown"]
-    conversation.learnt_turns = record["learnt_turns"]
+    conversation.learned_turns = record["learned_turns"]
     conversation.messages = record["messages"]
     conversation.learns, conversation.awaits_reward = record["learns"], record["awaits_reward"]
 

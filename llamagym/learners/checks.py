@@ -80,10 +80,10 @@ def check_reward(reward: float, place: int, conversation: Conversation, env_id: 
             f"{count} turns. Pass a whole number from {-count} to {count - 1}; rewards of an episode that has ended "
             "cannot be changed."
         )
-    if place % count < conversation.learnt_turns:
+    if place % count < conversation.learned_turns:
         raise EpisodeError(
             f"Reward {excerpt(reward)} for turn {place} of environment {env_id!r} comes too late: its first "
-            f"{conversation.learnt_turns} turns have been learned from. Pass a judge to train(), which then "
+            f"{conversation.learned_turns} turns have been learned from. Pass a judge to train(), which then "
             "learns from whole episodes."
         )
     number = as_number(reward)

@@ -440,7 +440,7 @@ class LearningActor(Actor):
             if self._replay is not None:
                 stats |= self._replay.update(batch, self.learner.cooldown.scale)
         for conversation, episode in under_way:
-            conversation.learnt_turns += len(episode.turns)
+            conversation.learned_turns += len(episode.turns)
         self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)
         self._sample = EpisodeSample(self.policy.num_updates)
         seconds, tokens = zip(*ranks.gather_objects((self._acting_s, self._acted_tokens)), strict=True)

@@ -195,8 +195,11 @@ def _fact(manifest: dict[str, Any], name: str) -> float:
 def difference(name: str, saved: Any, passed: Any) -> str:
     """Describes a changed option."""
     are_texts = isinstance(saved, str) and isinstance(passed, str)
-    was, is_now = (saved, passed) if are_texts else (repr(saved), repr(passed))
-    was, is_now = _around(was, is_now), _around(is_now, was)
+    if not are_texts:
+        saved = repr(saved)
+        passed = repr(passed)
+    was = _around(saved, passed)
+    is_now = _around(passed, saved)
     return f"{name} was {was!r} and is now {is_now!r}" if are_texts else f"{name} was {was} and is now {is_now}"
 
 

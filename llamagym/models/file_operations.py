@@ -37,7 +37,7 @@ def are_equal(one: Path, other: Path) -> bool:
 
 
 def link_file(path: Path, target: Path) -> None:
-    """Let a file have a second name, or copy it where the file system cannot do that."""
+    """Creates a hard link, or a copy where the file system has no hard links; copies symbolic links as links."""
     if path.is_symlink():
         target.symlink_to(os.readlink(path))
         return
@@ -49,6 +49,6 @@ def link_file(path: Path, target: Path) -> None:
 
 def keep_mode(old: Path, new: Path) -> None:
     """Gives a file or folder the permissions of the one that it replaces, if there is one."""
-    with suppress(OSError):  # there is none, or the file system has no permissions
+    with suppress(OSError):  # `old` does not exist, or the file system has no permissions
         if not (old.is_symlink() or new.is_symlink()):
             new.chmod(stat.S_IMODE(old.stat().st_mode))

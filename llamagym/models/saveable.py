@@ -22,8 +22,6 @@ _DTYPES = (
 )
 # A dictionary with one of these as its only key stands for something else in a checkpoint.
 _RESERVED_KEYS = ("__tensor__", "__number__")
-
-
 # Values without parts, of which any can be saved.
 _PLAIN_TYPES = frozenset((float, bool, str, type(None)))
 

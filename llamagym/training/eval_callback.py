@@ -150,5 +150,6 @@ class EvalCallback(Callback):
         require_part(is_valid and is_count(best[1]), state, "best", "a mean return or None, and an update", where)
         is_valid = isinstance(last, list) and len(last) == 2 and all(map(is_count, last))
         require_part(is_valid, state, "last", "an update and a number of episodes", where)
-        self.best_mean, self.best_update = -math.inf if best[0] is None else best[0], best[1]
+        self.best_mean = -math.inf if best[0] is None else best[0]
+        self.best_update = best[1]
         self._last_update, self._last_episodes = last

@@ -432,11 +432,12 @@ class Play:
         Raises:
             CheckpointError: The agent offers other choices.
         """
-        saved, saved_texts = state["choices"], state["texts"]
-        first = state["first"]
-        if not is_replayed and first is not None:
-            saved, saved_texts = first["choices"], first["texts"]
-        now, texts = self._choices_record(list(zip(self._observations, self._infos, strict=True))), self._texts()
+        # Environments that cannot be played again are at the beginnings of their episodes.
+        then = state if is_replayed or state["first"] is None else state["first"]
+        saved = then["choices"]
+        saved_texts = then["texts"]
+        now = self._choices_record(list(zip(self._observations, self._infos, strict=True)))
+        texts = self._texts()
         # With another number of environments, no positions correspond.
         if len(saved_texts) == len(texts):
             for i, (old, new) in enumerate(zip(saved["indices"], now["indices"], strict=True)):

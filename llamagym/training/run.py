@@ -72,7 +72,8 @@ class Run:
         self._began = time.perf_counter()
         # Of the first episode that no update's success rate counts yet.
         self._uncounted = 0
-        self._was_stopped = self._has_failed = False
+        self._was_stopped = False
+        self._has_failed = False
         self.is_finished = False
 
     def __str__(self) -> str:
@@ -167,7 +168,8 @@ class Run:
         """Go on from what was saved."""
         self.is_resumed = True
         self.returns, self.updates, self.turns = state["returns"], state["updates"], state["turns"]
-        self.successes, self._uncounted = state["successes"], state["uncounted"]
+        self.successes = state["successes"]
+        self._uncounted = state["uncounted"]
         self._began = time.perf_counter() - state["seconds"]
         budget = state["budget"]
         continues = budget["limits"] == self._budget and not budget["is_finished"]

@@ -7,6 +7,7 @@ import logging
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -167,11 +168,27 @@ def _is_alike(value: Any, other: Any, levels: int) -> bool:
 
 
 def _is_same_function(function: FunctionType, other: FunctionType) -> bool:
-    """Whether two functions have the same code and values; environments in them are compared elsewhere."""
+    """Whether two functions have the same code and bound values; environments in them are compared elsewhere."""
     if function is other:
         return True
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    other_cells = [cell.cell_contents for cell in other.__closure__ or ()]
-    if function.__code__ != other.__code__ or function.__defaults__ != other.__defaults__:
+    if function.__code__ != other.__code__:
         return False
-    return all(_is_alike(*pair, levels=0) for pair in zip(cells, other_cells, strict=True))
+    values = _bound_values(function)
+    other_values = _bound_values(other)
+    return len(values) == len(other_values) and all(map(_is_same_value, values, other_values))
+
+
+def _bound_values(function: FunctionType) -> list[Any]:
+    """A function's default values and the values of its closure, without variables that are not assigned yet."""
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
+
+
+def _is_same_value(value: Any, other: Any) -> bool:
+    # Functions by their code alone, since they may refer to each other or to themselves.
+    if isinstance(value, FunctionType) and isinstance(other, FunctionType):
+        return value.__code__ == other.__code__
+    return _is_alike(value, other, levels=0)

@@ -378,7 +378,8 @@ def _is_of_class(tracker: object, entry: Sequence[Any]) -> bool:
 
 def _has_position_of(tracker: object, entry: Sequence[Any]) -> bool:
     """Whether a saved entry belongs to a tracker of this class that writes to this file."""
-    path, position = getattr(tracker, "_path", None), entry[1]
+    path = getattr(tracker, "_path", None)
+    position = entry[1]
     is_same_file = path is not None and isinstance(position, Mapping) and position.get("path") == str(path)
     return is_same_file and _is_of_class(tracker, entry)
 

@@ -25,7 +25,7 @@ from tests.resumed_run import CASES, Talker, demonstrations, learn, make
 
 UPDATES = 4
 _REINFORCE = {"algorithm": "reinforce", "reinforce": {"batch_size": 16}, "context": "turn"}
-CASES_HERE: dict[str, tuple[Any, dict[str, Any]]] = {
+ALL_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **CASES,
     "REINFORCE": (ChoiceAgent, _REINFORCE),
     "REINFORCE, free text": (Talker, _REINFORCE),
@@ -37,7 +37,7 @@ CASES_HERE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def run(name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Trains a case's agent for a few updates; returns its statistics, returns and a checksum of its weights."""
-    kind, options = CASES_HERE[name]
+    kind, options = ALL_CASES[name]
     # REINFORCE has other options than those that `make` passes.
     build = make_agent if name.startswith("REINFORCE") else make
     agent = build(kind, **dict(options))
@@ -57,7 +57,7 @@ def runs() -> dict[str, Any]:
     torch.set_num_threads(1)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     # Without an adapter every weight learns, in float32.
-    cases = [(case, dtype) for case in CASES_HERE for dtype in dtypes if (case, dtype) != ("all weights", "bfloat16")]
+    cases = [(case, dtype) for case in ALL_CASES for dtype in dtypes if (case, dtype) != ("all weights", "bfloat16")]
     return {f"{case}, {dtype}": run(case, dtypes[dtype]) for case, dtype in cases}
 
 
@@ -67,7 +67,8 @@ def largest_difference(before: list[dict[str, float]], after: list[dict[str, flo
     text = "statistics are equal"
     for update, (old, new) in enumerate(zip(before, after, strict=False)):
         for key in sorted(old.keys() | new.keys()):
-            one, other = old.get(key), new.get(key)
+            one = old.get(key)
+            other = new.get(key)
             if one == other or (one != one and other != other):
                 continue
             is_relative = isinstance(one, float) and isinstance(other, float)
