@@ -15,10 +15,8 @@ with _warnings.catch_warnings():
     _warnings.filterwarnings("ignore", "IProgress not found")
     import tqdm.auto as _tqdm_auto  # noqa: F401
 
-from .agent import Agent
-from .conversation.demonstrations import demonstrations_path
-from .conversation.parsing import find_json, parse_choice
-from .conversation.spaces import name_actions, parse_action
+from .agent.agent import Agent
+from .distributed import gather_objects, is_main_process, main_process_first
 from .envs import register as _register
 from .errors import (
     ActionParseError,
@@ -36,11 +34,12 @@ from .errors import (
 )
 from .learners.grpo import GRPO, GRPOConfig, ReinforceConfig
 from .learners.ppo import PPO, PPOConfig
-from .learners.ppo_trainer import PPOTrainer
-from .learners.ranks import gather_objects, is_main_process, main_process_first
 from .models.generation import GenerationConfig
 from .models.loading import load_model_and_tokenizer
 from .models.value_head import AutoModelForCausalLMWithValueHead
+from .text.demonstrations import demonstrations_path
+from .text.parsing import find_json, parse_choice
+from .text.spaces import name_actions, parse_action
 from .training import (
     Callback,
     EvalCallback,
@@ -59,6 +58,7 @@ from .training import (
     train,
     write_report,
 )
+from .trl_compat.ppo_trainer import PPOTrainer
 
 _register()
 

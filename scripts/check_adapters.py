@@ -29,7 +29,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llamagym import AutoModelForCausalLMWithValueHead, LlamaGymError
-from llamagym.conversation.chat_template import invocation_tokens
+from llamagym.text.chat_template import invocation_tokens
 from tests.agents import WordAgent
 from tests.plain import compare, plain_logits, reference_error, trained_weights
 from tests.tiny import tiny_base_model, tiny_tokenizer

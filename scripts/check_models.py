@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llamagym import AutoModelForCausalLMWithValueHead, LlamaGymError
-from llamagym.conversation.chat_template import invocation_tokens
+from llamagym.text.chat_template import invocation_tokens
 from scripts.check_adapters import first_line, randomize
 from tests.agents import WordAgent
 from tests.plain import compare

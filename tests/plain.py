@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from llamagym import Agent
-from llamagym.conversation.episode import Segment, Turn, segments_of
 from llamagym.policy.evaluation import Evaluation
+from llamagym.text.episode import Segment, Turn, segments_of
 
 CHOICES = ("go left", "go right", "stay")
 

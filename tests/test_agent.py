@@ -22,7 +22,7 @@ from llamagym import (
     ReinforceConfig,
     train,
 )
-from llamagym.learners import learning_actor
+from llamagym.agent import collector
 from llamagym.learners.algorithms import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, experienced, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
@@ -300,7 +300,7 @@ def test_rejects_use_target_kl_of_earlier_versions_with_what_to_do(value):
 
 
 def test_transcripts_have_advantages_where_episodes_are_copied_between_processes(monkeypatch):
-    monkeypatch.setattr(learning_actor, "of_all_ranks", lambda policy, own: pickle.loads(pickle.dumps(own)))
+    monkeypatch.setattr(collector, "of_all_ranks", lambda policy, own: pickle.loads(pickle.dumps(own)))
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 2})
     for observation in ("a", "b"):
         agent.act(observation)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llamagym import train
-from llamagym.learners.alarms import Alarms, Settings
+from llamagym.agent.alarms import Alarms, Settings
 from tests.agents import ChoiceAgent, make_agent
 
 RESULTS = Path(__file__).parents[1] / "scripts/benchmarks/learning/results"
@@ -155,7 +155,7 @@ def test_the_agent_says_it_aloud_once(caplog):
         result = train(agent, Constant, episodes=96, num_envs=32, seed=0)
     # With a single choice the policy cannot have collapsed.
     assert all(math.isnan(update["commonest_reply"]) for update in result.updates)
-    said = [record.getMessage() for record in caplog.records if record.name == "llamagym.learners.learning_actor"]
+    said = [record.getMessage() for record in caplog.records if record.name == "llamagym.agent.collector"]
     assert len(said) == 1
     assert said[0].startswith("all 32 episodes returned the same")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from llamagym import CheckpointError
-from llamagym.models import atomic
-from llamagym.models.atomic import bring_back, replace_file, verify, written_whole
-from llamagym.models.file_operations import delete_folder
+from llamagym.saving import atomic
+from llamagym.saving.atomic import bring_back, replace_file, verify, written_whole
+from llamagym.saving.file_operations import delete_folder
 from tests.killed import as_nobody
 
 

@@ -19,9 +19,9 @@ from llamagym import (
     load_model_and_tokenizer,
     train,
 )
-from llamagym.models import saveable, state_files
-from llamagym.models.checkpoints import newest
-from llamagym.models.state_files import read_state
+from llamagym.saving import saveable, state_files
+from llamagym.saving.checkpoints import newest
+from llamagym.saving.state_files import read_state
 from llamagym.training.callbacks import Callbacks
 from llamagym.training.tracking import MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
@@ -404,7 +404,7 @@ def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end
 
 def test_the_error_of_the_training_is_raised_though_the_state_cannot_be_saved(tmp_path, monkeypatch, caplog):
     def fail(stats):
-        monkeypatch.setattr("llamagym.learners.learning_actor.write_state", full)
+        monkeypatch.setattr("llamagym.agent.collector.write_state", full)
         raise ZeroDivisionError("first")
 
     def full(*given):

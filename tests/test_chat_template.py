@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llamagym import ChatTemplateError, ConfigError
-from llamagym.conversation.chat_template import ChatTemplate, end_ids
+from llamagym.text.chat_template import ChatTemplate, end_ids
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 

@@ -23,10 +23,10 @@ import pytest
 import torch
 
 from llamagym import Callback, CheckpointError, ConfigError, EnvironmentTimeoutError, EpisodeError, train
-from llamagym.models import atomic
-from llamagym.models.atomic import MANIFEST, SCHEMA, verify, written_whole
-from llamagym.models.checkpoints import best, check_options, difference, find, newest, path_of, prune
-from llamagym.models.state_files import read_state, write_state
+from llamagym.saving import atomic
+from llamagym.saving.atomic import MANIFEST, SCHEMA, verify, written_whole
+from llamagym.saving.checkpoints import best, check_options, difference, find, newest, path_of, prune
+from llamagym.saving.state_files import read_state, write_state
 from llamagym.training.tracking import JsonlTracker, MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 from tests.killed import killed_at

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from llamagym.conversation.chat_template import end_ids
-from llamagym.conversation.episode import Prompt, Reply
 from llamagym.engine.choice_trie import END, Branch, ChoiceTrie, Ids, turnings
 from llamagym.engine.token_tree import Decision, TokenTree
 from llamagym.policy.calibration import Calibration
 from llamagym.policy.repetition import Repetition, Row
+from llamagym.text.chat_template import end_ids
+from llamagym.text.episode import Prompt, Reply
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llamagym.conversation.episode import Segment
 from llamagym.engine.token_tree import TokenTree
+from llamagym.text.episode import Segment
 from tests.agents import WordAgent, make_agent
 
 

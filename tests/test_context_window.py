@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from llamagym.conversation.chat_template import ChatTemplate
-from llamagym.conversation.episode import Conversation, Reply
-from llamagym.conversation.records import IdTable, conversation_record, restore_conversation
+from llamagym.text.chat_template import ChatTemplate
+from llamagym.text.episode import Conversation, Reply
+from llamagym.text.records import IdTable, conversation_record, restore_conversation
 from tests.agents import WordAgent, make_agent
 from tests.tiny import tiny_tokenizer
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from llamagym.conversation.episode import rows_of
+from llamagym.text.episode import rows_of
 from tests.agents import ChoiceAgent, make_agent
 from tests.test_kl import offering
 

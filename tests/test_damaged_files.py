@@ -36,10 +36,10 @@ from llamagym import (
     write_report,
 )
 from llamagym.errors import LlamaGymError
-from llamagym.models.atomic import MANIFEST
-from llamagym.models.checkpoints import newest
 from llamagym.models.lora import freeze_and_extend_, has_frozen_half
-from llamagym.models.state_files import read_state, write_state
+from llamagym.saving.atomic import MANIFEST
+from llamagym.saving.checkpoints import newest
+from llamagym.saving.state_files import read_state, write_state
 from llamagym.training.tracking import default_tracker
 from tests.agents import ChoiceAgent, make_agent
 from tests.resumed_run import SIZES, DiceEnv

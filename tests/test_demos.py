@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from llamagym import demonstrations_path
-from llamagym.conversation.demonstrations import read_demonstrations
 from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 from llamagym.errors import ConfigError
+from llamagym.text.demonstrations import read_demonstrations
 from tests.agents import make_agent
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from llamagym import Agent
+from llamagym.agent import probes
+from llamagym.agent.preflight import preflight
 from llamagym.cli.doctor import examine
-from llamagym.learners import probes
-from llamagym.learners.preflight import preflight
 from llamagym.models import torch_internals
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer

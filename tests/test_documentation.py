@@ -26,7 +26,7 @@ import pytest
 
 import llamagym
 from llamagym import load_model_and_tokenizer
-from llamagym.agent import _REMOVED
+from llamagym.agent.agent import _REMOVED
 from tests.agents import make_agent
 from tests.tiny import tiny_base_model, tiny_tokenizer
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from llamagym import Agent, AutoModelForCausalLMWithValueHead, load_model_and_tokenizer, parse_choice
-from llamagym.conversation.episode import Segment
 from llamagym.models.loading import embedded_model_folder
+from llamagym.text.episode import Segment
 from tests.agents import ChoiceAgent, WordAgent, settled
 
 TOLERANCE = 1e-3

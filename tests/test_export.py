@@ -17,13 +17,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
-from llamagym.conversation.chat_template import end_ids
-from llamagym.models.atomic import MANIFEST, verify
-from llamagym.models.card import Card
+from llamagym.agent.export import KIND
+from llamagym.agent.model_card import Card
 from llamagym.models.generation import GenerationConfig
 from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
-from llamagym.policy.export import KIND
+from llamagym.saving.atomic import MANIFEST, verify
+from llamagym.text.chat_template import end_ids
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.killed import killed_at
 from tests.resumed_run import SIZES, DiceEnv, Talker

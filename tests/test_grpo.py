@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from llamagym import ConfigError, EpisodeError, GRPOConfig, ReinforceConfig
-from llamagym.conversation.episode import segments_of
 from llamagym.learners.losses import discounted_returns, group_advantages
 from llamagym.learners.rollout import collect
+from llamagym.text.episode import segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent, settled
 
 BIG = {"batch_size": 1000, "group_size": 2}

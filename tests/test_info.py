@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llamagym import ConfigError, EpisodeError, evaluate, train
-from llamagym.conversation.masking import Masking
+from llamagym.agent.action_masks import Masking
 from llamagym.training.infos import split
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from llamagym.conversation.episode import Episode
 from llamagym.learners.advantages import Information, Returns, Whitening
+from llamagym.text.episode import Episode
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.test_kl import offering
 from tests.test_replay import episode

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamagym.conversation.episode import Segment
 from llamagym.engine.token_tree import Batch, TokenTree
+from llamagym.text.episode import Segment
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.rounding import LOGPROB_TOLERANCE, in_float64
 from tests.tiny import FAMILIES

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from llamagym.conversation.episode import Segment, segments_of
 from llamagym.learners import base
 from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import categorical_kl
 from llamagym.learners.replay import Replay, ReplayConfig
 from llamagym.learners.rollout import collect
+from llamagym.text.episode import Segment, segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 # A single character each, so that all of them part at one place.

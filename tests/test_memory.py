@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from llamagym import ModelLoadError, load_model_and_tokenizer
-from llamagym.conversation.episode import Prompt, Segment
 from llamagym.engine import choice_trie
 from llamagym.engine.choice_trie import ChoiceTrie
 from llamagym.engine.token_tree import TokenTree
 from llamagym.models import hardware, loading
 from llamagym.models.registry import lookup
 from llamagym.policy.choice_cache import ChoiceCache, ScoredChoices
+from llamagym.text.episode import Prompt, Segment
 from tests.agents import ChoiceAgent, make_agent
 
 

@@ -21,13 +21,13 @@ from llamagym import (
     load_model_and_tokenizer,
     train,
 )
-from llamagym.conversation.episode import Episode
-from llamagym.learners.ppo_trainer import PPOTrainer
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
 from llamagym.models.generation import GenerationConfig
 from llamagym.models.registry import register
+from llamagym.text.episode import Episode
 from llamagym.training import evaluate
+from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 from tests.faults import FAULTS, FaultyEnv, returns
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer

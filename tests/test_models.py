@@ -11,7 +11,7 @@ import transformers
 from peft import LoraConfig
 
 from llamagym import AutoModelForCausalLMWithValueHead, ModelLoadError
-from llamagym.conversation.chat_template import invocation_tokens
+from llamagym.text.chat_template import invocation_tokens
 from scripts import check_models
 from tests.agents import WordAgent
 from tests.plain import compare

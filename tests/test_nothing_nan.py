@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from llamagym import LlamaGymError, PPOConfig
+from llamagym import LlamaGymError, PPOConfig, distributed
 from llamagym.errors import DivergedError
-from llamagym.learners import base, ranks
+from llamagym.learners import base
 from llamagym.learners.advantages import Returns, Whitening
 from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import kl_estimate
-from llamagym.learners.ppo_trainer import PPOTrainer
 from llamagym.learners.safe_optimizer import SafeOptimizer
+from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.test_replay import episode
 from tests.tiny import tiny_model
@@ -123,7 +123,7 @@ def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], k
 
 def test_the_weights_kept_last_come_back_and_take_no_new_memory():
     weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = SafeOptimizer([[weight]], [0.1], ranks.accelerator(weight.device), max_grad_norm=1.0)
+    optimizer = SafeOptimizer([[weight]], [0.1], distributed.accelerator(weight.device), max_grad_norm=1.0)
     optimizer.keep_weights()
     memory = optimizer._kept[0].data_ptr()
     weight.data.fill_(1.0)
@@ -141,7 +141,7 @@ def test_the_weights_kept_last_come_back_and_take_no_new_memory():
 def test_the_trust_region_ends_at_one_and_a_half_times_the_target(target_kl: float, kl: float, is_too_far: bool):
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = SafeOptimizer(
-        [[weight]], [0.1], ranks.accelerator(weight.device), max_grad_norm=1.0, target_kl=target_kl
+        [[weight]], [0.1], distributed.accelerator(weight.device), max_grad_norm=1.0, target_kl=target_kl
     )
     assert optimizer.record_kl(kl) == is_too_far
     # A batch that supports a quarter of a full step's KL has a quarter of the region.

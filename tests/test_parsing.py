@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamagym import ActionParseError, ConfigError, find_json, name_actions, parse_action, parse_choice
-from llamagym.conversation import parsing
+from llamagym.text import parsing
 from tests.agents import WordAgent, make_agent
 
 LIMIT = 1000

@@ -19,8 +19,8 @@ from llamagym import (
     PPOConfig,
     load_model_and_tokenizer,
 )
-from llamagym.conversation.chat_template import ChatTemplate
 from llamagym.models.loading import embedded_model_folder
+from llamagym.text.chat_template import ChatTemplate
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 

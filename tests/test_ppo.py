@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from llamagym import train
-from llamagym.conversation.episode import segments_of
 from llamagym.learners.batches import minibatches
 from llamagym.learners.controllers import AdaptiveKLController, RateController
 from llamagym.learners.rollout import collect
+from llamagym.text.episode import segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 

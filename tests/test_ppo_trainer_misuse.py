@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llamagym import AutoModelForCausalLMWithValueHead, LlamaGymError, PPOConfig
-from llamagym.learners.ppo_trainer import PPOTrainer
+from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.tiny import tiny_base_model, tiny_model
 
 CONFIG = PPOConfig(batch_size=2, mini_batch_size=2)

@@ -17,10 +17,10 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from llamagym.conversation.episode import renumbered
+from llamagym import distributed
 from llamagym.errors import ConfigError, RankError
-from llamagym.learners import ranks
 from llamagym.policy.calibration import Calibration
+from llamagym.text.episode import renumbered
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.processes import KILLED, together
 from tests.resumed_run import CASES as RUNS
@@ -67,7 +67,7 @@ def made(case: Case) -> Any:
 
 def play(case: Case) -> dict[str, Any]:
     """Let a process play its episodes, in rounds, until they are learned from; says all that it then knows."""
-    agent, own = made(case), case.lengths[ranks.rank()]
+    agent, own = made(case), case.lengths[distributed.rank()]
     before, learn = weights_of(agent), agent.learner.update
     learned: dict[str, Any] = {"measured": []}
     agree = agent.policy.calibration.agree
@@ -100,14 +100,14 @@ def play_rounds(agent: Any, own: list[int]) -> dict[str, float]:
     for step in range(5):
         playing = [env for env, length in enumerate(own) if length > step]
         if playing:
-            actions = agent.act_batch([observation(ranks.rank(), env, step) for env in playing], playing)
+            actions = agent.act_batch([observation(distributed.rank(), env, step) for env in playing], playing)
             earned = [float(len(str(action)) + env) for env, action in zip(playing, actions, strict=True)]
             agent.assign_rewards(earned, playing)
         ended = [env for env in playing if own[env] == step + 1]
         # Groups of four: the first three of process 0 and the first of process 1, then the rest of process 1.
-        groups = ["first" if ranks.rank() == 0 or env == 0 else "second" for env in ended]
+        groups = ["first" if distributed.rank() == 0 or env == 0 else "second" for env in ended]
         cut = [env % 2 == 1 for env in ended]
-        final = [observation(ranks.rank(), env, step + 1) for env in ended]
+        final = [observation(distributed.rank(), env, step + 1) for env in ended]
         stats |= agent.terminate_episodes(ended, cut, final, groups=groups)
     return stats
 
@@ -223,7 +223,7 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
         nonlocal died
         if agent.policy.num_updates == 2 and not died:
             died = time.perf_counter()
-            if ranks.rank() == 1:
+            if distributed.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
         return backward(*args, **options)
 
@@ -257,9 +257,9 @@ def test_a_process_that_is_killed_ends_the_others_and_any_number_goes_on(tmp_pat
 def late(seconds: float) -> list[int]:
     """Process 1 comes too late for the other one."""
     PartialState(cpu=True, timeout=timedelta(seconds=seconds))
-    if ranks.rank() == 1:
+    if distributed.rank() == 1:
         time.sleep(2 * seconds)
-    return ranks.gather_objects(ranks.rank())
+    return distributed.gather_objects(distributed.rank())
 
 
 @pytest.mark.long
@@ -272,10 +272,10 @@ def test_a_process_that_does_not_answer_ends_the_others():
 def with_other_weights() -> None:
     """Process 1 changes its weights, which the other one does not."""
     agent = made(CASES["PPO"])
-    if ranks.rank() == 1:
+    if distributed.rank() == 1:
         with torch.no_grad():
             agent.policy.model.v_head.summary.bias.add_(1e-3)
-    ranks.check_alike(agent.learner._updated_tensors())
+    distributed.check_alike(agent.learner._updated_tensors())
 
 
 @pytest.mark.long
@@ -294,9 +294,9 @@ def test_engines_that_divide_a_model_are_refused(engine, monkeypatch):
 
 def test_an_agent_joins_where_one_on_another_device_did(monkeypatch):
     """Accelerate, which this process has one state of, would refuse."""
-    ranks.accelerator(torch.device("cpu"))
+    distributed.accelerator(torch.device("cpu"))
     monkeypatch.setitem(PartialState._shared_state, "device", torch.device("cuda:0"))
-    assert ranks.accelerator(torch.device("cpu")).num_processes == 1
+    assert distributed.accelerator(torch.device("cpu")).num_processes == 1
 
 
 def test_processes_that_accelerate_did_not_join_are_noticed(monkeypatch):

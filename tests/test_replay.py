@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from llamagym import ConfigError
-from llamagym.conversation.episode import Episode, Prompt, Reply, Turn, segments_of
 from llamagym.errors import DivergedError
 from llamagym.learners.replay import Replay, ReplayConfig
+from llamagym.text.episode import Episode, Prompt, Reply, Turn, segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llamagym import Agent, load_model_and_tokenizer
-from llamagym.models.checkpoints import newest
-from llamagym.models.state_files import read_state
+from llamagym.saving.checkpoints import newest
+from llamagym.saving.state_files import read_state
 from tests.agents import ChoiceAgent
 from tests.resumed_run import CASES, SIZES, Talker, learn, make
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamagym import Callback, ConfigError, EvaluationResult, Score, ScoreCallback, train
-from llamagym.models.checkpoints import newest
+from llamagym.saving.checkpoints import newest
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.resumed_run import SIZES, DiceEnv
 

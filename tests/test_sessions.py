@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.conversation.episode import Episode, Segment, segments_of
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.engine.token_tree import TokenTree
+from llamagym.text.episode import Episode, Segment, segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent, settled, touch_weights
 from tests.rounding import LOGPROB_TOLERANCE
 from tests.tiny import FAMILIES

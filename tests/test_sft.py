@@ -16,11 +16,11 @@ from torch import nn
 
 import llamagym.learners.sft as sft
 from llamagym import ConfigError, ContextLengthError, load_model_and_tokenizer
-from llamagym.conversation.demonstrations import demonstrations_path, read_demonstrations
-from llamagym.conversation.episode import segments_of
 from llamagym.errors import DivergedError
 from llamagym.models.lora import fresh_rows, has_frozen_half, is_activated
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
+from llamagym.text.demonstrations import demonstrations_path, read_demonstrations
+from llamagym.text.episode import segments_of
 from scripts import check_adapters
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer

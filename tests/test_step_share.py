@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from llamagym.conversation.episode import Prompt, Reply, Segment, Turn
 from llamagym.learners.advantages import FULL_BATCH, step_share
+from llamagym.text.episode import Prompt, Reply, Segment, Turn
 from tests.agents import ChoiceAgent, make_agent
 
 # A turn between two equally likely replies, in nats.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from llamagym import Callback, ConfigError, EvalCallback, train
-from llamagym.models.checkpoints import newest
+from llamagym.saving.checkpoints import newest
 from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, TranscriptTracker, default_tracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent

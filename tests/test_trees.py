@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llamagym.conversation.episode import Segment, segments_of
 from llamagym.engine.token_tree import TokenTree
 from llamagym.policy.trees import Trees
+from llamagym.text.episode import Segment, segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 

@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llamagym.errors import ConfigError
 from llamagym.learners.ppo import PPOConfig
-from llamagym.learners.ppo_trainer import PPOTrainer
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
+from llamagym.trl_compat.ppo_trainer import PPOTrainer
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "trl_ppo_step.json").read_text(encoding="utf-8"))
 CASES = sorted(FIXTURE["cases"])

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from llamagym import AutoModelForCausalLMWithValueHead, CheckpointError, ConfigError, EvalCallback, train, write_report
-from llamagym.models import atomic
-from llamagym.models.atomic import MANIFEST, replace_file, verify, written_whole
-from llamagym.models.checkpoints import best, newest, path_of
-from llamagym.models.paths import file_inside, user_folder
+from llamagym.saving import atomic
+from llamagym.saving.atomic import MANIFEST, replace_file, verify, written_whole
+from llamagym.saving.checkpoints import best, newest, path_of
+from llamagym.saving.paths import file_inside, user_folder
 from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, default_tracker
 from tests.agents import ChoiceAgent, WordAgent, make_agent

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from llamagym import AutoModelForCausalLMWithValueHead
-from llamagym.conversation.episode import Conversation
 from llamagym.engine.weights import Change, WeightsState
 from llamagym.learners import base
 from llamagym.learners.ppo import PPOConfig
-from llamagym.learners.ppo_trainer import PPOTrainer
+from llamagym.text.episode import Conversation
+from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, WordAgent, experienced, make_agent, settled
 from tests.tiny import tiny_tokenizer
 

@@ -24,9 +24,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from llamagym.conversation.chat_template import invocation_tokens
 from llamagym.models.registry import FAMILIES, PLAIN_CHAT_TEMPLATE, lookup_by_architecture, lora_config
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
+from llamagym.text.chat_template import invocation_tokens
 
 __all__ = ["FAMILIES", "tiny_base_model", "tiny_config", "tiny_model", "tiny_tokenizer"]
 

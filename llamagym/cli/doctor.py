@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from ..agent import Agent
+from ..agent.agent import Agent
+from ..agent.preflight import Check, Report
 from ..errors import LlamaGymError
-from ..learners.preflight import Check, Report
 from ..models.loading import load_model_and_tokenizer
 from ..models.registry import EMBEDDED_NAME
 

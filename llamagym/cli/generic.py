@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import gymnasium
 from gymnasium import spaces
 
-from ..agent import Agent
-from ..conversation.observations import describe, part_names
-from ..conversation.spaces import name_actions, parse_action
+from ..agent.agent import Agent
 from ..errors import ConfigError
+from ..text.observations import describe, part_names
+from ..text.spaces import name_actions, parse_action
 
 # Longest list of actions spelled out in a system prompt.
 _LISTED = 32

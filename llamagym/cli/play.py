@@ -9,8 +9,8 @@ from typing import Any
 import click
 import gymnasium
 
-from ..agent import Agent
-from ..conversation.interface import no_action_advice
+from ..agent.agent import Agent
+from ..agent.text_interface import no_action_advice
 from ..errors import ActionParseError
 from ..training.environments import made
 from .runs import UserPath, load_agent, printable

@@ -13,10 +13,10 @@ from typing import Any
 import gymnasium
 import yaml
 
-from ..agent import Agent
+from ..agent.agent import Agent
 from ..errors import ConfigError, LlamaGymError, did_you_mean
-from ..models.atomic import reason_of
 from ..options import shortened
+from ..saving.atomic import reason_of
 from .generic import Wording, generic_agent
 
 _MODULE = "llamagym_prompt"

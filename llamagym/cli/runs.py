@@ -23,13 +23,13 @@ from typing import Any
 
 import click
 
-from ..agent import Agent
+from ..agent.agent import Agent
+from ..agent.export import KIND, STATE
 from ..errors import ConfigError
-from ..models.atomic import reason_of, verify
-from ..models.paths import file_inside
-from ..models.state_files import read_state
 from ..options import shortened
-from ..policy.export import KIND, STATE
+from ..saving.atomic import reason_of, verify
+from ..saving.paths import file_inside
+from ..saving.state_files import read_state
 from ..training.environments import made
 from .prompts import agent_class
 

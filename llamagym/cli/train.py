@@ -10,14 +10,14 @@ from typing import Any
 import click
 
 from .. import training
-from ..agent import Agent
+from ..agent.agent import Agent
+from ..agent.export import KIND
 from ..errors import ConfigError
-from ..models.atomic import replace_file, require_own
-from ..models.checkpoints import check_options, newest, require_none
 from ..models.loading import load_model_and_tokenizer
-from ..models.paths import user_folder
 from ..models.registry import EMBEDDED_NAME
-from ..policy.export import KIND
+from ..saving.atomic import replace_file, require_own
+from ..saving.checkpoints import check_options, newest, require_none
+from ..saving.paths import user_folder
 from ..training.environments import copies_for, made
 from ..training.run import require_budget
 from ..training.run_folder import require_run_folder, require_same_run

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..conversation.episode import Prompt, Reply, Segment
+from ..text.episode import Prompt, Reply, Segment
 from .choice_trie import Branch, ChoiceTrie, repeat_counts
 from .masks import Tokens
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..conversation.episode import Episode, Segment
+from ..text.episode import Episode, Segment
 from .losses import discounted_returns, masked_mean, masked_var
 from .state import Stateful
 

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..conversation.episode import Episode, Segment, rows_of, segments_of
+from .. import distributed
 from ..models.hardware import is_out_of_memory
 from ..models.lora import mask_frozen_gradients_
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
-from . import ranks
+from ..text.episode import Episode, Segment, rows_of, segments_of
 from .advantages import Information, Returns, Whitening, step_share
 from .batches import Batching, minibatches
 from .checks import check_episodes, check_precision, check_trainable
@@ -87,10 +87,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         check_trainable(policy.model)
         self.policy = policy
         self.config = config
-        self.accelerator = ranks.accelerator(policy.device)
+        self.accelerator = distributed.accelerator(policy.device)
         self.epochs, self._nodes = epochs, config.microbatch_nodes
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
-        ranks.take_first_(self._updated_tensors())
+        distributed.take_first_(self._updated_tensors())
         self._whiten = Whitening()
         self._information = Information()
         self.advantages: dict[int, float] = {}
@@ -202,7 +202,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                         return self._update(episodes)
                 except (MemoryError, RuntimeError) as error:
                     # Other processes are in the middle of the same update and would not repeat it.
-                    if not is_out_of_memory(error) or self.pass_tokens == 1 or ranks.count() > 1:
+                    if not is_out_of_memory(error) or self.pass_tokens == 1 or distributed.count() > 1:
                         raise
                 self._nodes = self.pass_tokens // 2
                 logger.warning("memory has run out: from now on a pass takes %d tokens (microbatch_nodes)", self._nodes)
@@ -218,7 +218,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)
             version = self.policy.weights_version
-            ranks.take_first_(self._updated_tensors())
+            distributed.take_first_(self._updated_tensors())
             if self.policy.weights_version != version:
                 # On other hardware they were rounded differently than in the first process.
                 self.policy.drop_caches(version)
@@ -237,12 +237,12 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             stats["kl_coef"], stats["ref_kl"] = self._kl.value, of_decisions.mean().item()
             if config.adap_kl_ctrl:
                 self._kl.update(stats["ref_kl"], len(of_decisions))
-        ranks.check_alike(self._updated_tensors())
+        distributed.check_alike(self._updated_tensors())
         return stats | {
             **outcomes(episodes),
             "flat_batch": float(targets.is_flat),
             "updates": float(self.policy.num_updates),
-            "learn_tokens": float(sum(ranks.gather_objects(self.policy.tokens_forwarded - forwarded))),
+            "learn_tokens": float(sum(distributed.gather_objects(self.policy.tokens_forwarded - forwarded))),
             "learn_s": time.perf_counter() - started,
         }
 
@@ -377,7 +377,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             # Without gradients Adam leaves the policy alone; with zeros its momentum would move it.
             for weight in self.optimizer.param_groups[0]["params"]:
                 weight.grad = None
-        stats_of_ranks, errors_of_ranks = zip(*ranks.gather_objects((dict(stats), errors)), strict=True)
+        stats_of_ranks, errors_of_ranks = zip(*distributed.gather_objects((dict(stats), errors)), strict=True)
         names = dict.fromkeys(name for of_rank in stats_of_ranks for name in of_rank)
         sums = {name: sum(of_rank.get(name, 0.0) for of_rank in stats_of_ranks) for name in names}
         finite = [error for of_rank in errors_of_ranks for error in of_rank if not math.isnan(error)]

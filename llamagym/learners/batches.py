@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..conversation.episode import Episode, Segment
+from ..text.episode import Episode, Segment
 from .config import LearnerConfig
 
 # Where no batch size is given: so many turns that differ are enough, or so many in all.

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from ..conversation.episode import Conversation, Episode
 from ..errors import ConfigError, EpisodeError, excerpt
 from ..models.lock import language_model_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_number
+from ..text.episode import Conversation, Episode
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..conversation.episode import Episode
-from ..conversation.records import key_from
 from ..errors import EpisodeError
 from ..options import check_arguments
 from ..policy.policy import Policy
+from ..text.episode import Episode
+from ..text.records import key_from
 from .advantages import Returns
 from .base import Learner, Stats
 from .config import LearnerConfig

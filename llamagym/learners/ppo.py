@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..conversation.episode import Episode
 from ..errors import ConfigError
 from ..options import check_arguments
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
+from ..text.episode import Episode
 from .base import Learner, Stats
 from .config import LearnerConfig
 from .losses import clipped_value_loss, discounted_returns, explained_variance, gae, typical_size

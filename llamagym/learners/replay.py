@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..conversation.episode import Episode, Segment, Turn, segments_of
-from ..conversation.records import IdTable, episode_from, episode_record
+from .. import distributed
 from ..options import Options
 from ..policy.policy import Policy
-from . import ranks
+from ..text.episode import Episode, Segment, Turn, segments_of
+from ..text.records import IdTable, episode_from, episode_record
 from .rollout import is_finite, own_share, shortest_opening
 from .safe_optimizer import SafeOptimizer
 from .state import attributes_undone_on_error, restore, state_of
@@ -80,7 +80,7 @@ class Replay:
         """
         self.policy = policy
         self.config = config
-        self.accelerator = ranks.accelerator(policy.device)
+        self.accelerator = distributed.accelerator(policy.device)
         self.optimizer = SafeOptimizer(
             [self._learning_weights()], [config.learning_rate], self.accelerator, config.max_grad_norm
         )
@@ -199,7 +199,7 @@ class Replay:
     @torch.no_grad()
     def _is_output_finite(self, segments: list[Segment]) -> bool:
         """Whether the policy's output after the last step is finite."""
-        return all(ranks.gather_objects(is_finite(self.policy.evaluate(shortest_opening(segments)))))
+        return all(distributed.gather_objects(is_finite(self.policy.evaluate(shortest_opening(segments)))))
 
     def _step(self, segments: list[Segment], rate: float) -> tuple[float, float] | None:
         """One optimizer step; returns the loss before it and the gradient's norm, None if it could not be made."""
@@ -212,7 +212,7 @@ class Replay:
             self.accelerator.backward(loss)
             total += loss.item()
         self.optimizer.sum_gradients_()
-        total = sum(ranks.gather_objects(total))
+        total = sum(distributed.gather_objects(total))
         if not self.optimizer.accepts({"replay_loss": total}):
             self.optimizer.adam.zero_grad()
             return None

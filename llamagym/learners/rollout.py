@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..conversation.episode import Episode, Segment, Turn, rows_of
+from .. import distributed
 from ..policy.choices import logprobs_on_the_way
 from ..policy.chunks import shares
 from ..policy.evaluation import Evaluation
 from ..policy.policy import Policy
-from . import ranks
+from ..text.episode import Episode, Segment, Turn, rows_of
 from .losses import categorical_kl, kl_estimate
 
 # A turn that the policy has come to like this much more since it was sampled counts no more than that.
@@ -135,7 +135,7 @@ def collect(
         ref_logprobs = torch.zeros_like(before.logprobs)
         for rows, now in evaluate_chunks(policy, own_share(segments), nodes, reference=True):
             ref_logprobs[rows, : now.mask.shape[1]] = now.logprobs.cpu()
-        ranks.sum_([ref_logprobs])
+        distributed.sum_([ref_logprobs])
         ref_kl = kl_estimate(before.logprobs, ref_logprobs, "k1").masked_fill(~mask, 0.0).sum(1)
     rewards, real, decides = _padded_turns(episodes)
     return Sampled(
@@ -201,7 +201,7 @@ def _evaluate_again(
         logprobs[rows, : now.mask.shape[1]] = now.logprobs.cpu()
         values[rows] = now.values.cpu()
         probabilities[rows, : now.branches.shape[1], : now.branches.shape[2]] = now.branches.exp().cpu()
-    ranks.sum_([before.features, logprobs, values, probabilities])
+    distributed.sum_([before.features, logprobs, values, probabilities])
     before.logprobs[outdated] = logprobs[outdated]
     before.values[outdated] = values[outdated]
     before.branches[outdated] = probabilities[outdated].log()
@@ -223,13 +223,15 @@ def _read_final_states(policy: Policy, episodes: Sequence[Episode], width: int) 
     values = torch.zeros(len(episodes))
     features = torch.zeros(len(episodes), width)
     # Each process reads its share: read by all, they would be rounded differently in each.
-    own = [row for row, final in enumerate(finals) if final is not None and row % ranks.count() == ranks.rank()]
+    own = [
+        row for row, final in enumerate(finals) if final is not None and row % distributed.count() == distributed.rank()
+    ]
     if own:
         reading = policy.read_critic([final for final in (finals[row] for row in own) if final is not None])
         values[own] = reading.values
         if width:
             features[own] = reading.features
-    ranks.sum_([values, features])
+    distributed.sum_([values, features])
     return bootstrapped, values, features
 
 
@@ -286,7 +288,7 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def own_share(segments: Sequence[Segment]) -> Sequence[Segment]:
     """This process's share of the segments that all of them have to evaluate together."""
-    return segments if ranks.count() == 1 else shares(segments, ranks.count())[ranks.rank()]
+    return segments if distributed.count() == 1 else shares(segments, distributed.count())[distributed.rank()]
 
 
 def is_finite(now: Evaluation) -> bool:
@@ -338,5 +340,5 @@ def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes:
         total += 0.0 if is_finite(now) else math.inf
         total += kl_of_decisions(sampled, rows, now)[now.mask].sum().item()
         count += now.mask.sum().item()
-    totals, counts = zip(*ranks.gather_objects((total, count)), strict=True)
+    totals, counts = zip(*distributed.gather_objects((total, count)), strict=True)
     return sum(totals) / max(sum(counts), 1.0)

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from .. import distributed
 from ..errors import DivergedError
-from . import ranks
 from .state import Stateful
 
 # This many consecutive skipped steps, or updates with output that is not finite, raise DivergedError.
@@ -115,11 +115,11 @@ class SafeOptimizer(Stateful):
 
     def sum_gradients_(self) -> None:
         """Gives all processes the sum of their gradients, including those that read no tokens."""
-        if ranks.count() > 1:
+        if distributed.count() > 1:
             for weight in self.weights:
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
-            ranks.sum_(self.gradients)
+            distributed.sum_(self.gradients)
 
     def accepts(self, losses: Mapping[str, float]) -> bool:
         """Whether losses and gradients are finite in all processes; if not, counts the minibatch as skipped.
@@ -133,7 +133,7 @@ class SafeOptimizer(Stateful):
         """
         values = {**losses, "norm of the gradients": float(get_total_norm(self.gradients))}
         not_finite = {name: value for name, value in values.items() if not math.isfinite(value)}
-        if not any(ranks.gather_objects(bool(not_finite))):
+        if not any(distributed.gather_objects(bool(not_finite))):
             self._skipped_in_a_row = 0
             return True
         self.skipped += 1

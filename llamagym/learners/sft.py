@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.episode import Episode, Segment, segments_of
 from ..errors import ConfigError
 from ..models.lora import freeze_and_extend_, is_fresh
 from ..models.peft_internals import has_variants
 from ..options import Options
 from ..policy.policy import Policy
+from ..text.episode import Episode, Segment, segments_of
 from .safe_optimizer import diverged
 from .trl_internals import TRAINER, LossTrainer, nothing_but_weights_changed, trainer_config
 

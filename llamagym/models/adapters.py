@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModelLoadError, excerpt
-from .atomic import reason_of
+from ..saving.atomic import reason_of
 
 # Not AdaLoRA, whose ranks change by calls in a training loop, nor Lily, whose router looks at all tokens of a pass.
 SUPPORTED = frozenset(

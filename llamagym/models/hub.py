@@ -38,8 +38,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import ModelLoadError, excerpt
-from .atomic import bring_back, reason_of
-from .paths import is_plain
+from ..saving.atomic import bring_back, reason_of
+from ..saving.paths import is_plain
 from .registry import EMBEDDED_NAME
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.chat_template import invocation_tokens
 from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean, excerpt
 from ..options import check_arguments, shortened, user_path
+from ..saving.atomic import written_whole
+from ..text.chat_template import invocation_tokens
 from .adapters import read_adapter_config
-from .atomic import written_whole
 from .hardware import PACKED_SHARE, memory_bytes
 from .hub import (
     ADAPTER_CONFIG,

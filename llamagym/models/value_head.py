@@ -30,8 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt
+from ..saving.atomic import SCHEMA, check_files, read_manifest, reason_of, written_whole
+from ..saving.paths import user_folder
 from .adapters import read_adapter_config
-from .atomic import SCHEMA, check_files, read_manifest, reason_of, written_whole
 from .hub import (
     ADAPTER_CONFIG,
     check_indexes,
@@ -43,7 +44,6 @@ from .hub import (
     tensor_files,
     upload,
 )
-from .paths import user_folder
 from .peft_internals import names_of_embeddings
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly

@@ -19,9 +19,9 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..conversation.records import ids_from, number_from
 from ..engine.choice_trie import Branch, Ids
 from ..engine.token_tree import TokenTree
+from ..text.records import ids_from, number_from
 from .repetition import Repetition, Row
 
 # Contexts in the sample: those with the smallest hashes, so that each is equally likely to be included (a bottom-k

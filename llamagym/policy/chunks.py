@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..conversation.episode import Segment
 from ..engine.token_tree import TokenTree
 from ..errors import ContextLengthError
+from ..text.episode import Segment
 
 
 def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], most: int, equal_once: bool) -> Iterator[list[int]]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..conversation.episode import Segment
 from ..engine.token_tree import TokenTree
 from ..models.lora import latest_inputs
+from ..text.episode import Segment
 from .choices import choice_logprobs
 from .score import Reading
 

@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..conversation.episode import Reply, Segment
 from ..engine.backbone import Backbone
 from ..engine.radix_tree import RadixTree
 from ..engine.token_tree import TokenTree
@@ -34,6 +33,7 @@ from ..models.lock import alone, lock_of
 from ..models.lora import aim_, fresh_rows, is_fresh, mask_frozen_gradients_
 from ..models.peft_internals import is_low_rank
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+from ..text.episode import Reply, Segment
 from .calibration import Calibration
 from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import offer_logprobs

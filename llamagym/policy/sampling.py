@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from ..conversation.episode import FinishReason
 from ..engine.backbone import Backbone
 from ..engine.decode import Decoder, PartialReply
 from ..engine.likelihood import sums_in_groups
 from ..engine.token_tree import TokenTree
 from ..errors import DivergedError
 from ..models.generation import GenerationConfig
+from ..text.episode import FinishReason
 
 
 @contextmanager

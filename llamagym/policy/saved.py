@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..conversation.records import ids_from
 from ..models.trained_weights import restore_trained_, trained_state
+from ..text.records import ids_from
 from .calibration import Calibration
 from .policy import Policy
 

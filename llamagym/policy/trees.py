@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..conversation.episode import Segment
 from ..engine.token_tree import TokenTree
+from ..text.episode import Segment
 
 
 class Trees:

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
-from ..models.saveable import saveable_state
 from ..options import as_statistics, check_arguments, require_positive
+from ..saving.saveable import saveable_state
 from .played import PlayedEpisode
 from .run import Run
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..agent.export import KIND
 from ..errors import ConfigError
 from ..learners.base import Stats
-from ..models.atomic import require_own
-from ..models.paths import user_folder
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, require_text
-from ..policy.export import KIND
+from ..saving.atomic import require_own
+from ..saving.paths import user_folder
 from .callbacks import Callback
 from .environments import EnvSource
 from .evaluation import EvaluationResult, evaluate

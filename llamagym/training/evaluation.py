@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from ..agent import Agent
+from ..agent.agent import Agent
 from ..errors import ConfigError, excerpt
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
 from .environments import EnvSource, copies_for, opened

@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..agent import Agent
-from ..conversation.interface import no_action_advice
+from .. import distributed
+from ..agent.agent import Agent
+from ..agent.text_interface import no_action_advice
 from ..errors import CheckpointError, ConfigError
-from ..learners import ranks
 from ..learners.base import Learner, Stats
-from ..models.checkpoints import require_none
-from ..models.paths import user_folder
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, user_path
+from ..saving.checkpoints import require_none
+from ..saving.paths import user_folder
 from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
 from .evaluation import own_conversations
@@ -214,7 +214,7 @@ def train(
         require_run_folder(run_dir)
         require_same_run(run_dir, checkpoint_dir)
     if checkpoint_dir is not None and not resume:
-        with ranks.main_process_first():
+        with distributed.main_process_first():
             require_none(checkpoint_dir)
     agent.train()
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
@@ -231,7 +231,7 @@ def train(
         ExitStack() as resuming,
     ):
         base_seed = agent.draw_seed() if seed is None else seed
-        play = Play(agent, parts, ids, base_seed, size, judge, (ranks.rank(), ranks.count()))
+        play = Play(agent, parts, ids, base_seed, size, judge, (distributed.rank(), distributed.count()))
 
         def run_saved_in(folder: Path) -> SavedRun:
             options = {
@@ -259,7 +259,7 @@ def train(
             run_trackers = _trackers_of_run(run_dir, agent, settings, log_with, run_id)
             own_trackers.append(run_files.enter_context(closing(run_trackers)))
         # What was passed is not closed here.
-        passed_trackers = [tracker] if tracker is not None and ranks.is_main_process() else []
+        passed_trackers = [tracker] if tracker is not None and distributed.is_main_process() else []
         trackers = MultiTracker(*own_trackers, *passed_trackers)
         if saved_state is None:
             if finds_copies:
@@ -311,7 +311,7 @@ def train(
             saved_on_error(save if saved else None, checkpoint_dir),
         ):
             resuming.close()
-            is_over = any(ranks.gather_objects(run.is_over))
+            is_over = any(distributed.gather_objects(run.is_over))
             if is_over:
                 logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
             if saved_state is None:
@@ -323,7 +323,9 @@ def train(
                 taken = play.step()
                 take(taken)
                 is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
-                is_over, stops = map(any, zip(*ranks.gather_objects((run.is_over, interrupts.stops)), strict=True))
+                is_over, stops = map(
+                    any, zip(*distributed.gather_objects((run.is_over, interrupts.stops)), strict=True)
+                )
                 if stops and saved is None:
                     saved = run_saved_in(_folder_of_interrupted(runs, agent))
                 if saved is not None and (is_due or is_over or stops):
@@ -334,7 +336,7 @@ def train(
                 if stops and saved is not None:
                     _stop_interrupted(run, run_dir, saved.root)
         # An interrupt that came after the last step, such as during the last evaluation.
-        if any(ranks.gather_objects(interrupts.stops)):
+        if any(distributed.gather_objects(interrupts.stops)):
             if saved is None:
                 saved = run_saved_in(_folder_of_interrupted(runs, agent))
                 save()
@@ -347,7 +349,7 @@ def train(
     if message:
         logger.warning(message)
     report = None
-    if run_dir is not None and run.updates and ranks.is_main_process():
+    if run_dir is not None and run.updates and distributed.is_main_process():
         report = _report(run_dir)
     return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report)
 
@@ -406,7 +408,7 @@ def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoRe
 def _folder_of_interrupted(runs: Path, agent: Agent) -> Path:
     """Where an interrupted run without a folder is saved, below `runs`: the same folder in all processes."""
     name = f"{type(agent).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return runs / ranks.gather_objects(name)[0] / "checkpoints"
+    return runs / distributed.gather_objects(name)[0] / "checkpoints"
 
 
 def _is_interactive() -> bool:
@@ -418,7 +420,7 @@ def _is_interactive() -> bool:
 def _copies_for_batches(learner: Learner, stats: Stats) -> int:
     """As many copies as a batch holds episodes of the length of the last batch's, in each process its share."""
     length = stats["turns"] / stats["episodes"]
-    return max(_FEWEST_COPIES, math.ceil(learner.turns_wanted / length / ranks.count()))
+    return max(_FEWEST_COPIES, math.ceil(learner.turns_wanted / length / distributed.count()))
 
 
 @contextmanager

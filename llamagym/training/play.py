@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..agent import Agent
-from ..conversation.interface import no_action_advice
+from .. import distributed
+from ..agent.agent import Agent
+from ..agent.text_interface import no_action_advice
 from ..errors import ActionParseError, CheckpointError
-from ..learners import ranks
 from ..learners.base import Stats
-from ..models.checkpoints import difference
 from ..options import shortened
+from ..saving.checkpoints import difference
 from .environments import Copies
 from .infos import Info
 from .played import Judge, PlayedEpisode, verdict
@@ -52,7 +52,7 @@ class Taken(NamedTuple):
 
     def with_others(self) -> Taken:
         """The steps of all processes that learn together, which have had the same update."""
-        turns, ended = zip(*ranks.gather_objects((self.turns, self.ended)), strict=True)
+        turns, ended = zip(*distributed.gather_objects((self.turns, self.ended)), strict=True)
         return Taken(sum(turns), list(chain(*ended)), self.stats)
 
 
@@ -286,7 +286,7 @@ class Play:
             "entropy": self._entropy,
             "groups": self._groups.tolist(),
             "ranks": self._ranks,
-            "next_group": 1 + max(ranks.gather_objects(int(self._groups.max()))),
+            "next_group": 1 + max(distributed.gather_objects(int(self._groups.max()))),
             "actions": [self._parts[0].saved_actions(actions) for actions in self._actions],
             # Of an episode that has yet to begin nothing was seen.
             "texts": [

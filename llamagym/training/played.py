@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..conversation.chat_template import Message
-from ..conversation.episode import Turn
 from ..errors import ConfigError
 from ..options import as_number
+from ..text.chat_template import Message
+from ..text.episode import Turn
 
 _SUCCESS = ("success", "won", "is_success")
 

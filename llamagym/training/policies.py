@@ -10,10 +10,10 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 
-from ..conversation.episode import Conversation
-from ..conversation.interface import takes_info
+from ..agent.text_interface import takes_info
 from ..errors import ActionParseError, ConfigError, did_you_mean
 from ..learners.base import Stats
+from ..text.episode import Conversation
 
 Policy = Callable[..., Any] | Literal["random"]
 """An action for an observation, and for its info where there is a parameter `info`; or evenly random actions."""

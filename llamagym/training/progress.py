@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..learners import ranks
+from .. import distributed
 from ..models.quiet import is_terminal
 from ..options import check_arguments, require_positive
 
@@ -68,7 +68,7 @@ class Progress:
         self._updates = 0
         self._started = time.perf_counter()
         self._last_line = self._started
-        self._is_shown = ranks.is_main_process()
+        self._is_shown = distributed.is_main_process()
         self._bar = _make_bar() if self._is_shown else tqdm(disable=True)
         self._has_bar = not self._bar.disable
         # The clock's thread and the run both write.

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..agent import Agent
+from .. import distributed
+from ..agent.agent import Agent
 from ..errors import ConfigError
-from ..learners import ranks
 from ..learners.base import Stats
 from ..options import as_json, check_arguments, require_positive
 from .played import PlayedEpisode, success_rate
@@ -117,7 +117,7 @@ class Run:
 
     def _progress_of_all(self) -> float:
         """The same in all processes, whose clocks are not."""
-        return max(ranks.gather_objects(self.progress))
+        return max(distributed.gather_objects(self.progress))
 
     def stop(self) -> None:
         """End the run after this step."""

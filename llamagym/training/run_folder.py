@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..errors import ConfigError
-from ..models.atomic import is_scratch_file, own_version
-from ..models.checkpoints import manifests
+from ..saving.atomic import is_scratch_file, own_version
+from ..saving.checkpoints import manifests
 
 CONFIG = "config.json"
 MARK = "llamagym"

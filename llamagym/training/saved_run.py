@@ -9,15 +9,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..agent import Agent
+from .. import distributed
+from ..agent.agent import Agent
 from ..errors import CheckpointError
-from ..learners import ranks
 from ..learners.base import Stats
-from ..models.atomic import require_own, verify
-from ..models.checkpoints import KIND, check_options, newest, path_of, prune
-from ..models.paths import file_inside
-from ..models.state_files import named_on_error
 from ..options import as_json
+from ..saving.atomic import require_own, verify
+from ..saving.checkpoints import KIND, check_options, newest, path_of, prune
+from ..saving.paths import file_inside
+from ..saving.state_files import named_on_error
 from .copy_errors import failed_copy
 from .loop_state import check_loop_state
 from .play import Play
@@ -78,7 +78,7 @@ class SavedRun:
         path = path_of(self.root, turns)
         # A run may come from somebody else: a link would lead to a checkpoint of another one.
         file_inside(self.root, path.name)
-        if ranks.is_main_process():
+        if distributed.is_main_process():
             _move_damaged_aside(path)
         try:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
@@ -86,7 +86,7 @@ class SavedRun:
             raise CheckpointError(
                 f"{error} Older checkpoints are as they were; make room, or pass another checkpoint_dir."
             ) from error
-        if ranks.is_main_process():
+        if distributed.is_main_process():
             prune(self.root, self._keep, path, self.run_id)
 
     def read(self, resuming: ExitStack) -> dict[str, Any] | None:
@@ -98,7 +98,7 @@ class SavedRun:
         Raises:
             CheckpointError: No checkpoint is readable, or the newest does not match this run.
         """
-        with ranks.main_process_first():
+        with distributed.main_process_first():
             path = newest(self.root)
         if path is None:
             logger.info("No checkpoint in %s; starting a new run", self.root)
@@ -153,7 +153,7 @@ def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iter
         copy = failed_copy(error)
         where = "" if copy is None else f" in copy {copy} of the environment"
         # With several processes, saving needs all of them; resume from the last checkpoint.
-        if save is not None and ranks.count() == 1:
+        if save is not None and distributed.count() == 1:
             try:
                 save()
             except Exception as failure:  # the training's own error is the one to raise

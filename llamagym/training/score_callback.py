@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..agent import Agent
+from ..agent.agent import Agent
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
 from ..options import as_number, check_arguments, require_positive, require_text

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..agent import Agent
+from ..agent.agent import Agent
 from ..errors import ConfigError, did_you_mean
-from ..models.atomic import reason_of
+from ..saving.atomic import reason_of
 
 _COLUMNS = ("update", "episode", "turn", "read", "reply", "probability", "reward", "value", "advantage")
 

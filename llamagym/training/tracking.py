@@ -14,12 +14,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ..agent import Agent
+from .. import distributed
+from ..agent.agent import Agent
 from ..errors import CheckpointError, ConfigError
-from ..learners import ranks
-from ..models.atomic import replace_file
-from ..models.paths import user_folder
-from ..models.saveable import saveable_state
 from ..options import (
     as_json,
     as_statistics,
@@ -30,6 +27,9 @@ from ..options import (
     shortened,
     user_path,
 )
+from ..saving.atomic import replace_file
+from ..saving.paths import user_folder
+from ..saving.saveable import saveable_state
 from .run_folder import CONFIG, MARK, mark_of, new_run_id, require_run_folder, run_id_of
 from .services import ServiceTracker
 
@@ -504,7 +504,7 @@ def trackers_of_run(
     Raises:
         ConfigError: As for `default_tracker`.
     """
-    if not ranks.is_main_process():
+    if not distributed.is_main_process():
         return MultiTracker()
     require_run_folder(folder)
     run_id = run_id or run_id_of(folder) or new_run_id()

@@ -24,8 +24,8 @@ from common import ROOT, save
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from llamagym import Agent, AutoModelForCausalLMWithValueHead
-from llamagym.conversation.chat_template import invocation_tokens
 from llamagym.models.registry import lookup, lora_config
+from llamagym.text.chat_template import invocation_tokens
 
 sys.path.insert(0, str(ROOT))
 from tests.tiny import tiny_tokenizer

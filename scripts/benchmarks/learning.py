@@ -17,8 +17,8 @@ import torch
 from common import ROUNDS, Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, dtype_of, make_agent, plain_model, player, prompts
 
-from llamagym.conversation.episode import Episode
 from llamagym.models.loading import embedded_model_folder
+from llamagym.text.episode import Episode
 
 TABLES, TURNS, BATCH = 16, 256, 16
 

@@ -24,8 +24,8 @@ from mastermind import CODES, CodeBreaker, Player
 from script import HELD_OUT_SEED
 
 from llamagym import Agent, evaluate, load_model_and_tokenizer
-from llamagym.conversation.episode import Reply
 from llamagym.envs.mastermind import Mastermind
+from llamagym.text.episode import Reply
 
 SEEDS = range(1_000)
 """Among them are seeds of all codes and of all first guesses."""

@@ -14,9 +14,9 @@ from gymnasium.vector import AutoresetMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from llamagym import Agent, load_model_and_tokenizer
-from llamagym.conversation.episode import Context
 from llamagym.models.loading import embedded_model_folder
 from llamagym.models.transformers_internals import cache_argument
+from llamagym.text.episode import Context
 
 sys.path.insert(0, str(ROOT / "examples"))
 from blackjack import BlackjackAgent

@@ -32,7 +32,7 @@ from common import Rate, Work, named, parser_of, rate_of, rates_in_turn, save
 from workload import DEPTH, dtype_of, feign_update, make_agent, plain_model, player
 
 from llamagym import Agent, load_model_and_tokenizer
-from llamagym.conversation.episode import Context, Episode
+from llamagym.text.episode import Context, Episode
 
 KINDS = ["small", "large", "red", "green", "old", "new", "dark", "heavy", "broken", "golden", "wooden", "empty"]
 THINGS = ["door", "key", "lamp", "table", "river", "bridge", "garden", "tower", "stone", "letter", "window", "chest"]

@@ -54,7 +54,7 @@ BUGS = (
     ),
     Bug(
         "a value is bootstrapped after termination, too",
-        "llamagym/learners/learning_actor.py",
+        "llamagym/agent/collector.py",
         "            if cut[index] and self.learner.has_critic:\n",
         "            if finals[index] is not None and self.learner.has_critic:\n",
         ("agent",),

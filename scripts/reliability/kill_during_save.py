@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from common import setting
 
 from llamagym import Agent, train
-from llamagym.models import checkpoints
-from llamagym.models.atomic import verify
-from llamagym.policy import export
+from llamagym.agent import export
+from llamagym.saving import checkpoints
+from llamagym.saving.atomic import verify
 from tests.agents import ChoiceAgent, make_agent
 from tests.killed import killed_at
 from tests.resumed_run import DiceEnv, make

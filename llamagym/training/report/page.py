@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from ...agent.alarms import Alarms, Settings
 from ...errors import CheckpointError, ConfigError, excerpt
-from ...learners.alarms import Alarms, Settings
-from ...models.atomic import replace_file
-from ...models.paths import file_inside
 from ...options import as_number, check_arguments, json_safe, require_text, user_path
+from ...saving.atomic import replace_file
+from ...saving.paths import file_inside
 
 # Of a run: transcripts, spread evenly over what was recorded; alarms; settings; characters of a text and of a setting.
 _TRANSCRIPTS, _ALARMS, _SETTINGS, _CHARACTERS, _SETTING_CHARACTERS = 200, 200, 200, 2000, 500

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..conversation.chat_template import Message
-from ..conversation.episode import Episode, Turn
+from ..text.chat_template import Message
+from ..text.episode import Episode, Turn
 
 Transcript = dict[str, Any]
 """An episode as JSON holds it: `system`, `return`, `length`, `truncated` and `turns` (of many, both ends).

@@ -12,27 +12,27 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.arguments import check_flags, environment_ids, informed, listed, one_each, plain_keys
-from ..conversation.chat_template import ChatTemplate
-from ..conversation.episode import Context, Conversation, Episode, commonest_reply, renumbered
-from ..conversation.records import IdTable, episode_from, episode_record
+from .. import distributed
 from ..errors import ConfigError, EpisodeError, excerpt
-from ..models import checkpoints
-from ..models.atomic import written_whole
+from ..learners.base import Learner, Stats
+from ..learners.checks import check_end, check_reward, warn_if_shared
+from ..learners.replay import Replay, ReplayConfig
 from ..models.lock import alone
 from ..models.lora import extension_undone_on_error
 from ..models.quantization import computing_dtype
-from ..models.saveable import saveable_state
-from ..models.state_files import check_alike, named_on_error, read_state, write_state
 from ..options import as_json, as_number, check_arguments, user_path
-from ..policy.actor import Actor
 from ..policy.policy import Policy
-from . import ranks
+from ..saving import checkpoints
+from ..saving.atomic import written_whole
+from ..saving.saveable import saveable_state
+from ..saving.state_files import check_alike, named_on_error, read_state, write_state
+from ..text.arguments import check_flags, environment_ids, informed, listed, one_each, plain_keys
+from ..text.chat_template import ChatTemplate
+from ..text.episode import Context, Conversation, Episode, commonest_reply, renumbered
+from ..text.records import IdTable, episode_from, episode_record
+from .actor import Actor
 from .alarms import Alarms, Settings
-from .base import Learner, Stats
-from .checks import check_end, check_reward, warn_if_shared
 from .exchange import of_all_ranks
-from .replay import Replay, ReplayConfig
 from .transcripts import EpisodeSample, Transcript
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class LearningActor(Actor):
         """Prepare to act and to learn; arguments as for `Agent`."""
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
         warn_if_shared(self, policy.model)
-        ranks.diverge_(policy.rng)
+        distributed.diverge_(policy.rng)
         self.learner = learner
         self._replay = None if replay is None else Replay(policy, replay)
         config = learner.config
@@ -153,11 +153,11 @@ class LearningActor(Actor):
         self.policy.drop_caches()
         version, rng = self.policy.weights_version, self.policy.rng.get_state()
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": loop_state}
-        of_others = ranks.gather_objects(own)[1:]
-        if ranks.is_main_process():
+        of_others = distributed.gather_objects(own)[1:]
+        if distributed.is_main_process():
             with written_whole(folder, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
-        ranks.gather_objects(None)
+        distributed.gather_objects(None)
 
     def load_checkpoint(
         self, folder: str | Path, *, keep_episodes: bool = False, allow_changes: Sequence[str] = ()
@@ -216,7 +216,7 @@ class LearningActor(Actor):
                 self.check_state(state["agent"], "model" in allow_changes)
                 self.load_state_dict(state["agent"])
                 loop = self._take_own_share(state)
-                is_same = ranks.count() == 1 + len(state.get("others", []))
+                is_same = distributed.count() == 1 + len(state.get("others", []))
                 if not (keep_episodes and is_same):
                     self.discard_episodes(list(self._conversations))
                 if not is_same:
@@ -227,15 +227,15 @@ class LearningActor(Actor):
         """Take what a checkpoint holds for this process alone; returns its loop's state."""
         others = state.get("others", [])
         loop: dict[str, Any] = dict(state["loop"])
-        if 0 < ranks.rank() <= len(others):
-            own = others[ranks.rank() - 1]
+        if 0 < distributed.rank() <= len(others):
+            own = others[distributed.rank() - 1]
             self.load_own_state_dict(own["acting"])
             for conversation in self._conversations.values():
                 conversation.turns = renumbered(conversation.turns, {own["version"]: self.policy.weights_version})
             self.policy.rng.set_state(own["rng"])
             loop = dict(own["loop"])
-        elif ranks.rank():
-            ranks.diverge_(self.policy.rng)
+        elif distributed.rank():
+            distributed.diverge_(self.policy.rng)
         return loop
 
     @contextmanager
@@ -376,7 +376,7 @@ class LearningActor(Actor):
                     finished = of_all_ranks(self.policy, own)
                     self._buffer += finished
                     # With several processes, what is learned from are copies of `own`.
-                    mine = [episode for episode in finished if episode.rank == ranks.rank()]
+                    mine = [episode for episode in finished if episode.rank == distributed.rank()]
                     for conversation, episode in zip(conversations, mine, strict=True):
                         self._sample.add(episode, conversation.messages)
                     stats = self._learn(set(ids))
@@ -443,11 +443,11 @@ class LearningActor(Actor):
             conversation.learned_turns += len(episode.turns)
         self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)
         self._sample = EpisodeSample(self.policy.num_updates)
-        seconds, tokens = zip(*ranks.gather_objects((self._acting_s, self._acted_tokens)), strict=True)
+        seconds, tokens = zip(*distributed.gather_objects((self._acting_s, self._acted_tokens)), strict=True)
         stats |= {"act_s": max(seconds), "act_tokens": float(sum(tokens))}
         self._acting_s, self._acted_tokens = 0.0, 0
         offers_choices = any(turn.prompt.choices is not None for episode in batch for turn in episode.turns)
         for alarm in self._alarms.check(stats, offers_choices):
-            if ranks.is_main_process():
+            if distributed.is_main_process():
                 logger.warning(alarm)
         return stats

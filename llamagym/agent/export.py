@@ -11,17 +11,17 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from ..conversation.chat_template import end_ids
 from ..errors import CheckpointError, ConfigError
-from ..models.atomic import verify
-from ..models.card import Card
 from ..models.loading import load_model_and_tokenizer, resolve_device
 from ..models.lora import is_activated
-from ..models.paths import require_files_inside
-from ..models.state_files import read_state, write_state
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+from ..policy.saved import choices_record
+from ..saving.atomic import verify
+from ..saving.paths import require_files_inside
+from ..saving.state_files import read_state, write_state
+from ..text.chat_template import end_ids
 from .actor import Actor
-from .saved import choices_record
+from .model_card import Card
 
 KIND = "agent"
 STATE = "agent"

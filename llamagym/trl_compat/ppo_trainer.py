@@ -26,17 +26,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from .. import distributed
 from ..errors import ConfigError, did_you_mean
-from ..models.hardware import PASS_TOKENS
-from ..models.lock import lock_of
-from ..models.lora import mask_frozen_gradients_
-from ..models.value_head import AutoModelForCausalLMWithValueHead
-from ..options import check_arguments, explains_wrong_calls
-from ..policy.choices import entropy_from_logits
-from . import ranks
-from .checks import check_precision, check_samples, check_trainable, check_trainer
-from .controllers import AdaptiveKLController
-from .losses import (
+from ..learners.checks import check_precision, check_samples, check_trainable, check_trainer
+from ..learners.controllers import AdaptiveKLController
+from ..learners.losses import (
     KLEstimator,
     clipped_surrogate,
     clipped_value_loss,
@@ -46,10 +40,16 @@ from .losses import (
     masked_mean,
     masked_whiten,
 )
-from .ppo import PPOConfig, Sizes
-from .safe_optimizer import SafeOptimizer
+from ..learners.ppo import PPOConfig, Sizes
+from ..learners.safe_optimizer import SafeOptimizer
+from ..learners.state import attributes_undone_on_error
+from ..models.hardware import PASS_TOKENS
+from ..models.lock import lock_of
+from ..models.lora import mask_frozen_gradients_
+from ..models.value_head import AutoModelForCausalLMWithValueHead
+from ..options import check_arguments, explains_wrong_calls
+from ..policy.choices import entropy_from_logits
 from .samples import Samples, pack, read
-from .state import attributes_undone_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class PPOTrainer:
         if ref_model is None and not model.is_peft_model:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
-        self.accelerator = ranks.accelerator(model.device)
+        self.accelerator = distributed.accelerator(model.device)
         # TRL's early stopping undoes nothing; only what is not finite is undone.
         self._safe_optimizer = SafeOptimizer(
             self._learning_weights(),
@@ -209,7 +209,7 @@ class PPOTrainer:
                 batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
                 stats |= self._optimize(batch)
                 if self.config.adap_kl_ctrl:
-                    self._kl_controller.update(stats["ref_kl"], len(queries) * ranks.count())
+                    self._kl_controller.update(stats["ref_kl"], len(queries) * distributed.count())
         return stats | {"learn_s": time.perf_counter() - started}
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ class PPOTrainer:
         if config.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         return Samples(ids, attention, mask, logprobs, values, advantages, returns), {
-            "ref_kl": ranks.mean(kl.sum(1).mean().item()),
+            "ref_kl": distributed.mean(kl.sum(1).mean().item()),
             "kl_coef": self.kl_coef,
             "score_mean": scores.mean().item(),
             "score_std": scores.std(correction=0).item(),
@@ -252,7 +252,7 @@ class PPOTrainer:
                 steps.append(self._step(rows, batch))
             epochs += 1
             if config.target_kl is not None:
-                moved = ranks.mean(steps[-1]["policy_kl"])
+                moved = distributed.mean(steps[-1]["policy_kl"])
                 stopped = moved > _KL_TOLERANCE * config.target_kl
         if made := [step for step in steps if not step["skipped"]]:
             is_undone = self._safe_optimizer.record_kl(0.0 if self._is_output_finite(batch) else math.inf)
@@ -274,7 +274,7 @@ class PPOTrainer:
         """Whether the model's output for the shortest sample is finite; no later minibatch shows it."""
         shortest = batch.rows(batch.attention.sum(1).argmin()[None])
         output = read(self.model, shortest.ids, shortest.attention, shortest.mask)
-        return all(ranks.gather_objects(all(bool(part.isfinite().all()) for part in output)))
+        return all(distributed.gather_objects(all(bool(part.isfinite().all()) for part in output)))
 
     def _step(self, rows: Tensor, batch: Samples) -> dict[str, float]:
         """One optimizer step on some rows; the chunks' losses add up to the mean over all their response tokens."""
@@ -284,7 +284,7 @@ class PPOTrainer:
             chunk = batch.rows(index)
             share = chunk.mask.sum().item() / total
             loss, parts, error = self._loss(chunk)
-            self.accelerator.backward(share / ranks.count() * loss)
+            self.accelerator.backward(share / distributed.count() * loss)
             for name, value in parts.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, error)

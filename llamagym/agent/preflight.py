@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ..models.private_apis import changed
-from .learning_actor import LearningActor
+from .collector import LearningActor
 from .probes import FaultError, OutOfTimeError, Probes
 
 # Of half a minute that checks may take, what is left once the last of them has begun.

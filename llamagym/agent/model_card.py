@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..models.generation import GenerationConfig
 from ..options import json_safe
-from .generation import GenerationConfig
 
 # Said before the lines that use it.
 _NO_CHOICE_YET = (

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ..conversation.episode import Episode, played_by
+from .. import distributed
 from ..policy.policy import Policy
-from . import ranks
+from ..text.episode import Episode, played_by
 
 
 def of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
     """The episodes of all processes, this one's own among them, once all measure choices against the same."""
-    if ranks.count() == 1:
+    if distributed.count() == 1:
         return own
     calibration = policy.calibration
-    told = ranks.gather_objects((policy.weights_version, calibration.measured if calibration else {}, own))
+    told = distributed.gather_objects((policy.weights_version, calibration.measured if calibration else {}, own))
     samples = [measured for _, measured, _ in told]
     if changed := calibration is not None and calibration.agree(samples, learns=policy.num_updates > 0):
         policy.calibration_changed()

@@ -24,7 +24,7 @@ from accelerate.state import is_initialized
 from accelerate.utils import InitProcessGroupKwargs, broadcast, gather_object, reduce
 from torch import Tensor, distributed
 
-from ..errors import ConfigError, RankError
+from .errors import ConfigError, RankError
 
 T = TypeVar("T")
 

@@ -12,31 +12,31 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from .conversation.arguments import listed
-from .conversation.chat_template import ChatTemplate, check_vocabulary, end_ids
-from .conversation.demonstrations import read_demonstrations
-from .conversation.episode import Context
-from .errors import ConfigError, needs
-from .learners import ranks
-from .learners.algorithms import Algorithm, make_learner
-from .learners.base import Stats
-from .learners.grpo import GRPOConfig, ReinforceConfig
-from .learners.learning_actor import LearningActor
-from .learners.ppo import PPOConfig
-from .learners.preflight import Report, preflight
-from .learners.replay import ReplayConfig
-from .models.atomic import written_whole
-from .models.generation import GenerationConfig
-from .models.hub import upload
-from .models.loading import MissingBaseError, move_, resolve_device
-from .models.lock import alone
-from .models.lora import redraw_, settle_depth_
-from .models.state_files import named_on_error
-from .models.value_head import AutoModelForCausalLMWithValueHead
-from .options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
-from .policy.export import KIND, read_export, write_export
-from .policy.policy import Policy
-from .policy.saved import restore_choices
+from .. import distributed
+from ..errors import ConfigError, needs
+from ..learners.algorithms import Algorithm, make_learner
+from ..learners.base import Stats
+from ..learners.grpo import GRPOConfig, ReinforceConfig
+from ..learners.ppo import PPOConfig
+from ..learners.replay import ReplayConfig
+from ..models.generation import GenerationConfig
+from ..models.hub import upload
+from ..models.loading import MissingBaseError, move_, resolve_device
+from ..models.lock import alone
+from ..models.lora import redraw_, settle_depth_
+from ..models.value_head import AutoModelForCausalLMWithValueHead
+from ..options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
+from ..policy.policy import Policy
+from ..policy.saved import restore_choices
+from ..saving.atomic import written_whole
+from ..saving.state_files import named_on_error
+from ..text.arguments import listed
+from ..text.chat_template import ChatTemplate, check_vocabulary, end_ids
+from ..text.demonstrations import read_demonstrations
+from ..text.episode import Context
+from .collector import LearningActor
+from .export import KIND, read_export, write_export
+from .preflight import Report, preflight
 
 # Arguments of earlier versions, and what to pass instead.
 _REMOVED = {
@@ -136,7 +136,7 @@ class Agent(LearningActor):
         learner = make_learner(policy, algorithm, options, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
-        self._seeds = ranks.gather_objects(np.random.default_rng(seed))[0]
+        self._seeds = distributed.gather_objects(np.random.default_rng(seed))[0]
         given = {
             "generate_config_dict": generation.given(),
             "algorithm": algorithm,
@@ -165,7 +165,7 @@ class Agent(LearningActor):
             ConfigError: An option, the file or a line of it is missing or invalid.
         """
         with needs("sft", "A warm start"):
-            from .learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
+            from ..learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
 
         config = WarmStartConfig.from_dict(options)
         path = self.demonstrations if path is None else user_path(path)
@@ -230,7 +230,7 @@ class Agent(LearningActor):
             CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         check_arguments(Agent.save_pretrained, {"environment": environment, "results": results, "merged": merged})
-        if not ranks.is_main_process():
+        if not distributed.is_main_process():
             return
         with written_whole(folder, KIND) as whole:
             write_export(self, whole, self._options, environment, results, merged)
@@ -268,7 +268,7 @@ class Agent(LearningActor):
             agent = cls(model, tokenizer, **{**state["options"], **options})
             restore_choices(agent.policy, state, agent.policy.calibrates == state["options"]["calibrate_choices"])
             agent.policy.rng.set_state(state["rng"])
-        ranks.diverge_(agent.policy.rng)
+        distributed.diverge_(agent.policy.rng)
         return agent
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None, **saved: Any) -> str:

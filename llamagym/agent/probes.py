@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import torch
 
-from ..conversation.chat_template import check_vocabulary, end_ids
-from ..conversation.episode import Conversation, Segment
 from ..models.hardware import PASS_TOKENS, container_limit
 from ..models.loading import BESIDE_WEIGHTS_GIB
 from ..models.quantization import computing_dtype
+from ..text.chat_template import check_vocabulary, end_ids
+from ..text.episode import Conversation, Segment
 from .alarms import ratio_tolerance
-from .learning_actor import LearningActor
+from .collector import LearningActor
 
 # What any language model of the last years finds likely; and texts whose ids must give them back.
 _ENGLISH = "The capital of France is Paris, and the capital of Italy is Rome."

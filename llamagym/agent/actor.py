@@ -16,19 +16,19 @@ from typing import Any, NoReturn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from ..conversation.arguments import check_text, environment_ids, informed, listed, plain_keys
-from ..conversation.chat_template import ChatTemplate, Message
-from ..conversation.episode import Context, Conversation, Reply
-from ..conversation.interface import TextInterface
-from ..conversation.masking import Masking
-from ..conversation.records import IdTable, conversation_record, key_from, restore_conversation
 from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
 from ..models.trained_weights import check_fits
 from ..options import check_arguments
-from .policy import NOT_PICKLED, Policy
-from .sampling import redrawn_on_error
-from .saved import policy_state, restore_policy
+from ..policy.policy import NOT_PICKLED, Policy
+from ..policy.sampling import redrawn_on_error
+from ..policy.saved import policy_state, restore_policy
+from ..text.arguments import check_text, environment_ids, informed, listed, plain_keys
+from ..text.chat_template import ChatTemplate, Message
+from ..text.episode import Context, Conversation, Reply
+from ..text.records import IdTable, conversation_record, key_from, restore_conversation
+from .action_masks import Masking
+from .text_interface import TextInterface
 
 
 class Actor(TextInterface):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .advantages import FULL_BATCH
+from ..learners.advantages import FULL_BATCH
 
 Stats = Mapping[str, float]
 History = Sequence[Stats]

@@ -1,0 +1,1 @@
+"""Files that stay whole: atomic folders, state files, checkpoints."""

@@ -1,0 +1,1 @@
+"""Classes with the interface of TRL 0.11."""
