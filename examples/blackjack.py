@@ -45,7 +45,7 @@ def hit_probabilities(agent: BlackjackAgent, greedy: bool = False) -> dict[State
     agent.eval(greedy)
     episode_ids = [[(sample, state) for state in STATES] for sample in range(1 if greedy else 20)]
     actions = [agent.act_batch(STATES, ids) for ids in episode_ids]
-    agent.discard_episodes([table for ids in episode_ids for table in ids])
+    agent.terminate_episodes([table for ids in episode_ids for table in ids], train=False)
     agent.train()
     return dict(zip(STATES, np.mean(actions, axis=0).tolist(), strict=True))
 

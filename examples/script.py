@@ -53,7 +53,7 @@ def parse(options: argparse.ArgumentParser, **budget: float) -> argparse.Namespa
 def load(args: argparse.Namespace, kind: type[lg.Agent], context: Any = "turn", **options: Any) -> Any:
     """An agent of a class with the command line's options; `options` are further arguments of its constructor."""
     learner = {name: vars(args)[name] for name in LEARNER if vars(args)[name] is not None}
-    options |= {"algorithm": args.algorithm, f"{args.algorithm}_config_dict": learner}
+    options["learner"] = {"ppo": lg.PPOConfig, "grpo": lg.GRPOConfig}[args.algorithm](**learner)
     loaded = lg.load_model_and_tokenizer(args.model, device=args.device, load_in_8bit=args.load_in_8bit)
     return kind(*loaded, context=context, seed=args.seed, **options)
 

@@ -142,17 +142,18 @@ class Options:
 
 
 def explains_wrong_calls(
-    positional: int, removed: Mapping[str, str] | None = None
+    positional: int, old_names: Collection[str] = ()
 ) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
     """Decorates a function whose wrong calls are a `ConfigError` that says what to write instead of a `TypeError`.
 
     Args:
         positional: Number of arguments that may be passed by position.
-        removed: Arguments of earlier versions by name, with what to do instead.
+        old_names: Arguments of earlier versions that the function takes as further keyword arguments.
     """
 
     def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
         parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+        parameters = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
         names = [each.name for each in parameters]
         keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         by_position = [name for name in names if name not in keywords]
@@ -168,9 +169,8 @@ def explains_wrong_calls(
                     f"the others by keyword: {pairs}."
                 )
             for name in kwargs:
-                if name not in names:
-                    hint = (removed or {}).get(name) or did_you_mean(name, names)
-                    raise ConfigError(f"{title}() has no argument {name!r}. {hint}")
+                if name not in names and name not in old_names:
+                    raise ConfigError(f"{title}() has no argument {name!r}. {did_you_mean(name, names)}")
             return function(*args, **kwargs)
 
         return checked

@@ -8,7 +8,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from llamagym import Agent
+from llamagym import Agent, GRPOConfig, ReinforceConfig
+from llamagym.agent.actor import Actor
+from llamagym.agent.agent import collector_of
 from llamagym.models.lora import settle_depth_
 from llamagym.policy.calibration import Calibration
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -70,15 +72,24 @@ def make_agent(
             if "lora_B" in name or "v_head" in name:
                 weight.normal_(std=0.2, generator=rng)
     settings = {"max_new_tokens": 6, **options.pop("generate", {})}
-    algorithm = options.get("algorithm", "ppo")
+    algorithm = options.pop("algorithm", "ppo")
     epochs = {
         "ppo": {"ppo_epochs": 2},
         "grpo": {"epochs": 2},
         "reinforce": {},
     }[algorithm]
     sizes = {"batch_size": 4} if algorithm == "reinforce" else {"batch_size": 4, "mini_batch_size": 4}
-    options[f"{algorithm}_config_dict"] = {**PLAIN, **epochs, **sizes, **options.pop(algorithm, {})}
+    learner_options = {**PLAIN, **epochs, **sizes, **options.pop(algorithm, {})}
+    if algorithm == "ppo":
+        options["ppo_config_dict"] = learner_options
+    else:
+        options["learner"] = {"grpo": GRPOConfig, "reinforce": ReinforceConfig}[algorithm].from_dict(learner_options)
     return kind(model, tiny_tokenizer(family), None, settings, **{"seed": 0, **options})
+
+
+def actor_of(agent: Agent) -> Actor:
+    """The part of an agent that acts and holds the conversations."""
+    return collector_of(agent).actor
 
 
 def settled(agent: Agent) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from llamagym import Agent
 from llamagym.policy.evaluation import Evaluation
 from llamagym.text.episode import Segment, Turn, segments_of
+from tests.agents import actor_of
 
 CHOICES = ("go left", "go right", "stay")
 
@@ -58,7 +59,7 @@ def play(agent: Any, steps: int, envs: int) -> list[Any]:
     for step in range(steps):
         agent.act_batch(["x" * (3 * env + step) for env in range(envs)])
         agent.assign_rewards([0.0] * envs)
-    return [agent.conversation(env) for env in range(envs)]
+    return [actor_of(agent).conversation(env) for env in range(envs)]
 
 
 def plain_turns(model: Any, segment: Segment) -> list[tuple[Turn, Tensor]]:
@@ -100,7 +101,7 @@ def compare(agent: Any, steps: int = 3, envs: int = 3) -> Difference:
 
 def reference_error(agent: Any, base: Any) -> float:
     """Largest difference of log-probabilities of the reference policy, without the adapter, and of the base alone."""
-    segments = segments_of([agent.conversation(0).finished(False, None)])
+    segments = segments_of([actor_of(agent).conversation(0).finished(False, None)])
     turns = [turn for segment in segments for turn in plain_turns(base, segment)]
     with torch.no_grad():
         return largest_error(agent.policy.evaluate(segments, reference=True), turns)

@@ -16,6 +16,7 @@ import gymnasium as gym
 import numpy as np
 
 from llamagym import Agent, evaluate, train
+from tests.agents import actor_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
 # Of an environment, acted in at once: where rewards depend on what is drawn, and where they are certain.
@@ -132,7 +133,7 @@ class ProbeAgent(Agent):
 
     def value(self, observation: Any) -> float:
         """The critic's estimate of an observation that begins an episode."""
-        context = self.new_conversation().observe(self.format_observation(observation))
+        context = actor_of(self).new_conversation().observe(self.format_observation(observation))
         return self.policy.values([context])[0]
 
 

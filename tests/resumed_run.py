@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from llamagym import Agent, AutoModelForCausalLMWithValueHead, train
+from llamagym import Agent, AutoModelForCausalLMWithValueHead, GRPOConfig, PPOConfig, train
 from tests.agents import ChoiceAgent, WordAgent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -72,8 +72,9 @@ def make(kind: type[Agent], adapter: bool = True, activated: bool = True, **opti
         model = tiny_model("llama", activated=activated)
     else:
         model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"))
-    algorithm = options.get("algorithm", "ppo")
-    options[f"{algorithm}_config_dict"] = SIZES | options.pop(algorithm, {})
+    algorithm = options.pop("algorithm", "ppo")
+    config = {"ppo": PPOConfig, "grpo": GRPOConfig}[algorithm]
+    options["learner"] = config.from_dict(SIZES | options.pop(algorithm, {}))
     return kind(
         model, tiny_tokenizer("llama"), None, {"max_new_tokens": 4}, **{"context": "turn", "seed": 0, **options}
     )

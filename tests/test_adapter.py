@@ -21,7 +21,7 @@ from llamagym.models.lora import (
     latest_inputs,
 )
 from llamagym.models.peft_internals import acting_on_every_token
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, actor_of, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model
 
 
@@ -85,14 +85,16 @@ def test_gradients_tell_observations_apart_once_aimed() -> None:
             for name, weight in agent.policy.model.named_parameters():
                 if "lora_B" in name:
                     weight.zero_()
-        segments = [agent.conversation(i).observe(f"Observation {i}", "", ChoiceAgent.choices) for i in range(8)]
+        segments = [
+            actor_of(agent).conversation(i).observe(f"Observation {i}", "", ChoiceAgent.choices) for i in range(8)
+        ]
         agent.policy.initialize_from_data(segments)
         ups = [w for name, w in agent.policy.model.named_parameters() if "lora_B" in name]
         gradients = []
         for i, reply in enumerate(agent.policy.sample(segments)):
             first = replace(reply, choice_index=0, ids=segments[i].pending.choices[0])
-            agent.conversation(i).answer(first, "")
-            logprob = agent.policy.evaluate([agent.conversation(i).current_segment()]).logprobs.sum()
+            actor_of(agent).conversation(i).answer(first, "")
+            logprob = agent.policy.evaluate([actor_of(agent).conversation(i).current_segment()]).logprobs.sum()
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(logprob, ups)]))
         unit = nn.functional.normalize(torch.stack(gradients), dim=1)
         alike[aimed] = (unit @ unit.T).fill_diagonal_(0).abs().sum().item() / 56

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from llamagym import (
     ActionParseError,
@@ -18,13 +20,15 @@ from llamagym import (
     ConfigError,
     ContextLengthError,
     EpisodeError,
+    GenerationConfig,
     GRPOConfig,
+    PPOConfig,
     ReinforceConfig,
     train,
 )
 from llamagym.agent import collector
-from llamagym.learners.algorithms import make_learner
-from tests.agents import PLAIN, ChoiceAgent, WordAgent, experienced, make_agent
+from llamagym.agent.agent import collector_of
+from tests.agents import PLAIN, ChoiceAgent, WordAgent, actor_of, experienced, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 
@@ -54,14 +58,14 @@ def test_act_and_update_run_for_every_family(family, kind):
 def test_statistics_are_empty_until_a_batch_is_full_and_nothing_piles_up():
     agent = make_agent(ppo={"batch_size": 4})
     assert play_episode(agent, 3) == {}
-    assert agent.buffered_turns == 3
-    assert "3 turns, and a batch needs 4" in agent.why_no_update()
+    assert collector_of(agent).buffered_turns == 3
+    assert "3 turns, and a batch needs 4" in collector_of(agent).why_no_update()
     agent.act_batch(["a", "b", "c"])
     agent.assign_rewards([1.0, 2.0, 3.0])
     stats = agent.terminate_episodes([0, 1, 2])
     assert stats["episodes"] == 4.0
     assert stats["turns"] == 6.0
-    assert agent.buffered_turns == 0
+    assert collector_of(agent).buffered_turns == 0
 
 
 def test_messages_and_rewards_of_the_episode_under_way():
@@ -84,7 +88,7 @@ def test_turn_context_shows_only_the_current_observation():
     for text in ("first", "second"):
         agent.act(text)
         agent.assign_reward(0.0)
-    seen = agent.tokenizer.decode(agent.conversation(0).current_segment().prompts[-1].ids)
+    seen = agent.tokenizer.decode(actor_of(agent).conversation(0).current_segment().prompts[-1].ids)
     assert "second" in seen
     assert "Say something." in seen
     assert "first" not in seen
@@ -96,7 +100,7 @@ def test_single_calls_are_a_batch_of_one():
         assert single.act(text) == batch.act_batch([text], [0])[0]
         single.assign_reward(1.0)
         batch.assign_rewards([1.0], [0])
-    assert single.conversation(0).turns == batch.conversation(0).turns
+    assert actor_of(single).conversation(0).turns == actor_of(batch).conversation(0).turns
 
 
 @pytest.mark.equivalence
@@ -119,7 +123,7 @@ def test_an_invalid_reply_costs_the_penalty_and_leaves_the_reward_raw():
     agent = make_agent(Picky, invalid_action_penalty=-0.5, ppo={"batch_size": 1})
     assert agent.act("x") == "fallback for x"
     agent.assign_reward(2.0)
-    turn = agent.conversation(0).turns[0]
+    turn = actor_of(agent).conversation(0).turns[0]
     stats = agent.terminate_episode()
     assert stats["invalid_rate"] == 1.0
     assert stats["return_mean"] == 2.0
@@ -134,7 +138,7 @@ def test_an_invalid_reply_without_fallback_says_what_to_define(caplog):
     agent = make_agent(Strict)
     assert agent.act_batch(["x", "y"]) == [None, None]
     agent.assign_rewards([0.0, 0.0])
-    assert [agent.conversation(env).turns[0].valid for env in (0, 1)] == [False, False]
+    assert [actor_of(agent).conversation(env).turns[0].valid for env in (0, 1)] == [False, False]
     assert caplog.text.count("Strict does not say what to do then: define fallback_action") == 1
     with pytest.raises(ActionParseError, match="define fallback_action"):
         train(make_agent(Strict), "Blackjack-v1", episodes=1)
@@ -146,7 +150,7 @@ def test_rewards_stay_raw_through_an_update():
     agent.assign_reward(1.5)
     agent.act("b")
     agent.assign_reward(-3.0)
-    turns = list(agent.conversation(0).turns)
+    turns = list(actor_of(agent).conversation(0).turns)
     assert agent.terminate_episode()["ref_kl"] != 0.0
     assert [turn.reward for turn in turns] == [1.5, -3.0]
 
@@ -157,14 +161,14 @@ def test_value_is_bootstrapped_after_truncation_and_never_after_termination():
         agent.act("a")
         agent.assign_reward(1.0)
         agent.terminate_episode(truncated=truncated, final_observation="the end")
-    cut, ended = agent._buffer
+    cut, ended = collector_of(agent).buffer
     assert (cut.truncated, cut.terminated) == (True, False)
     assert (ended.truncated, ended.terminated) == (False, True)
     assert ended.final_prompt is None
     # Independently: the final observation's context, through the model's own forward pass and value head.
     ids = [*cut.turns[0].prompt.ids, *cut.turns[0].reply.ids]
     end = cut.turns[0].reply.ids[-1] if cut.turns[0].reply.finish_reason == "eos" else None
-    ids += agent.chat_template.next_prompt("Say something.", "Observation the end", end)
+    ids += actor_of(agent).chat_template.next_prompt("Say something.", "Observation the end", end)
     with torch.no_grad():
         values = agent.policy.model(torch.tensor([ids]))[2]
     (value,) = agent.policy.values([cut.final_segment()])
@@ -177,16 +181,18 @@ def test_truncation_without_the_final_observation_is_refused_and_loses_nothing()
     agent.act("a")
     with pytest.raises(EpisodeError, match="Pass final_observation"):
         agent.terminate_episode(truncated=True)
-    assert len(agent.conversation(0).turns) == 1
+    assert len(actor_of(agent).conversation(0).turns) == 1
 
 
 def test_eval_neither_buffers_nor_learns():
     agent = make_agent(ppo={"batch_size": 1})
     agent.eval()
     weights = [w.detach().clone() for w in agent.policy.model.parameters()]
-    replies = {agent.act("same") for _ in range(3) if agent.terminate_episode is not None and not agent.learning}
+    replies = {
+        agent.act("same") for _ in range(3) if agent.terminate_episode is not None and not actor_of(agent).is_learning
+    }
     assert agent.terminate_episode() == {}
-    assert agent.buffered_turns == 0
+    assert collector_of(agent).buffered_turns == 0
     assert all(torch.equal(a, b) for a, b in zip(weights, agent.policy.model.parameters(), strict=True))
     assert len(replies) >= 1
 
@@ -234,7 +240,7 @@ def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
 def test_response_prefix_opens_the_reply():
     agent = make_agent(response_prefix="Action:")
     assert agent.act("x").startswith("Action:")
-    prompt = agent.conversation(0).turns[0].prompt
+    prompt = actor_of(agent).conversation(0).turns[0].prompt
     assert agent.tokenizer.decode(prompt.ids).endswith("Action:")
 
 
@@ -260,7 +266,7 @@ def test_a_failing_observation_can_be_tried_again():
     with pytest.raises(KeyError):
         agent.act_batch([{"x": 1}, {}])
     agent.act_batch([{"x": 1}, {"x": 2}])
-    assert len(agent.conversation(0).turns) == 1
+    assert len(actor_of(agent).conversation(0).turns) == 1
 
 
 @pytest.mark.parametrize(
@@ -286,27 +292,57 @@ def test_an_algorithm_takes_its_own_options_and_no_others():
     )
     assert make_agent(algorithm="reinforce", seed=3).learner.config == ReinforceConfig(**PLAIN, batch_size=4, seed=3)
     with pytest.raises(ConfigError, match=r"Did you mean 'grpo'"):
-        make_learner(make_agent().policy, "grop", {})
-    with pytest.raises(ConfigError, match=r"ppo_config_dict=.* has no effect on algorithm='grpo'"):
-        make_agent(algorithm="grpo", ppo_config_dict={"batch_size": 4})
+        WordAgent(make_agent().policy.model, tiny_tokenizer("llama"), algorithm="grop")
+    with pytest.raises(ConfigError, match=r"ppo_config_dict=.* has no effect on algorithm='grpo'. Pass learner=PPOC"):
+        WordAgent(make_agent().policy.model, tiny_tokenizer("llama"), None, None, {"gamma": 0.5}, algorithm="grpo")
 
 
-@pytest.mark.parametrize("value", [True, False, None])
-def test_rejects_use_target_kl_of_earlier_versions_with_what_to_do(value):
-    with pytest.raises(
-        ConfigError, match=r"Agent\(\) has no argument 'use_target_kl'\. Set target_kl in ppo_config_dict"
-    ):
-        make_agent(use_target_kl=value)
+def test_accepts_arguments_of_earlier_versions_with_a_message(caplog):
+    model = make_agent().policy.model
+    tokenizer = tiny_tokenizer("llama")
+    agent = WordAgent(model, tokenizer, algorithm="grpo", grpo_config_dict={"group_size": 4}, seed=3)
+    assert agent.learner.config == GRPOConfig(group_size=4, seed=3)
+    assert "algorithm, grpo_config_dict. Pass learner=GRPOConfig(...) instead" in caplog.text
+    assert WordAgent(model, tokenizer, use_target_kl=True).learner.config == PPOConfig()
+    assert "use_target_kl. Pass learner=PPOConfig(...) instead" in caplog.text
+    assert WordAgent(model, tokenizer, use_target_kl=False).learner.config == PPOConfig(target_kl=None)
+    with pytest.raises(ConfigError, match="use_target_kl=True contradicts target_kl=None"):
+        WordAgent(model, tokenizer, None, None, {"target_kl": None}, use_target_kl=True)
+    with pytest.raises(ConfigError, match="use_target_kl must be True or False, got None"):
+        WordAgent(model, tokenizer, use_target_kl=None)
+
+
+def test_learner_selects_the_algorithm():
+    model = make_agent().policy.model
+    tokenizer = tiny_tokenizer("llama")
+    for config in (PPOConfig(ppo_epochs=2), GRPOConfig(group_size=4), ReinforceConfig(gamma=0.5)):
+        learner = WordAgent(model, tokenizer, learner=config, seed=3).learner
+        assert learner.config == replace(config, seed=3)
+        assert learner.has_critic == isinstance(config, PPOConfig)
+    assert WordAgent(model, tokenizer, learner=PPOConfig(seed=5), seed=3).learner.config.seed == 5
+    with pytest.raises(ConfigError, match=r"learner=.* and algorithm and ppo_config_dict are both set"):
+        WordAgent(model, tokenizer, None, None, {"gamma": 1.0}, learner=PPOConfig(), algorithm="ppo")
+    with pytest.raises(ConfigError, match="learner must be a PPOConfig, GRPOConfig or ReinforceConfig, got Generation"):
+        WordAgent(model, tokenizer, learner=GenerationConfig())
+    with pytest.raises(ConfigError, match="learner must be a LearnerConfig or None, got 'grpo'"):
+        WordAgent(model, tokenizer, learner="grpo")
+
+
+def test_model_tokenizer_and_device_are_attributes():
+    agent = make_agent()
+    assert agent.model is agent.policy.model
+    assert isinstance(agent.tokenizer, PreTrainedTokenizerBase)
+    assert agent.device == torch.device("cpu")
 
 
 def test_transcripts_have_advantages_where_episodes_are_copied_between_processes(monkeypatch):
-    monkeypatch.setattr(collector, "of_all_ranks", lambda policy, own: pickle.loads(pickle.dumps(own)))
+    monkeypatch.setattr(collector, "episodes_of_all_ranks", lambda policy, own: pickle.loads(pickle.dumps(own)))
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 2})
     for observation in ("a", "b"):
         agent.act(observation)
         agent.assign_reward(1.0)
         agent.terminate_episode()
-    advantages = [turn["advantage"] for transcript in agent.transcripts for turn in transcript["turns"]]
+    advantages = [turn["advantage"] for transcript in collector_of(agent).transcripts for turn in transcript["turns"]]
     assert len(advantages) == 2
     assert None not in advantages
 
@@ -318,7 +354,7 @@ def test_episode_that_is_terminated_and_truncated_at_once_is_terminated():
         agent.act("a")
         agent.assign_reward(1.0)
         agent.terminate_episode(final_observation="b", **flags)
-        episode = agent._buffer[-1]
+        episode = collector_of(agent).buffer[-1]
         return episode.terminated, episode.truncated, episode.final_prompt is not None
 
     for true in (True, np.True_, torch.tensor(True)):
@@ -335,8 +371,8 @@ def test_termination_takes_precedence_in_a_batch():
     agent.assign_rewards([1.0, 1.0, 1.0])
     ends = np.array([True, False, True])
     agent.terminate_episodes([0, 1, 2], [True, True, False], ["x", "y", "z"], terminated=ends)
-    assert [episode.truncated for episode in agent._buffer] == [False, True, False]
-    assert [episode.final_prompt is not None for episode in agent._buffer] == [False, True, False]
+    assert [episode.truncated for episode in collector_of(agent).buffer] == [False, True, False]
+    assert [episode.final_prompt is not None for episode in collector_of(agent).buffer] == [False, True, False]
 
 
 @pytest.mark.parametrize("flags", [{"terminated": "no"}, {"terminated": [True]}, {"terminated": 2}])
@@ -408,4 +444,6 @@ def test_to_read_a_conversation_begins_none():
     agent = make_agent(ChoiceAgent)
     assert [message["role"] for message in agent.current_episode_messages] == ["system"]
     assert agent.current_episode_rewards == []
-    assert agent.state_dict()["under_way"] == make_agent(ChoiceAgent).state_dict()["under_way"]
+    assert (
+        collector_of(agent).state_dict()["under_way"] == collector_of(make_agent(ChoiceAgent)).state_dict()["under_way"]
+    )

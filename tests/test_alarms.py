@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from llamagym import train
+from llamagym.agent.agent import collector_of
 from llamagym.agent.alarms import Alarms, Settings
 from tests.agents import ChoiceAgent, make_agent
 
@@ -176,14 +177,14 @@ def test_alarms_suggest_only_what_is_not_set_and_the_likeliest_first():
 
 def test_an_agent_s_alarms_know_its_settings():
     agent = make_agent(ChoiceAgent, response_prefix="I ", ppo={"target_kl": 0.05, "value_learning_rate": 0.1})
-    settings = agent._alarms._settings
+    settings = collector_of(agent).alarms._settings
     assert (settings.target_kl, settings.has_prefix, settings.sets_critic) == (0.05, True, True)
 
 
 @pytest.mark.parametrize(("algorithm", "move"), [("ppo", " or ppo_epochs"), ("grpo", " or epochs"), ("reinforce", "")])
 def test_alarms_name_options_that_the_algorithm_has(algorithm, move):
     agent = make_agent(ChoiceAgent, algorithm=algorithm, **{algorithm: {"target_kl": 0.03}})
-    (text,) = agent._alarms.check({"approx_kl": 0.3})
+    (text,) = collector_of(agent).alarms.check({"approx_kl": 0.3})
     assert text.endswith(f"Lower learning_rate{move}.")
 
 
@@ -194,8 +195,8 @@ def test_alarms_of_free_text_do_not_suggest_calibrated_choices():
 
 
 def test_options_of_the_critic_that_were_not_passed_are_not_suggested():
-    assert not make_agent(ChoiceAgent)._alarms._settings.sets_critic
-    assert make_agent(ChoiceAgent, ppo={"cliprange_value": 0.3})._alarms._settings.sets_critic
+    assert not collector_of(make_agent(ChoiceAgent)).alarms._settings.sets_critic
+    assert collector_of(make_agent(ChoiceAgent, ppo={"cliprange_value": 0.3})).alarms._settings.sets_critic
 
 
 def test_updates_that_are_undone_are_counted_among_those_with_information():

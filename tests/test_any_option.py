@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamagym import Agent, GRPOConfig, LlamaGymError, PPOConfig, evaluate, train
+from llamagym.learners.algorithms import OLD_ARGUMENTS
 from llamagym.learners.grpo import ReinforceConfig
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
@@ -87,7 +88,8 @@ def test_options_of_a_warm_start(tmp_path_factory: pytest.TempPathFactory, optio
     tried(lambda: make_agent(ChoiceAgent).sft_from_jsonl(path, **{"epochs": 1, **options}))
 
 
-NAMES = [name for name in inspect.signature(Agent.__init__).parameters if name != "self"]
+PARAMETERS = inspect.signature(Agent.__init__).parameters
+NAMES = [name for name in PARAMETERS if name not in ("self", "old_options")] + sorted(OLD_ARGUMENTS)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llamagym.engine import attention, prefix_cache, transformer
 from llamagym.engine.cpu import fused_layer
 from llamagym.engine.kv_cache import KVBuffer
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.rounding import LOGPROB_TOLERANCE, assert_within_rounding
 from tests.tiny import FAMILIES, tiny_model
 
@@ -92,7 +92,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
     for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
         agent.act_batch(texts)
         agent.assign_rewards([0.0] * 3)
-    segments = [agent.conversation(index).current_segment() for index in range(3)]
+    segments = [actor_of(agent).conversation(index).current_segment() for index in range(3)]
     recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
     weights = [weight for weight in agent.policy.model.parameters() if weight.requires_grad]
 

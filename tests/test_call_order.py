@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from llamagym import GRPOConfig, LlamaGymError, PPOConfig, evaluate, train
+from llamagym.agent.agent import collector_of
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
 from llamagym.models.generation import GenerationConfig
-from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, actor_of, make_agent
 from tests.faults import FAULTS, BrokenError, FaultyEnv, StoppedError, raises
 from tests.tiny import tiny_tokenizer
 
@@ -94,7 +95,7 @@ class Loop(RuleBasedStateMachine):
         if actions is not None:
             assert len(actions) == len(ids) == len(set(ids))
             for env_id in ids:
-                self.turns.setdefault(env_id, []).append(None if self.agent.learning else 0.0)
+                self.turns.setdefault(env_id, []).append(None if actor_of(self.agent).is_learning else 0.0)
 
     @rule(ids=IDS, hook=st.sampled_from(HOOKS), row=st.integers(0, 3), error=ERRORS)
     def act_with_a_broken_method(self, ids: list[int], hook: str, row: int, error: type[BaseException]) -> None:
@@ -161,7 +162,10 @@ class Loop(RuleBasedStateMachine):
     def learned(self) -> list[Tensor]:
         """All that an update changes, but for what is only counted."""
         agent = self.agent
-        optimizers = [agent.learner.optimizer, *([] if agent._replay is None else [agent._replay.optimizer])]
+        optimizers = [
+            agent.learner.optimizer,
+            *([] if collector_of(agent).replay is None else [collector_of(agent).replay.optimizer]),
+        ]
         states = [of_weight for optimizer in optimizers for of_weight in optimizer.adam.state_dict()["state"].values()]
         tensors = [tensor for of_weight in states for tensor in of_weight.values()]
         return [tensor.clone() for tensor in (*agent.policy.model.state_dict().values(), *tensors)]
@@ -175,10 +179,10 @@ class Loop(RuleBasedStateMachine):
 
     @rule(episodes=st.integers(0, 2), num_envs=st.integers(0, 2), data=st.data())
     def evaluate(self, episodes: int, num_envs: int, data: st.DataObject) -> None:
-        mode = self.agent.learning, self.agent.greedy
+        mode = actor_of(self.agent).is_learning, actor_of(self.agent).is_greedy
         env = data.draw(st.sampled_from([CountdownEnv, self.faulty(data)]))
         result = self.tried(lambda: evaluate(self.agent, env, episodes=episodes, num_envs=num_envs))
-        assert (self.agent.learning, self.agent.greedy) == mode
+        assert (actor_of(self.agent).is_learning, actor_of(self.agent).is_greedy) == mode
         assert result is None or len(result.returns) == episodes
 
     @rule(num_envs=st.integers(1, 2), data=st.data())
@@ -207,24 +211,24 @@ class Loop(RuleBasedStateMachine):
             if weight.requires_grad == learns:
                 noise = torch.randn(weight.shape, generator=random)
                 weight.data.add_(0.2 * noise * weight.data.abs().mean())
-        self.agent.weights_changed()
+        self.agent.policy.weights_changed()
         fresh = self.kind(self.agent.policy.model, tiny_tokenizer("llama"), None, {"max_new_tokens": 2}, seed=0)
         for one, other in zip(self.says(self.agent), self.says(fresh), strict=True):
             assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
 
     def says(self, agent: Any) -> list[Tensor]:
         """What an agent does now, as numbers."""
-        learning, greedy = agent.learning, agent.greedy
+        learning, greedy = actor_of(agent).is_learning, actor_of(agent).is_greedy
         agent.eval(greedy=True)
         agent.act_batch(["x", "yy"], ["new", "newer"])
-        replies = [agent.conversation(env_id).turns[-1].reply for env_id in ("new", "newer")]
-        agent.discard_episodes(["new", "newer"])
+        replies = [actor_of(agent).conversation(env_id).turns[-1].reply for env_id in ("new", "newer")]
+        actor_of(agent).discard_episodes(["new", "newer"])
         if learning:
             agent.train()
         else:
             agent.eval(greedy)
         said = [torch.tensor([*reply.ids, *reply.logprobs, reply.value]) for reply in replies]
-        under_way = [of.current_segment() for of in self.agent._conversations.values() if of.turns]
+        under_way = [of.current_segment() for of in actor_of(self.agent).conversations.values() if of.turns]
         if under_way:
             with torch.no_grad():
                 now = agent.policy.evaluate(under_way)
@@ -233,14 +237,14 @@ class Loop(RuleBasedStateMachine):
 
     @invariant()
     def all_is_in_step(self) -> None:
-        conversations = self.agent._conversations
+        conversations = actor_of(self.agent).conversations
         assert set(conversations) == set(self.turns)
         for env_id, rewards in self.turns.items():
             conversation = conversations[env_id]
             assert [turn.reward for turn in conversation.turns] == [reward or 0.0 for reward in rewards]
             assert len(conversation.messages) == 1 + 2 * len(rewards)
             assert conversation.pending is None
-        assert self.agent.learner.take(self.agent._buffer[:]) == []
+        assert self.agent.learner.take(collector_of(self.agent).buffer[:]) == []
         assert self.agent.policy.num_updates == self.updates
         assert all(weight.isfinite().all() for weight in self.agent.policy.model.parameters())
         assert not any(weight.grad is not None and weight.grad.any() for weight in self.agent.policy.model.parameters())

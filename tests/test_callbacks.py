@@ -404,7 +404,7 @@ def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end
 
 def test_the_error_of_the_training_is_raised_though_the_state_cannot_be_saved(tmp_path, monkeypatch, caplog):
     def fail(stats):
-        monkeypatch.setattr("llamagym.agent.collector.write_state", full)
+        monkeypatch.setattr("llamagym.agent.checkpoint.write_state", full)
         raise ZeroDivisionError("first")
 
     def full(*given):

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llamagym import ChatTemplateError, ConfigError
 from llamagym.text.chat_template import ChatTemplate, end_ids
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
 # As Mistral's: the system prompt stands in the last user message alone.
@@ -50,7 +50,7 @@ def templated(template: str, family: str = "qwen2"):
 def said(agent: WordAgent) -> list[int]:
     """All token ids of the conversation of environment 0, up to the last prompt."""
     ids = []
-    for turn in agent.conversation(0).turns:
+    for turn in actor_of(agent).conversation(0).turns:
         ids += [*turn.prompt.ids, *turn.reply.ids]
     return ids
 
@@ -191,7 +191,7 @@ def test_an_end_token_of_the_model_alone_is_enough():
     without_end(tokenizer, model)
     model.pretrained_model.generation_config.eos_token_id = [end]
     agent = WordAgent(model, tokenizer, generate_config_dict={"max_new_tokens": 2})
-    assert agent.chat_template.closing_id([end]) == end
+    assert actor_of(agent).chat_template.closing_id([end]) == end
     agent.act("x")
     # A template that puts no token of its own after a reply leaves the choice to the model.
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"

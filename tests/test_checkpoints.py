@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from llamagym import Callback, CheckpointError, ConfigError, EnvironmentTimeoutError, EpisodeError, train
+from llamagym.agent.agent import collector_of
 from llamagym.saving import atomic
 from llamagym.saving.atomic import MANIFEST, SCHEMA, verify, written_whole
 from llamagym.saving.checkpoints import best, check_options, difference, find, newest, path_of, prune
@@ -633,7 +634,7 @@ def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path,
     [
         ({"family": "qwen2"}, "other frozen weights"),
         ({"activated": False}, "under a LoRA that is activated or scaled otherwise"),
-        ({"ppo": {"critic": "lstd"}}, r"ppo_config_dict.critic was None and is now 'lstd'\. Pass those"),
+        ({"ppo": {"critic": "lstd"}}, r"learner.critic was None and is now 'lstd'\. Pass those"),
         ({"ppo": {"learning_rate": 0.1, "gamma": 0.5}}, r"learning_rate was 0\.0003 and is now 0\.1.*gamma was 1\.0"),
         ({"algorithm": "grpo"}, "algorithm was 'ppo' and is now 'grpo'"),
         ({"replay_config_dict": {}}, "replay_config_dict was None and is now {"),
@@ -648,10 +649,10 @@ def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path,
 def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, options, message):
     make_agent(WordAgent).save_checkpoint(tmp_path / "checkpoint")
     other = make_agent(WordAgent, **options)
-    before = str(other.state_dict())
+    before = str(collector_of(other).state_dict())
     with pytest.raises(CheckpointError, match=message):
         other.load_checkpoint(tmp_path / "checkpoint")
-    assert str(other.state_dict()) == before
+    assert str(collector_of(other).state_dict()) == before
 
 
 def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
@@ -659,7 +660,7 @@ def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
     options = {"seed": 2, "ppo": {"microbatch_nodes": 64, "seed": 5}, "invalid_action_penalty": -0.5}
     make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
     # Nor need an option be known to the version that wrote a checkpoint.
-    break_manifest(tmp_path / "now", options={"algorithm": "ppo", "of another version": 1})
+    break_manifest(tmp_path / "now", options={"learner": {"algorithm": "ppo"}, "of another version": 1})
     make_agent(WordAgent, ppo={"gamma": 0.5}).load_checkpoint(tmp_path / "now")
 
 

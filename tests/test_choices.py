@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from llamagym.agent.agent import collector_of
 from llamagym.engine.choice_trie import END, Branch, ChoiceTrie, Ids, turnings
 from llamagym.engine.token_tree import Decision, TokenTree
 from llamagym.policy.calibration import Calibration
 from llamagym.policy.repetition import Repetition, Row
 from llamagym.text.chat_template import end_ids
 from llamagym.text.episode import Prompt, Reply
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.test_invariants import plain_logprobs
 from tests.tiny import FAMILIES
 
@@ -67,7 +68,7 @@ class Model:
 
     def __init__(self, agent, observation):
         self._agent = agent
-        self._prompt = agent.chat_template.first_prompt("Say something.", f"Observation {observation}")
+        self._prompt = actor_of(agent).chat_template.first_prompt("Say something.", f"Observation {observation}")
         self._known = {}
 
     def logprob(self, path, token):
@@ -76,7 +77,9 @@ class Model:
             ids = [*self._prompt, *path]
             self._known[path] = plain_logprobs(self._agent, [*ids, 0], len(self._prompt) - 1)[len(ids) - 1]
         agent = self._agent
-        closing = agent.chat_template.closing_id(end_ids(agent.policy.model.pretrained_model, agent.tokenizer))
+        closing = actor_of(agent).chat_template.closing_id(
+            end_ids(agent.policy.model.pretrained_model, agent.tokenizer)
+        )
         return self._known[path][closing if token == END else token].item()
 
 
@@ -103,7 +106,9 @@ def slow_logprobs(agent, observation, temperature=1.0, prior=None):
 def log_probabilities(agent, observations):
     """What the policy makes of the choices of each observation, all in one batch."""
     contexts = [
-        agent.new_conversation().observe(f"Observation {observation}", choices=agent.get_action_choices(observation))
+        collector_of(agent)
+        .actor.new_conversation()
+        .observe(f"Observation {observation}", choices=agent.get_action_choices(observation))
         for observation in observations
     ]
     agent.policy.calibrate(contexts)
@@ -327,7 +332,7 @@ def test_the_entropy_along_the_ways_is_on_average_that_of_all_choices():
     (logprobs,) = log_probabilities(agent, ["ccc"])
     exact = -(logprobs.exp() * logprobs).sum().item()
     agent.act_batch(["ccc"] * 400)
-    segments = [agent.conversation(env).current_segment() for env in range(400)]
+    segments = [actor_of(agent).conversation(env).current_segment() for env in range(400)]
     with torch.no_grad():
         along = agent.policy.evaluate(segments).entropy[:, 0]
     assert along.std() > 0.01
@@ -338,7 +343,7 @@ def test_learning_from_a_choice_costs_what_leads_to_where_it_parts_from_others()
     agent = make_agent(OfferAgent, context="turn")
     agent.act_batch(["many"])
     policy, before = agent.policy, agent.policy.tokens_forwarded
-    policy.evaluate([agent.conversation(0).current_segment()])
+    policy.evaluate([actor_of(agent).conversation(0).current_segment()])
     # The generation prompt's end, and at most "open", " the", " " and a digit.
     assert 0 < policy.tokens_forwarded - before < 20
 
@@ -513,22 +518,22 @@ def test_replies_are_those_of_the_turns_that_are_shown():
     given: list[Ids] = []
     for turn in range(4):
         agent.act(turn)
-        turns = agent.conversation(0).turns
+        turns = actor_of(agent).conversation(0).turns
         assert dict(turns[-1].prompt.replies_shown) == Counter(given)
         given.append(turns[-1].reply.ids)
         agent.assign_reward(0.0)
-    agent.conversation(0).first_shown = 3
-    assert dict(agent.conversation(0)._replies_shown()) == {given[3]: 1}
+    actor_of(agent).conversation(0).first_shown = 3
+    assert dict(actor_of(agent).conversation(0)._replies_shown()) == {given[3]: 1}
     alone = make_agent(ChoiceAgent, context="turn")
     for turn in range(2):
         alone.act(turn)
-        assert alone.conversation(0).turns[-1].prompt.replies_shown == ()
+        assert actor_of(alone).conversation(0).turns[-1].prompt.replies_shown == ()
         alone.assign_reward(0.0)
 
 
 def test_replies_that_fill_the_window_are_forgotten_with_their_turns():
     agent = make_agent(ChoiceAgent)
-    conversation = agent.new_conversation()
+    conversation = actor_of(agent).new_conversation()
     conversation.max_length = 200
     for turn in range(30):
         segment = conversation.observe(f"Observation {turn}", choices=ChoiceAgent.choices)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from llamagym.engine.token_tree import TokenTree
 from llamagym.text.episode import Segment
-from tests.agents import WordAgent, make_agent
+from tests.agents import WordAgent, actor_of, make_agent
 
 
 def turns_saying(agent, counts):
     """One turn each, whose reply has so many tokens."""
     agent.act("x")
-    turn = agent.conversation(0).turns[-1]
+    turn = actor_of(agent).conversation(0).turns[-1]
 
     def said(*ids):
         return Segment((replace(turn, reply=replace(turn.reply, ids=ids, logprobs=(-1.0,) * len(ids))),))

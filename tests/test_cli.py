@@ -219,7 +219,7 @@ def test_resuming_with_another_prompt_is_rejected_before_anything_is_written(tra
     ("option", "value", "name"),
     [
         ("--num-envs", 8, "num_envs"),
-        ("--batch-size", 64, "ppo_config_dict.batch_size"),
+        ("--batch-size", 64, "learner.batch_size"),
         ("--seed", 3, "seed"),
         ("--context", "episode", "context"),
     ],

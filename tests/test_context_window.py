@@ -11,7 +11,7 @@ import pytest
 from llamagym.text.chat_template import ChatTemplate
 from llamagym.text.episode import Conversation, Reply
 from llamagym.text.records import IdTable, conversation_record, restore_conversation
-from tests.agents import WordAgent, make_agent
+from tests.agents import WordAgent, actor_of, make_agent
 from tests.tiny import tiny_tokenizer
 
 WINDOW = 1000
@@ -81,7 +81,7 @@ def test_a_context_with_many_choices_fills_the_window():
     agent.act("x" * 120)
     agent.assign_reward(0.0)
     agent.act("y" * 10)
-    assert len(agent.conversation(0).current_segment().turns) == 2
+    assert len(actor_of(agent).conversation(0).current_segment().turns) == 2
 
 
 def least_dropped(shown, fits):

@@ -12,7 +12,7 @@ import pytest
 from llamagym import evaluate, train
 from llamagym.training.environments import opened
 from llamagym.training.play import Play
-from llamagym.training.policies import PolicyPlayer
+from llamagym.training.players import PolicyPlayer
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.resumed_run import DiceEnv, learn, make
 

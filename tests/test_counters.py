@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from llamagym import Callback, train
+from llamagym.agent.agent import collector_of
 from llamagym.training import run as run_module
 from llamagym.training.run import Run
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
@@ -37,7 +38,7 @@ def test_replay_belongs_to_its_update(tmp_path):
 
 def test_replay_s_learning_rate_falls_with_the_learner_s():
     agent = make_agent(ChoiceAgent, context="turn", ppo={**SIZES, "learning_rate": 0.0}, **REPLAY)
-    rates, steps = [], agent._replay.optimizer
+    rates, steps = [], collector_of(agent).replay.optimizer
     note = lambda _: rates.append(steps.param_groups[0]["lr"])  # noqa: E731
     train(agent, functools.partial(CountdownEnv, 3), episodes=40, num_envs=4, on_update=note)
     expected = [min(1.0, (1 - number / 10) / 0.5) for number in range(10)]

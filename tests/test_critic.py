@@ -10,7 +10,7 @@ from llamagym import ConfigError, PPOConfig
 from llamagym.learners.losses import gae
 from llamagym.learners.lstd import Values, fit, normal_equations, split
 from llamagym.models.value_head import ValueHead
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, actor_of, make_agent
 
 LENGTHS = [3, 1, 5, 2]
 
@@ -212,7 +212,7 @@ def test_one_critic_values_what_was_cut_off_and_everything_else(critic):
         agent.act_batch(["x"] * 8)
         agent.assign_rewards([1.0] * 8)
         agent.terminate_episodes(range(8), [True] * 8, ["x"] * 8)
-    value = agent.policy.values([agent.new_conversation().observe("Observation x")])[0]
+    value = agent.policy.values([actor_of(agent).new_conversation().observe("Observation x")])[0]
     # What a turn earns and what it leads to, valued by the same critic as the turn itself.
     assert advantages[0].abs().max() < 3.0
     if critic == "lstd":

@@ -35,13 +35,14 @@ from llamagym import (
     train,
     write_report,
 )
+from llamagym.agent.agent import collector_of
 from llamagym.errors import LlamaGymError
 from llamagym.models.lora import freeze_and_extend_, has_frozen_half
 from llamagym.saving.atomic import MANIFEST
 from llamagym.saving.checkpoints import newest
 from llamagym.saving.state_files import read_state, write_state
 from llamagym.training.tracking import default_tracker
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, actor_of, make_agent
 from tests.resumed_run import SIZES, DiceEnv
 from tests.tiny import tiny_base_model, tiny_tokenizer
 
@@ -124,7 +125,7 @@ def snapshot(agent: Agent) -> str:
         else:
             digest.update(repr(part).encode())
 
-    add(agent.state_dict())
+    add(collector_of(agent).state_dict())
     return digest.hexdigest()
 
 
@@ -373,7 +374,7 @@ def learn(agent: Agent) -> None:
     with suppress(LlamaGymError):
         agent.eval()
         agent.act_batch([1], ["new"])
-        agent.discard_episodes(["new"])
+        actor_of(agent).discard_episodes(["new"])
         train(agent, DiceEnv, episodes=3, num_envs=2, seed=1)
 
 

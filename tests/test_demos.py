@@ -15,7 +15,7 @@ from llamagym import demonstrations_path
 from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 from llamagym.errors import ConfigError
 from llamagym.text.demonstrations import read_demonstrations
-from tests.agents import make_agent
+from tests.agents import actor_of, make_agent
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = importlib.util.spec_from_file_location("make_demos", ROOT / "scripts" / "make_demos.py")
@@ -129,10 +129,10 @@ def test_the_home_folder_of_a_file_may_be_written_as_a_tilde(monkeypatch, tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path))
     agent = make_agent()
     with pytest.raises(ConfigError, match=r"cannot read the demonstrations '~/mine\.jsonl'"):
-        read_demonstrations("~/mine.jsonl", agent.new_conversation, "", 0)
+        read_demonstrations("~/mine.jsonl", actor_of(agent).new_conversation, "", 0)
     turn = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "one"}]
     (tmp_path / "mine.jsonl").write_text(json.dumps({"messages": turn}))
-    assert len(read_demonstrations("~/mine.jsonl", agent.new_conversation, "", 0)) == 1
+    assert len(read_demonstrations("~/mine.jsonl", actor_of(agent).new_conversation, "", 0)) == 1
 
 
 def test_a_missing_extra_is_named(monkeypatch):

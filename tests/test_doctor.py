@@ -13,6 +13,7 @@ import torch
 
 from llamagym import Agent
 from llamagym.agent import probes
+from llamagym.agent.agent import collector_of
 from llamagym.agent.preflight import preflight
 from llamagym.cli.doctor import examine
 from llamagym.models import torch_internals
@@ -43,9 +44,9 @@ def test_a_preflight_leaves_no_trace():
     agent, other = make_agent(ChoiceAgent), make_agent(ChoiceAgent)
     agent.act(1)
     other.act(1)
-    before = str(agent.state_dict())
+    before = str(collector_of(agent).state_dict())
     agent.preflight([1, 2])
-    assert str(agent.state_dict()) == before
+    assert str(collector_of(agent).state_dict()) == before
     agent.assign_reward(1.0)
     other.assign_reward(1.0)
     assert agent.act(2) == other.act(2)

@@ -16,7 +16,7 @@ import torch
 
 from llamagym import ConfigError
 from llamagym.models.lora import freeze_and_extend_
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, actor_of, make_agent
 from tests.tiny import FAMILIES
 
 TEXTS = ["a", "bb", "c"]
@@ -76,7 +76,7 @@ def test_a_deep_copy_in_the_middle_of_an_episode_goes_on_with_it(family: str):
         one.act("bb")
         one.assign_reward(0.0)
     assert duplicate.current_episode_messages == agent.current_episode_messages
-    assert duplicate.conversation(0) is not agent.conversation(0)
+    assert actor_of(duplicate).conversation(0) is not actor_of(agent).conversation(0)
 
 
 def test_weights_edited_before_a_deep_copy_are_noticed_in_it():
@@ -119,8 +119,8 @@ def test_a_deep_copy_asks_its_own_methods_for_masks():
     duplicate = copy.deepcopy(agent)
     duplicate.offset = 1
     info = {"action_mask": [1, 0, 0]}
-    assert agent.choices_for("a", info) == ["go left"]
-    assert duplicate.choices_for("a", info) == ["stay"]
+    assert actor_of(agent).hooks.choices("a", info) == ["go left"]
+    assert actor_of(duplicate).hooks.choices("a", info) == ["stay"]
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy])
@@ -140,7 +140,7 @@ def test_a_fork_while_another_thread_uses_the_model_can_use_it_too():
     inside, goes_on = threading.Event(), threading.Event()
 
     def use() -> None:
-        with agent.lock:
+        with agent.policy.lock:
             inside.set()
             goes_on.wait(10)
 
@@ -153,7 +153,7 @@ def test_a_fork_while_another_thread_uses_the_model_can_use_it_too():
     if child == 0:
         status = 1
         try:
-            agent.weights_changed()
+            agent.policy.weights_changed()
             status = 0 if torch.allclose(probabilities(agent), expected, atol=1e-5) else 2
         finally:
             sys.stdout.flush()

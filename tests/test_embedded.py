@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from llamagym import Agent, AutoModelForCausalLMWithValueHead, load_model_and_tokenizer, parse_choice
+from llamagym.agent.agent import collector_of
 from llamagym.models.loading import embedded_model_folder
 from llamagym.text.episode import Segment
-from tests.agents import ChoiceAgent, WordAgent, settled
+from tests.agents import ChoiceAgent, WordAgent, actor_of, settled
 
 TOLERANCE = 1e-3
 
@@ -49,7 +50,7 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
     for step in range(2):
         agent.act_batch(["short", "a good deal longer", "the longest of them by far"] if step else ["a", "bb", "ccc"])
         agent.assign_rewards([1.0, -2.0, 0.5])
-    episodes = [agent.conversation(env) for env in range(3)]
+    episodes = [actor_of(agent).conversation(env) for env in range(3)]
     turns = [turn for conversation in episodes for turn in conversation.turns]
     segments = [conversation.current_segment() for conversation in episodes]
     if context == "turn":
@@ -121,7 +122,7 @@ def test_the_snippet_of_llamagym_runs_with_a_local_path(loaded):
     agent.assign_reward(-1.0)
     train_stats = agent.terminate_episode()
     assert train_stats == {}
-    assert agent.buffered_turns == 1
+    assert collector_of(agent).buffered_turns == 1
 
 
 class ChoosingAgent(BlackjackAgent):
@@ -144,7 +145,7 @@ def test_no_turn_of_a_conversation_is_decided_before_anything_is_learnt(loaded):
         done = False
         while not done:
             action = agent.act(observation)
-            turns = agent.conversation(0).turns
+            turns = actor_of(agent).conversation(0).turns
             if episode >= 50 and len(turns) in hits:
                 hits[len(turns)].append(math.exp(turns[-1].reply.choice_logprobs[1]))
             observation, reward, terminated, truncated, _ = env.step(action)

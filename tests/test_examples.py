@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llamagym import Agent, ConfigError
-from llamagym.agent.action_masks import Masking
+from llamagym.agent.action_masks import ActionMasks
 from llamagym.envs.babyai import make_babyai
 from llamagym.training.saved_run import SavedRun
 from tests.tiny import tiny_base_model, tiny_tokenizer
@@ -195,7 +195,7 @@ def test_mastermind_can_begin_with_games_that_are_shown(start, capsys):
 def test_taxi_offers_what_changes_something_and_knows_the_shortest_ways(start):
     taxi = importlib.import_module("taxi")
     env, words = taxi.make(), taxi.Driver.get_action_choices(None, 0)
-    possible = Masking(lambda word: taxi.Driver.extract_action(None, word)).possible
+    possible = ActionMasks(lambda word: taxi.Driver.extract_action(None, word)).possible
     env.reset(seed=0)
     for state in range(0, 500, 7):
         for number, action in enumerate(taxi.ACTIONS):

@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
+from llamagym.agent.agent import collector_of
 from llamagym.agent.export import KIND
 from llamagym.agent.model_card import Card
 from llamagym.models.generation import GenerationConfig
@@ -24,7 +25,7 @@ from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from llamagym.saving.atomic import MANIFEST, verify
 from llamagym.text.chat_template import end_ids
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.killed import killed_at
 from tests.resumed_run import SIZES, DiceEnv, Talker
 from tests.test_loading import hub  # noqa: F401 - a fixture
@@ -56,13 +57,16 @@ def test_a_loaded_agent_is_the_one_that_was_saved(base, tmp_path, kind, peft_con
     agent = trained(kind, base, peft_config)
     agent.save(tmp_path / "agent")
     again = kind.load(tmp_path / "agent", "cpu", "float32")
-    assert again._options == json.loads(json.dumps(agent._options))
+    assert collector_of(again).options == json.loads(json.dumps(collector_of(agent).options))
     assert again.policy.calibration.prior == agent.policy.calibration.prior
     for greedy in (True, False):
         results = [evaluate(each, DiceEnv, episodes=12, seed=3, num_envs=4, greedy=greedy) for each in (agent, again)]
         assert results[0] == results[1]
     # What the constructor is given at loading goes before what was saved.
-    assert kind.load(tmp_path / "agent", response_prefix="So:").response_prefix == "So:"
+    assert (
+        collector_of(actor_of(kind.load(tmp_path / "agent", response_prefix="So:")).hooks).actor.hooks.response_prefix
+        == "So:"
+    )
 
 
 def test_an_agent_on_a_base_without_a_name_is_loaded_with_it(tmp_path):
@@ -294,9 +298,9 @@ def test_the_card_says_how_the_agent_evaluates(base, tmp_path):
 
 def reply_of(agent: Any, observation: str) -> Any:
     """What it says to an observation at the start of an episode."""
-    agent.discard_episodes([0])
+    actor_of(agent).discard_episodes([0])
     agent.act(observation)
-    return agent.conversation(0).turns[-1].reply
+    return actor_of(agent).conversation(0).turns[-1].reply
 
 
 def test_an_agent_is_uploaded_whole(hub, base):  # noqa: F811 - the fixture

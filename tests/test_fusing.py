@@ -12,7 +12,7 @@ from llamagym.engine.cpu import fused_layer, rowwise
 from llamagym.engine.kv_cache import KVBuffer, entries_of
 from llamagym.engine.masks import Tokens, causal
 from llamagym.models.peft_internals import acting_on_every_token
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.rounding import in_float64, rounding_noise
 from tests.tiny import FAMILIES, tiny_model
 
@@ -107,7 +107,7 @@ def test_acting_is_fused_and_what_learning_reads_below_the_adapter_too(kind, run
     assert set(runs) == set(layers)
     runs.clear()
     backbone.forget_all()
-    agent.policy.evaluate([agent.conversation(index).current_segment() for index in range(3)])
+    agent.policy.evaluate([actor_of(agent).conversation(index).current_segment() for index in range(3)])
     assert set(layers[: backbone._first_top_layer]) <= set(runs)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llamagym import ConfigError, EpisodeError, GRPOConfig, ReinforceConfig
+from llamagym.agent.agent import collector_of
 from llamagym.learners.losses import discounted_returns, group_advantages
 from llamagym.learners.rollout import collect
 from llamagym.text.episode import segments_of
@@ -27,7 +28,7 @@ def play(agent, rewards, group=None, **end):
 
 def advantages_of(agent):
     """The advantages of the buffer's episodes, as lists."""
-    episodes = list(agent._buffer)
+    episodes = list(collector_of(agent).buffer)
     targets, _ = agent.learner._compute_targets(
         episodes, collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
     )
@@ -137,13 +138,13 @@ def test_nothing_to_compare_is_an_error():
     for group in range(3):
         play(agent, [1.0], group)
     with pytest.raises(EpisodeError, match="None of 3 episodes shares its group"):
-        agent.learner.update(list(agent._buffer))
+        agent.learner.update(list(collector_of(agent).buffer))
 
 
 def test_a_truncated_episode_needs_no_final_observation_and_is_not_valued():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo=BIG)
     play(agent, [1.0], truncated=True)
-    assert (agent._buffer[0].truncated, agent._buffer[0].final_prompt) == (True, None)
+    assert (collector_of(agent).buffer[0].truncated, collector_of(agent).buffer[0].final_prompt) == (True, None)
 
 
 def test_batches_are_whole_groups_and_the_incomplete_wait():
@@ -152,14 +153,14 @@ def test_batches_are_whole_groups_and_the_incomplete_wait():
     assert play(agent, [1.0], "a") == {}
     assert play(agent, [1.0], "b") == {}
     assert play(agent, [0.0], "a") == {}
-    message = agent.why_no_update()
+    message = collector_of(agent).why_no_update()
     assert "2 turns, and a batch needs 4" in message
     assert "2 more wait until their group has 2" in message
     stats = play(agent, [1.0], "b")
     assert (stats["episodes"], stats["turns"], stats["groups"]) == (4.0, 4.0, 2.0)
     # Both of b earned 1: nothing to learn there.
     assert stats["flat_groups"] == 0.5
-    assert [episode.group for episode in agent._buffer] == ["slow"]
+    assert [episode.group for episode in collector_of(agent).buffer] == ["slow"]
     assert play(agent, [0.0], "slow")["episodes"] == 2.0
 
 
@@ -202,7 +203,7 @@ def test_the_longest_members_of_a_large_group_are_learned_from(baseline, credit,
                 spread = max(np.std([1.0, 2.0, 3.0, 6.0, earned], ddof=1), np.std([*later, earned], ddof=1)) + 1e-4
             expected += [(earned - 3.0) / spread, (earned - np.mean(later)) / spread]
         assert list(each.learner.advantages.values()) == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        assert each._buffer == []
+        assert collector_of(each).buffer == []
 
 
 def test_a_start_that_is_played_again_under_its_old_name_waits_for_its_group():
@@ -251,7 +252,7 @@ def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(ki
     agent = settled(make_agent(kind, context="turn", algorithm="reinforce", reinforce=options))
     for rewards in ([1.0, 0.0], [2.0], [0.0, -4.0, 1.0]):
         play(agent, rewards)
-    episodes, learner = list(agent._buffer), agent.learner
+    episodes, learner = list(collector_of(agent).buffer), agent.learner
     weights = [weight for weight in agent.policy.model.pretrained_model.parameters() if weight.requires_grad]
     gradients = []
     learner.optimizer.adam.step = lambda: gradients.extend(weight.grad.clone() for weight in weights)

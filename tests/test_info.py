@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from llamagym import ConfigError, EpisodeError, evaluate, train
-from llamagym.agent.action_masks import Masking
+from llamagym.agent.action_masks import ActionMasks
 from llamagym.training.infos import split
-from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+from tests.agents import ChoiceAgent, CountdownEnv, actor_of, make_agent
 
 
 class Informed(ChoiceAgent):
@@ -32,7 +32,7 @@ def test_methods_that_have_a_parameter_info_are_given_it():
     agent.act(2)
     assert agent.current_episode_messages[2]["content"] == "2 with nothing"
     agent.act_batch([1, 2], ["a", "b"], [None, {"word": "that"}])
-    assert agent.conversation("b").messages[0]["content"] == "2 with that"
+    assert actor_of(agent).conversation("b").messages[0]["content"] == "2 with that"
     (chances,) = agent.action_probabilities([1], [{"choices": ["go right", "stay"]}])
     assert set(chances) == {"go right", "stay"}
 
@@ -83,17 +83,17 @@ def test_masked_choices_are_not_offered():
     assert set(chances) == {"go left", "stay"}
     with pytest.raises(ConfigError, match="rules out all choices"):
         agent.act(1, {"action_mask": [0, 0, 0]})
-    assert len(agent.conversation(0).turns) == 3
+    assert len(actor_of(agent).conversation(0).turns) == 3
 
 
 def test_masks_find_their_choices_in_any_order_and_with_any_start():
     numbers = {"three": 3, "one": 1, "two": 2}
-    assert Masking(numbers.__getitem__).possible(list(numbers), [1, 0, 1]) == ["three", "one"]
+    assert ActionMasks(numbers.__getitem__).possible(list(numbers), [1, 0, 1]) == ["three", "one"]
     # Words that are no whole numbers stand in the order of their actions.
-    assert Masking(str).possible(["a", "b", "c"], [0, 1, 1]) == ["b", "c"]
-    assert Masking(str).possible(["a", "b"], [0, 1, 1]) == ["a", "b"]
+    assert ActionMasks(str).possible(["a", "b", "c"], [0, 1, 1]) == ["b", "c"]
+    assert ActionMasks(str).possible(["a", "b"], [0, 1, 1]) == ["a", "b"]
     pairs = ["go up", "go down", "run up", "run down"]
-    assert Masking(str).possible(pairs, (np.array([1, 1]), np.array([0, 1]))) == ["go down", "run down"]
+    assert ActionMasks(str).possible(pairs, (np.array([1, 1]), np.array([0, 1]))) == ["go down", "run down"]
 
 
 def test_taxi_s_masks_need_no_wrapper():

@@ -11,7 +11,7 @@ import torch
 
 from llamagym.learners.advantages import Information, Returns, Whitening
 from llamagym.text.episode import Episode
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.test_kl import offering
 from tests.test_replay import episode
 
@@ -96,7 +96,9 @@ def test_fifty_batches_of_equal_returns_leave_the_policy_as_it_is(name, kind, co
 def test_a_critic_learns_from_equal_returns():
     agent = learner_agent(ChoiceAgent, "ppo")
     list(play(agent, 6, lambda _, turn: 1.0, turns=1))
-    assert agent.policy.values([agent.new_conversation().observe("Observation 0")])[0] == pytest.approx(1.0, abs=0.05)
+    assert agent.policy.values([actor_of(agent).new_conversation().observe("Observation 0")])[0] == pytest.approx(
+        1.0, abs=0.05
+    )
 
 
 def test_a_batch_that_teaches_the_critic_alone_reports_that_the_policy_stood_still():

@@ -13,7 +13,7 @@ import torch
 
 from llamagym.engine.token_tree import Batch, TokenTree
 from llamagym.text.episode import Segment
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.rounding import LOGPROB_TOLERANCE, in_float64
 from tests.tiny import FAMILIES
 
@@ -25,7 +25,7 @@ def play(agent, steps=3, envs=4):
     for step in range(steps):
         agent.act_batch(["x" * (3 * env + step) for env in range(envs)])
         agent.assign_rewards([float(env + step) for env in range(envs)])
-    return [agent.conversation(env) for env in range(envs)]
+    return [actor_of(agent).conversation(env) for env in range(envs)]
 
 
 def plain_logprobs(agent, ids, opening, temperature=1.0, model=None):
@@ -90,7 +90,7 @@ def test_conversation_reads_as_the_template_renders_it(family):
 def test_choices_are_written_token_by_token_after_a_conversation(family, activated):
     agent = make_agent(ChoiceAgent, family, activated, calibrate_choices=False)
     play(agent, steps=2)
-    segment = agent.conversation(2).observe("and now?", choices=ChoiceAgent.choices)
+    segment = actor_of(agent).conversation(2).observe("and now?", choices=ChoiceAgent.choices)
     context = [*context_ids(segment), *segment.pending.ids]
 
     def following(path):
@@ -256,7 +256,7 @@ def test_the_live_model_generates_as_the_agent_replies(family):
     agent = make_agent(WordAgent, family, context="turn", generate={"max_new_tokens": 5})
     agent.eval(greedy=True)
     agent.act("x")
-    turn = agent.conversation(0).turns[0]
+    turn = actor_of(agent).conversation(0).turns[0]
     prompt = torch.tensor([turn.prompt.ids])
     output = agent.policy.model.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=5
@@ -280,7 +280,7 @@ def test_short_texts_are_not_padded_to_long_ones():
     texts = ["x" * length for length in (5, 6, 7, 50, 52, 120, 180, 240)]
     agent = make_agent(ChoiceAgent, context="turn")
     agent.act_batch(texts)
-    trees = [TokenTree.from_segment(agent.conversation(env).current_segment()) for env in range(len(texts))]
+    trees = [TokenTree.from_segment(actor_of(agent).conversation(env).current_segment()) for env in range(len(texts))]
     lengths = [len(tree.history) for tree in trees]
     assert len(lengths) * max(lengths) > 2 * sum(lengths)
     forget(agent)

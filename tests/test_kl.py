@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from llamagym.agent.agent import collector_of
 from llamagym.learners import base
 from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import categorical_kl
 from llamagym.learners.replay import Replay, ReplayConfig
 from llamagym.learners.rollout import collect
 from llamagym.text.episode import Segment, segments_of
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 
 # A single character each, so that all of them part at one place.
 SINGLE = tuple(map(chr, range(48, 112)))
@@ -77,9 +78,9 @@ def test_the_kl_along_the_way_to_a_choice_is_exact_on_average():
     """With several places where choices part, each choice shows those on the way to it."""
     agent = offering(CODES, batch_size=1000)
     agent.act("x")
-    turn = agent.conversation(0).turns[0]
+    turn = actor_of(agent).conversation(0).turns[0]
     old = torch.tensor(turn.reply.choice_logprobs)
-    agent.discard_episodes([0])
+    actor_of(agent).discard_episodes([0])
     turns = []
     for index, choice in enumerate(turn.prompt.choices):
         reply = type(turn.reply)(
@@ -93,7 +94,7 @@ def test_the_kl_along_the_way_to_a_choice_is_exact_on_average():
         )
         turns.append(type(turn)(turn.prompt, reply))
     before = agent.action_probabilities(["x"])[0]
-    episode = agent.new_conversation()
+    episode = actor_of(agent).new_conversation()
     episodes = []
     for one in turns:
         episode.turns[:] = [one]
@@ -205,7 +206,7 @@ def test_whitening_looks_at_decisions_only():
     agent.act_batch(["forced"] * 4, range(4, 8))
     agent.assign_rewards([100.0, -100.0, 100.0, -100.0], range(4, 8))
     agent.terminate_episodes(range(8))
-    episodes = list(agent._buffer)
+    episodes = list(collector_of(agent).buffer)
     sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
     targets, _ = agent.learner._compute_targets(episodes, sampled)
     assert targets.advantages[:4].abs().tolist() == pytest.approx([0.75**0.5] * 4, rel=1e-3)
@@ -237,7 +238,7 @@ def test_replay_s_loss_is_a_mean_over_decisions():
         # While all have earned the same, none is better than another.
         agent.assign_rewards([1.0, *[0.0] * (len(observations) - 1)])
         agent.terminate_episodes(range(len(observations)))
-        losses.append(Replay(agent.policy, ReplayConfig(steps=1)).update(agent._buffer)["replay_loss"])
+        losses.append(Replay(agent.policy, ReplayConfig(steps=1)).update(collector_of(agent).buffer)["replay_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -305,6 +306,6 @@ def test_a_checkpoint_keeps_the_distribution_of_recorded_choices(tmp_path):
     agent.save_checkpoint(tmp_path / "now")
     resumed = offering(SINGLE, batch_size=1000)
     resumed.load_checkpoint(tmp_path / "now")
-    for one, other in zip(agent._buffer, resumed._buffer, strict=True):
+    for one, other in zip(collector_of(agent).buffer, collector_of(resumed).buffer, strict=True):
         assert one.turns[0].reply.choice_logprobs == other.turns[0].reply.choice_logprobs
         assert len(other.turns[0].reply.choice_logprobs) == 64

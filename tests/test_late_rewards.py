@@ -7,6 +7,7 @@ import math
 import pytest
 
 from llamagym import ConfigError, EpisodeError, evaluate, train
+from llamagym.agent.agent import collector_of
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 
@@ -26,7 +27,7 @@ def test_a_reward_goes_to_the_turn_that_earned_it():
     agent.assign_rewards([8.0], [0])
     assert agent.current_episode_rewards == [1.0, 6.0, 8.0]
     agent.terminate_episode()
-    assert [turn.reward for turn in agent._buffer[0].turns] == [1.0, 6.0, 8.0]
+    assert [turn.reward for turn in collector_of(agent).buffer[0].turns] == [1.0, 6.0, 8.0]
 
 
 def test_a_reward_of_an_earlier_turn_is_none_of_the_last():
@@ -66,7 +67,7 @@ def test_a_judge_sees_the_episode_and_its_rewards_are_learnt_from():
 
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 100})
     result = train(agent, CountdownEnv, episodes=2, num_envs=2, seed=0, judge=judge)
-    first, second = agent._buffer
+    first, second = collector_of(agent).buffer
     assert [turn.reward for turn in first.turns] == [a + 10.0 * n for n, a in enumerate(seen[0].actions)]
     assert [turn.reward for turn in second.turns] == [*seen[1].actions[:2], seen[1].actions[2] + 5.0]
     assert result.returns == [first.total_reward, second.total_reward]
@@ -82,7 +83,7 @@ def test_judges_that_give_something_else(given):
     agent = make_agent(ChoiceAgent)
     with pytest.raises(ConfigError, match=r"The judge gave .* to an episode of 3 turns"):
         train(agent, CountdownEnv, episodes=1, num_envs=1, seed=0, judge=lambda episode: given)
-    assert agent._buffer == []
+    assert collector_of(agent).buffer == []
 
 
 def test_an_update_that_fails_takes_the_judge_s_rewards_back(tmp_path, monkeypatch):

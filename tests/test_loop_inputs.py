@@ -15,6 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 
 from llamagym import ActionParseError, ConfigError, EvaluationResult, evaluate, name_actions, side_by_side, train
+from llamagym.agent.agent import collector_of
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 
 PAGE = Path(__file__).parent.parent / "docs" / "training.md"
@@ -64,7 +65,7 @@ def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode,
     def played(env: Any, count: int | None = None) -> tuple[Any, ...]:
         agent = make_agent(Noting, context="turn", ppo={"batch_size": 1000})
         result = train(agent, env, episodes=6, num_envs=count, seed=0)
-        ends = [(len(episode.turns), episode.truncated, episode.final_prompt) for episode in agent._buffer]
+        ends = [(len(episode.turns), episode.truncated, episode.final_prompt) for episode in collector_of(agent).buffer]
         return agent.seen, result.returns, result.successes, result.turns, ends
 
     make = functools.partial(Timed, truncates)
@@ -83,7 +84,7 @@ def test_groups_begin_alike_in_a_vector_environment_too():
     envs = SyncVectorEnv([Timed] * 4)
     train(agent, envs, episodes=8, seed=0)
     groups: dict[Any, set[int]] = {}
-    for episode in agent._buffer:
+    for episode in collector_of(agent).buffer:
         groups.setdefault(episode.group, set()).add(len(episode.turns))
     assert len(groups) > 2
     assert all(len(lengths) == 1 for lengths in groups.values())

@@ -119,7 +119,7 @@ def test_the_choice_cache_does_not_pile_up():
     shown = agent.action_probabilities([str(observation) for observation in range(300)])
     assert shown[0] == pytest.approx(usual[0], abs=1e-5)
     assert held(cache._known) < 2 * most
-    agent.weights_changed()
+    agent.policy.weights_changed()
     assert len(cache) == cache.size == 0
 
 

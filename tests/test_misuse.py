@@ -21,6 +21,7 @@ from llamagym import (
     load_model_and_tokenizer,
     train,
 )
+from llamagym.agent.agent import collector_of
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
 from llamagym.models.generation import GenerationConfig
@@ -28,7 +29,7 @@ from llamagym.models.registry import register
 from llamagym.text.episode import Episode
 from llamagym.training import evaluate
 from llamagym.trl_compat.ppo_trainer import PPOTrainer
-from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, actor_of, make_agent
 from tests.faults import FAULTS, FaultyEnv, returns
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -99,20 +100,20 @@ def test_choices_that_are_none(choices):
     agent.get_action_choices = lambda observation: choices
     with pytest.raises(ConfigError, match="get_action_choices"):
         agent.act("a")
-    assert agent._conversations == {}
+    assert actor_of(agent).conversations == {}
 
 
 @pytest.mark.parametrize("encode", [lambda text: text.lower(), lambda text: text.strip("x")], ids=["equal", "empty"])
 def test_choices_that_the_tokenizer_does_not_tell_apart(encode):
     """Distinct strings whose token ids are equal, or none at all."""
     agent = make_agent(ChoiceAgent)
-    usual = agent.chat_template.encode
-    agent.chat_template.encode = lambda text: usual(encode(text))
+    usual = actor_of(agent).chat_template.encode
+    actor_of(agent).chat_template.encode = lambda text: usual(encode(text))
     agent.choices = ("Go", "go") if encode("Go") == "go" else ("go", "xx")
     for call in (lambda: agent.act("a"), lambda: agent.action_probabilities(["a"])):
         with pytest.raises(ConfigError, match=r"get_action_choices\(\).*tells apart"):
             call()
-    assert agent._conversations == {}
+    assert actor_of(agent).conversations == {}
     assert agent.policy.calibration.prior == {}
 
 
@@ -123,7 +124,7 @@ def test_hooks_that_return_no_text(hook: str, returned: Any):
     setattr(agent, hook, lambda *_: returned)
     with pytest.raises(ConfigError, match=hook):
         agent.act("a")
-    assert agent._conversations == {}
+    assert actor_of(agent).conversations == {}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_rewards_that_are_none(reward: Any):
     with pytest.raises(EpisodeError, match="Reward"):
         agent.assign_rewards([1.0, reward])
     assert agent.current_episode_rewards == [0.0]
-    assert agent.conversation(0).awaits_reward
+    assert actor_of(agent).conversation(0).awaits_reward
     agent.assign_rewards([np.float64(1.0), True])
     agent.assign_rewards(torch.tensor([1.0, 2.0]))
     assert agent.current_episode_rewards == [2.0]
@@ -190,9 +191,9 @@ def test_rewards_that_add_up_to_too_much():
         lambda agent: agent.act_batch(["c"], [[2]]),
         lambda agent: agent.action_probabilities(5),
         lambda agent: agent.action_probabilities("ab"),
-        lambda agent: agent.discard_episodes([[1]]),
-        lambda agent: agent.discard_episodes(1),
-        lambda agent: agent.conversation([1]),
+        lambda agent: actor_of(agent).discard_episodes([[1]]),
+        lambda agent: actor_of(agent).discard_episodes(1),
+        lambda agent: actor_of(agent).conversation([1]),
         lambda agent: agent.preflight(5),
     ],
 )
@@ -200,10 +201,10 @@ def test_arguments_of_the_loop_that_are_none(call):
     agent = make_agent(ChoiceAgent)
     agent.act_batch(["a", "b"])
     agent.assign_rewards([0.0, 0.0])
-    before = str(agent.state_dict())
+    before = str(collector_of(agent).state_dict())
     with pytest.raises(EpisodeError):
         call(agent)
-    assert str(agent.state_dict()) == before
+    assert str(collector_of(agent).state_dict()) == before
 
 
 def test_arguments_of_the_loop_may_be_arrays():
@@ -211,7 +212,7 @@ def test_arguments_of_the_loop_may_be_arrays():
     agent.act_batch(np.array(["a", "b"]), np.array([0, 1]))
     agent.assign_rewards(np.array([0.0, 1.0]), range(2))
     agent.terminate_episodes(np.array([0, 1]), np.array([True, False]), ("x", None))
-    assert agent.buffered_turns == 2
+    assert collector_of(agent).buffered_turns == 2
 
 
 HALF = "left \ud83d"
@@ -228,7 +229,7 @@ def test_text_with_half_a_surrogate_pair(tmp_path):
     agent.get_system_prompt = lambda: HALF
     with pytest.raises(ConfigError, match=r"get_system_prompt.*surrogate"):
         agent.act("a")
-    assert agent._conversations == {}
+    assert actor_of(agent).conversations == {}
     with pytest.raises(ConfigError, match=r"response_prefix.*surrogate"):
         make_agent(WordAgent, response_prefix=HALF)
     path = tmp_path / "demos.jsonl"
@@ -342,7 +343,7 @@ def test_environments_that_return_junk(method: str, fault: Any):
         agent = make_agent(ChoiceAgent)
         with pytest.raises(LlamaGymError):
             run(agent, lambda: FaultyEnv(method, 1, fault), episodes=3, num_envs=2)
-        assert agent._conversations == {}
+        assert actor_of(agent).conversations == {}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
@@ -504,7 +505,7 @@ def test_acting_twice_without_a_reward_is_refused_while_learning_only():
     agent.assign_rewards([1.0], [0])
     with pytest.raises(EpisodeError, match="Environment 1 acts again"):
         agent.act_batch(["c", "d"])
-    assert [len(agent.conversation(env_id).turns) for env_id in (0, 1)] == [1, 1]
+    assert [len(actor_of(agent).conversation(env_id).turns) for env_id in (0, 1)] == [1, 1]
     agent.assign_rewards([0.0], [1])
     agent.act_batch(["c", "d"])
     agent.eval()

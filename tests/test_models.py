@@ -13,7 +13,7 @@ from peft import LoraConfig
 from llamagym import AutoModelForCausalLMWithValueHead, ModelLoadError
 from llamagym.text.chat_template import invocation_tokens
 from scripts import check_models
-from tests.agents import WordAgent
+from tests.agents import WordAgent, actor_of
 from tests.plain import compare
 from tests.tiny import tiny_tokenizer
 
@@ -76,7 +76,7 @@ def test_a_context_ends_where_position_encodings_begin_to_depend_on_its_length(a
     assert agent.policy.max_length == 128
     # Conversations grow beyond it, so that the oldest turns are dropped.
     difference = compare(agent, steps=4)
-    assert any(turn.prompt.starts_context for turn in agent.conversation(0).turns[1:])
+    assert any(turn.prompt.starts_context for turn in actor_of(agent).conversation(0).turns[1:])
     assert difference.largest < TOLERANCE
 
 

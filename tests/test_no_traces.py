@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from llamagym import Callback, evaluate
+from llamagym.agent.agent import collector_of
 from llamagym.training.run import Run
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, actor_of, make_agent
 from tests.everything import changed, everything
 from tests.processes import together
 from tests.resumed_run import DiceEnv, Talker, learn
@@ -58,7 +59,7 @@ def agent_of(kind: Any, dtype: torch.dtype = torch.float32, activated: bool = Tr
 
 def state_of(agent: Any) -> str:
     """All that a checkpoint holds, but for how long things took."""
-    return re.sub(r"'\w+_s': [0-9.e-]+", "", str(agent.state_dict()))
+    return re.sub(r"'\w+_s': [0-9.e-]+", "", str(collector_of(agent).state_dict()))
 
 
 def play(agent: Any, first: int, steps: int = 9) -> list[Any]:
@@ -98,8 +99,10 @@ def test_all_that_changes_is_found():
     assert changed(before, everything(agent)) == []
     parts = {
         "rng": lambda: torch.rand(1, generator=agent.policy.rng),
-        "prior": lambda: agent.policy.calibrate([agent.new_conversation().observe("x", "", ["unheard", "of"])]),
-        "activations": lambda: agent.policy.values([agent.new_conversation().observe("yy")]),
+        "prior": lambda: agent.policy.calibrate(
+            [actor_of(agent).new_conversation().observe("x", "", ["unheard", "of"])]
+        ),
+        "activations": lambda: agent.policy.values([actor_of(agent).new_conversation().observe("yy")]),
         "pretrained_model": lambda: agent.policy.model.pretrained_model.register_forward_hook(lambda *_: None),
         "v_head": lambda: agent.policy.model.v_head.feature_mean.add_(1.0),
         "_learning": agent.eval,
@@ -196,7 +199,7 @@ def test_acting_in_eval_mode_leaves_a_run_as_it_was():
         one.eval()
         drawn = one.policy.rng.get_state()
         one.act_batch([60 + first, 70 + first], ["a", "b"])
-        one.discard_episodes(["a", "b"])
+        actor_of(one).discard_episodes(["a", "b"])
         one.policy.rng.set_state(drawn)
         one.train()
         assert play(one, first) == play(other, first)
@@ -210,7 +213,7 @@ def test_an_agent_that_only_acts_in_eval_mode_measures_choices_over_what_it_meet
     said = [each.act_batch([3, 4, 5, 6, 7, 8]) for each in (agent, learning)]
     assert said[0] == said[1]
     later = [each.act_batch([3], ["later"]) for each in (agent, learning)]
-    replies = [each.conversation("later").turns[-1].reply for each in (agent, learning)]
+    replies = [actor_of(each).conversation("later").turns[-1].reply for each in (agent, learning)]
     assert later[0] == later[1]
     assert replies[0].choice_logprobs == replies[1].choice_logprobs
     assert max(replies[0].choice_logprobs) > min(replies[0].choice_logprobs) + 0.1

@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from llamagym import EpisodeError, train
+from llamagym.agent.agent import collector_of
 from llamagym.errors import DivergedError
 from llamagym.training import evaluate
-from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, actor_of, make_agent
 from tests.faults import BrokenError, FaultyEnv, raises
 
 
 def state_of(agent: Any) -> list[Any]:
     """All that acting changes."""
     conversations = {
-        env_id: (of.turns[:], of.messages[:], of.pending, of.learns) for env_id, of in agent._conversations.items()
+        env_id: (of.turns[:], of.messages[:], of.pending, of.learns)
+        for env_id, of in actor_of(agent).conversations.items()
     }
-    return [conversations, agent._buffer[:], agent.policy.rng.get_state().tolist()]
+    return [conversations, collector_of(agent).buffer[:], agent.policy.rng.get_state().tolist()]
 
 
 HOOKS = ["format_observation", "get_action_choices", "extract_action", "fallback_action", "get_system_prompt"]
@@ -80,7 +82,7 @@ def test_episodes_that_cannot_end_go_on(wrong: dict[str, Any]):
         agent.terminate_episodes(**{"env_ids": [0, 1], **wrong})
     assert state_of(agent) == before
     agent.terminate_episodes([0, 1])
-    assert agent.buffered_turns == 2
+    assert collector_of(agent).buffered_turns == 2
 
 
 def test_a_final_observation_that_cannot_be_read_ends_nothing(monkeypatch):
@@ -92,7 +94,7 @@ def test_a_final_observation_that_cannot_be_read_ends_nothing(monkeypatch):
         agent.terminate_episodes([0, 1], [True, True], [1, 0])
     assert state_of(agent) == before
     agent.terminate_episodes([0, 1], [True, True], [1, 2])
-    assert agent.buffered_turns == 2
+    assert collector_of(agent).buffered_turns == 2
 
 
 def test_an_update_that_fails_takes_back_the_final_observations_it_read(monkeypatch):
@@ -112,10 +114,10 @@ def test_turns_taken_in_eval_are_not_learnt_from():
     agent.eval()
     agent.act_batch(["a", "b"])
     agent.train()
-    agent.discard_episodes([1])
+    actor_of(agent).discard_episodes([1])
     agent.act_batch(["a", "b"])
     agent.terminate_episodes([0, 1])
-    assert agent.buffered_turns == 1
+    assert collector_of(agent).buffered_turns == 1
 
 
 class Breaking(CountdownEnv):
@@ -139,9 +141,9 @@ def test_an_environment_that_fails_leaves_no_conversations_and_copies_are_closed
     Breaking.closed = 0
     with pytest.raises(BrokenError):
         run(agent, Breaking, episodes=4, num_envs=2)
-    assert agent._conversations == {}
+    assert actor_of(agent).conversations == {}
     assert Breaking.closed == 2
-    assert agent.learning
+    assert actor_of(agent).is_learning
 
 
 def test_an_update_before_an_environment_that_cannot_be_reset_has_happened():
@@ -162,7 +164,9 @@ def test_a_run_begins_with_new_conversations():
     agent = make_agent(ChoiceAgent)
     agent.act("from before")
     seen = []
-    agent.format_observation = lambda observation: seen.append(agent.conversation(0).turns[:]) or str(observation)
+    agent.format_observation = lambda observation: (
+        seen.append(actor_of(agent).conversation(0).turns[:]) or str(observation)
+    )
     train(agent, CountdownEnv, episodes=1)
     assert seen[0] == []
 
@@ -214,7 +218,7 @@ def test_an_error_in_an_update_takes_it_back(part, method, call, error, monkeypa
         with pytest.raises(error):
             agent.terminate_episodes([0, 1, 2, 3])
     assert all(torch.equal(now, old) for now, old in zip(weights_of(agent), before, strict=True))
-    assert agent.buffered_turns == 0
+    assert collector_of(agent).buffered_turns == 0
     assert not any(weight.grad is not None and weight.grad.any() for weight in agent.policy.model.parameters())
     # Asked again, it does what it would have done.
     stats = agent.terminate_episodes([0, 1, 2, 3])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llamagym import LlamaGymError, PPOConfig, distributed
+from llamagym.agent.agent import collector_of
 from llamagym.errors import DivergedError
 from llamagym.learners import base
 from llamagym.learners.advantages import Returns, Whitening
@@ -17,7 +18,7 @@ from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import kl_estimate
 from llamagym.learners.safe_optimizer import SafeOptimizer
 from llamagym.trl_compat.ppo_trainer import PPOTrainer
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.test_replay import episode
 from tests.tiny import tiny_model
 
@@ -76,7 +77,7 @@ def test_weights_that_are_not_finite_are_said_and_not_sampled_from(kind: type):
         next(weight for weight in agent.policy.model.parameters() if weight.requires_grad).fill_(math.nan)
     with pytest.raises(DivergedError, match="NaN or infinite"):
         agent.act("a")
-    assert agent._conversations == {}
+    assert actor_of(agent).conversations == {}
 
 
 def stepped(agent: Any) -> list[torch.Tensor]:
@@ -117,7 +118,7 @@ def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], k
     # Two are bad luck, a third will not get better.
     with pytest.raises(DivergedError, match="After each of 3 updates"):
         update(agent)
-    agent.discard_episodes(range(4))
+    actor_of(agent).discard_episodes(range(4))
     agent.act("a")
 
 
@@ -188,7 +189,7 @@ def test_gradients_whose_norm_is_infinite_make_no_step(monkeypatch, caplog):
     """Each number is finite, their norm is not: clipping would divide all by it."""
     agent = make_agent(ChoiceAgent, replay_config_dict={"steps": 1, "learning_rate": 0.1})
     agent.learner.config = replace(agent.learner.config, max_grad_norm=math.inf, ppo_epochs=1)
-    for part in (agent.learner, agent._replay):
+    for part in (agent.learner, collector_of(agent).replay):
         usual = part.accelerator.backward
         monkeypatch.setattr(part.accelerator, "backward", lambda loss, usual=usual: usual(loss * 1e25))
     before = [weight.clone() for weight in stepped(agent)]
@@ -204,13 +205,13 @@ def test_gradients_whose_norm_is_infinite_make_no_step(monkeypatch, caplog):
 
 def test_replay_makes_no_step_that_is_not_finite(monkeypatch, caplog):
     agent = make_agent(ChoiceAgent, replay_config_dict={"steps": 2})
-    usual, calls = agent._replay.accelerator.backward, []
+    usual, calls = collector_of(agent).replay.accelerator.backward, []
 
     def spoilt(loss: torch.Tensor) -> None:
         calls.append(loss)
         usual(loss * math.nan if len(calls) == 1 else loss)
 
-    monkeypatch.setattr(agent._replay.accelerator, "backward", spoilt)
+    monkeypatch.setattr(collector_of(agent).replay.accelerator, "backward", spoilt)
     agent.act_batch(["a", "b", "c", "d"])
     agent.assign_rewards([1.0, 0.0, 1.0, 0.0])
     stats = agent.terminate_episodes(range(4))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from llamagym import Callback, ConfigError, EpisodeError, default_tracker, train
-from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
+from llamagym.agent.agent import collector_of
+from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, actor_of, make_agent
 
 SMALL = {"context": "turn", "ppo": {"batch_size": 6}}
 ADDED = {
@@ -133,9 +134,12 @@ def test_environment_ids_and_groups_of_numpy_are_saved(tmp_path):
     again = made()
     loop = again.load_checkpoint(tmp_path / "run", keep_episodes=True)
     assert loop == {"best": 0.5, "steps": 4, "map": [[1.0, 0.0], [0.0, 1.0]]}
-    assert again.conversation(0).messages[-2]["content"] == "Observation e"
-    assert list(again._conversations) == list(agent._conversations) == [2, 3, 0]
-    assert [episode.group for episode in again._buffer] == [int(np.random.default_rng(0).integers(9)), (1, "x")]
+    assert actor_of(again).conversation(0).messages[-2]["content"] == "Observation e"
+    assert list(actor_of(again).conversations) == list(actor_of(agent).conversations) == [2, 3, 0]
+    assert [episode.group for episode in collector_of(again).buffer] == [
+        int(np.random.default_rng(0).integers(9)),
+        (1, "x"),
+    ]
 
 
 def test_penalty_of_numpy_is_saved(tmp_path):
@@ -146,7 +150,7 @@ def test_penalty_of_numpy_is_saved(tmp_path):
     agent = make_agent(Refusing, invalid_action_penalty=np.float32(-0.5))
     agent.act("a")
     agent.save_checkpoint(tmp_path / "run")
-    assert agent.conversation(0).turns[0].penalty == -0.5
+    assert actor_of(agent).conversation(0).turns[0].penalty == -0.5
 
 
 @pytest.mark.parametrize(
@@ -161,9 +165,9 @@ def test_rejects_ids_and_groups_that_cannot_be_saved(key):
     for call in (
         lambda: agent.act_batch(["b"], [key]),
         lambda: agent.terminate_episode(group=key),
-        lambda: agent.conversation(key),
-        lambda: agent.discard_episodes([key]),
+        lambda: actor_of(agent).conversation(key),
+        lambda: actor_of(agent).discard_episodes([key]),
     ):
         with pytest.raises(EpisodeError, match="cannot be saved"):
             call()
-    assert list(agent._conversations) == [0]
+    assert list(actor_of(agent).conversations) == [0]

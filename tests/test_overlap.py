@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from llamagym import ConfigError, EnvironmentTimeoutError, train
-from tests.agents import ChoiceAgent, make_agent
+from llamagym.agent.agent import collector_of
+from tests.agents import ChoiceAgent, actor_of, make_agent
 from tests.faults import BrokenError
 
 # Seconds after which a step that waits for the agent to act elsewhere gives up.
@@ -106,7 +107,7 @@ def test_the_agent_acts_in_one_half_while_the_other_steps(overlap: bool):
 def starts_of(agent: Any) -> set[tuple[Any, int]]:
     """Group and first number of the episodes that await an update; each is that of one copy, from its first step on."""
     starts = set()
-    for episode in agent._buffer:
+    for episode in collector_of(agent).buffer:
         texts = [agent.tokenizer.decode(list(turn.prompt.ids)) for turn in episode.turns]
         shown = [int(re.findall(r"Observation (\d+)", text)[-1]) for text in texts]
         assert shown == list(range(shown[0], shown[0] + SeededEnv.length))
@@ -138,7 +139,7 @@ def test_an_environment_that_fails_leaves_both_halves_where_they_were(tmp_path: 
     agents = [make(ppo={"batch_size": 1000}) for _ in range(2)]
     with pytest.raises(BrokenError):
         run(agents[0], FailingEnv, **where)
-    assert not agents[0]._conversations
+    assert not actor_of(agents[0]).conversations
     # Of the same name, since a run goes on in the environment that it began in.
     assert len(run(agents[1], type("FailingEnv", (SeededEnv,), {}), **where).returns) == 12
     assert len(starts_of(agents[1])) >= 12

@@ -21,7 +21,7 @@ from llamagym import (
 )
 from llamagym.models.loading import embedded_model_folder
 from llamagym.text.chat_template import ChatTemplate
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 PAGE = (Path(__file__).parent.parent / "docs" / "from-llamagym.md").read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ def test_text_world_s_commands_reach_the_environment(folder, logged):
     variables = port(TEXT_WORLD, folder, logged, env=env)
     agent = variables["agent"]
     assert agent.extract_action("First I look. command: go east") == "go east"
-    agent.response_prefix = "command: go east "
+    actor_of(agent).hooks.response_prefix = "command: go east "
     assert agent.act("You are in room 0.").startswith("go east")
 
 
@@ -187,7 +187,7 @@ def test_a_configuration_is_taken_where_its_options_are():
     def config_of(**options):
         return WordAgent(tiny_model("llama"), tiny_tokenizer("llama"), **options).learner.config
 
-    assert config_of(ppo_config_dict=config, seed=1) is config
+    assert config_of(ppo_config_dict=config, seed=1) == config
     assert config_of(ppo_config_dict={"batch_size": 7}, seed=1) == PPOConfig(batch_size=7, seed=1)
     with pytest.raises(ConfigError, match="expected PPOConfig or a dictionary of its options, received GRPOConfig"):
         config_of(ppo_config_dict=GRPOConfig())
@@ -220,12 +220,12 @@ def test_an_error_in_one_reply_leaves_all_environments_as_they_were(kind, error,
         with pytest.raises(error):
             agent.act_batch(["ccc", "dddd"])
     for env_id, reward in ((0, 1.0), (1, 2.0)):
-        conversation = agent.conversation(env_id)
+        conversation = actor_of(agent).conversation(env_id)
         assert [turn.reward for turn in conversation.turns] == [reward]
         assert conversation.pending is None
         assert [message["role"] for message in conversation.messages][-2:] == ["user", "assistant"]
     agent.act_batch(["ccc", "dddd"])
-    assert [len(agent.conversation(env_id).turns) for env_id in (0, 1)] == [2, 2]
+    assert [len(actor_of(agent).conversation(env_id).turns) for env_id in (0, 1)] == [2, 2]
 
 
 # As Llama-2's: the system prompt inside the first user message, spaces around a reply, its end token behind a space.

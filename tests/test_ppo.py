@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from llamagym import train
+from llamagym.agent.agent import collector_of
 from llamagym.learners.batches import minibatches
 from llamagym.learners.controllers import AdaptiveKLController, RateController
 from llamagym.learners.rollout import collect
 from llamagym.text.episode import segments_of
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 
 
 def fill(agent, episodes=4, turns=2, reward=lambda action, episode, turn: episode + turn):
@@ -24,7 +25,7 @@ def fill(agent, episodes=4, turns=2, reward=lambda action, episode, turn: episod
             action = agent.act(f"{episode} {turn}")
             agent.assign_reward(float(reward(action, episode, turn)))
         agent.terminate_episode()
-    return agent._buffer
+    return collector_of(agent).buffer
 
 
 def targets_of(agent, episodes):
@@ -101,9 +102,9 @@ def test_target_kl_holds_the_policy_where_it_runs_away_without():
         for turn in range(2):
             agent.act(f"7 {turn}")
             agent.assign_reward(7.0)
-        turns = [t for e in agent._buffer for t in e.turns] + list(agent.conversation(0).turns)
+        turns = [t for e in collector_of(agent).buffer for t in e.turns] + list(actor_of(agent).conversation(0).turns)
         before = [logprob for turn in turns for logprob in turn.reply.logprobs]
-        episodes = [*agent._buffer]
+        episodes = [*collector_of(agent).buffer]
         stats = agent.terminate_episode()
         with torch.no_grad():
             now = torch.cat([agent.policy.evaluate(segments_of([e])).logprobs[:, 0] for e in episodes])
@@ -141,7 +142,7 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
     agent.act("still under way")
     agent.assign_reward(1.0)
     agent.terminate_episode()
-    episodes = agent._buffer
+    episodes = collector_of(agent).buffer
     segments = segments_of(episodes)
     turns = [turn for episode in episodes for turn in episode.turns]
     sampled = collect(agent.policy, episodes, segments, nodes=1000, with_reference=False)

@@ -18,6 +18,7 @@ import torch
 from accelerate import PartialState
 
 from llamagym import distributed
+from llamagym.agent.agent import collector_of
 from llamagym.errors import ConfigError, RankError
 from llamagym.policy.calibration import Calibration
 from llamagym.text.episode import renumbered
@@ -81,7 +82,7 @@ def play(case: Case) -> dict[str, Any]:
         return learn(episodes)
 
     agent.learner.update, agent.policy.calibration.agree = update, agree_on
-    with agent.cutting_episodes(range(len(own))) if case.cuts else nullcontext():
+    with collector_of(agent).cutting_episodes(range(len(own))) if case.cuts else nullcontext():
         stats = play_rounds(agent, own)
     return {
         **learned,
@@ -90,7 +91,7 @@ def play(case: Case) -> dict[str, Any]:
         "stats": stats,
         "calibration": agent.policy.calibration.record(learns=True),
         "draw": int(torch.randint(2**60, (), generator=agent.policy.rng)),
-        "transcripts": agent.transcripts,
+        "transcripts": collector_of(agent).transcripts,
     }
 
 
@@ -149,8 +150,8 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
     assert {episode.rank for episode in first["episodes"]} == {0, 1} - ({1} if not CASES[name].lengths[1] else set())
     with torch.enable_grad():
         stats = agent.learner.update(first["episodes"])
-    if agent._replay is not None:
-        stats |= agent._replay.update(first["episodes"])
+    if collector_of(agent).replay is not None:
+        stats |= collector_of(agent).replay.update(first["episodes"])
     assert np.abs(first["after"] - first["before"]).max() > 1e-4
     np.testing.assert_allclose(weights_of(agent), first["after"], atol=1e-5, rtol=0)
     told = {key: value for key, value in stats.items() if not key.endswith("_s") and key != "learn_tokens"}

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 from llamagym import AutoModelForCausalLMWithValueHead
-from tests.agents import ChoiceAgent, make_agent
+from tests.agents import ChoiceAgent, actor_of, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 # Each case is a run or a model of its own.
@@ -67,7 +67,7 @@ def test_the_reference_is_the_policy_at_the_end_of_a_warm_start(kind, tmp_path):
         started, tiny_tokenizer("llama"), None, None, PPO, context="turn", seed=0, calibrate_choices=False
     )
     agent.act_batch([0, 1, 2])
-    segments = [agent.conversation(env).current_segment() for env in range(3)]
+    segments = [actor_of(agent).conversation(env).current_segment() for env in range(3)]
     with torch.no_grad():
         version = agent.policy.weights_version
         reference = agent.policy.evaluate(segments, reference=True).logprobs
@@ -168,6 +168,6 @@ def test_weights_that_take_the_place_of_others_are_the_reference_from_then_on(ca
         "other", LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
     )
     agent.policy.model.pretrained_model.set_adapter("other")
-    agent.discard_episodes(range(8))
+    actor_of(agent).discard_episodes(range(8))
     assert update(agent)["ref_kl"] == pytest.approx(0.0, abs=1e-4)
     assert "the reference is the policy as it is now" in caplog.text

@@ -9,7 +9,7 @@ from llamagym import ConfigError
 from llamagym.errors import DivergedError
 from llamagym.learners.replay import Replay, ReplayConfig
 from llamagym.text.episode import Episode, Prompt, Reply, Turn, segments_of
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 
 
 def episode(total: float, valid: bool = True, penalty: float = 0.0) -> Episode:
@@ -58,7 +58,7 @@ def test_within_an_episode_only_valid_replies_are_learnt_from():
     for step in range(3):
         agent.act(step)
         agent.assign_reward(1.0)
-    turns = agent.conversation(0).turns
+    turns = actor_of(agent).conversation(0).turns
     turns[1].valid = False
     recorded = [logprob for turn in (turns[0], turns[2]) for logprob in turn.reply.logprobs]
     replay = Replay(agent.policy, ReplayConfig(episodes=1, steps=1))
@@ -77,7 +77,7 @@ def test_replies_of_the_best_episodes_become_likelier(kind, activated):
         for _ in range(2):
             agent.act_batch([env], [env])
             agent.assign_rewards([0.0], [env])
-        episodes.append(Episode(tuple(agent.conversation(env).turns), terminated=True, truncated=False))
+        episodes.append(Episode(tuple(actor_of(agent).conversation(env).turns), terminated=True, truncated=False))
         episodes[-1].turns[-1].reward = float(env)
     best = segments_of(episodes[2:])
 
@@ -165,8 +165,8 @@ def test_replay_learns_nothing_while_all_recent_episodes_have_earned_the_same():
     def played(reward: float) -> Episode:
         agent.act("x")
         agent.assign_reward(reward)
-        turns = tuple(agent.conversation(0).turns)
-        agent.discard_episodes([0])
+        turns = tuple(actor_of(agent).conversation(0).turns)
+        actor_of(agent).discard_episodes([0])
         return Episode(turns, terminated=True, truncated=False)
 
     before = [weight.clone() for weight in agent.policy.model.parameters()]

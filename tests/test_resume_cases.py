@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llamagym import Agent, load_model_and_tokenizer
+from llamagym.agent.agent import collector_of
 from llamagym.saving.checkpoints import newest
 from llamagym.saving.state_files import read_state
 from tests.agents import ChoiceAgent
@@ -31,7 +32,7 @@ def in_a_batch(agent: Agent, do: Callable[[], Any]) -> Agent:
 
     def terminate_episodes(*args: Any, **options: Any) -> Any:
         stats = end(*args, **options)
-        if waits and agent.policy.num_updates and agent.buffered_turns:
+        if waits and agent.policy.num_updates and collector_of(agent).buffered_turns:
             waits.clear()
             do()
         return stats

@@ -10,6 +10,7 @@ import pytest
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit, TransformReward
 
 from llamagym import CheckpointError, ConfigError, train
+from llamagym.agent.agent import collector_of
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 from tests.resumed_run import SIZES, DiceEnv
 
@@ -213,13 +214,13 @@ def test_rejects_an_environment_made_with_other_options(tmp_path):
 def test_allows_another_learning_rate_by_name(tmp_path):
     before_the_end(tmp_path)
     faster: dict[str, Any] = {"ppo": {"learning_rate": 0.02, "cooldown": 0.0}}
-    names = r"\['ppo_config_dict\.learning_rate', 'ppo_config_dict\.cooldown'\]"
+    names = r"\['learner\.learning_rate', 'learner\.cooldown'\]"
     message = rf"learning_rate was 0\.01 and is now 0\.02.*allow_changes={names}"
     with pytest.raises(CheckpointError, match=message):
         going_on(tmp_path, resume=True, **faster)
-    with pytest.raises(CheckpointError, match=r"options: ppo_config_dict\.cooldown was 1\.0 and is now 0\.0\. Pass"):
-        going_on(tmp_path, resume=True, allow_changes=["ppo_config_dict.learning_rate"], **faster)
-    _, result = going_on(tmp_path, resume=True, allow_changes=["ppo_config_dict"], **faster)
+    with pytest.raises(CheckpointError, match=r"options: learner\.cooldown was 1\.0 and is now 0\.0\. Pass"):
+        going_on(tmp_path, resume=True, allow_changes=["learner.learning_rate"], **faster)
+    _, result = going_on(tmp_path, resume=True, allow_changes=["learner"], **faster)
     first, last = (stats["learning_rate"] / math.sqrt(stats["step_share"]) for stats in result.updates)
     assert last == pytest.approx(0.02)
     assert first < 0.011
@@ -240,7 +241,7 @@ def test_allows_another_number_of_environments_by_name(tmp_path, caplog):
     ("options", "name"),
     [
         ({"agent": {"replay_config_dict": {}}}, "replay_config_dict"),
-        ({"ppo": {"critic": "gradient"}}, "ppo_config_dict.critic"),
+        ({"ppo": {"critic": "gradient"}}, "learner.critic"),
         ({"seed": 3}, "seed"),
     ],
     ids=["replay", "critic", "seed"],
@@ -254,12 +255,12 @@ def test_rejects_changes_that_the_saved_state_does_not_allow(tmp_path, options, 
 def test_names_both_models(tmp_path):
     make_agent(WordAgent).save_checkpoint(tmp_path / "checkpoint")
     other = make_agent(WordAgent, activated=False)
-    before = str(other.state_dict())
+    before = str(collector_of(other).state_dict())
     both = r"was llama 'no name' \(float32; activated LoRA with scale .*is now llama .*plain LoRA"
     message = rf"{both}.*allow_changes=\['model'\]"
     with pytest.raises(CheckpointError, match=message):
         other.load_checkpoint(tmp_path / "checkpoint")
-    assert str(other.state_dict()) == before
+    assert str(collector_of(other).state_dict()) == before
     other.load_checkpoint(tmp_path / "checkpoint", allow_changes=["model"])
 
 

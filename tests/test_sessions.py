@@ -8,7 +8,7 @@ import torch
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.engine.token_tree import TokenTree
 from llamagym.text.episode import Episode, Segment, segments_of
-from tests.agents import ChoiceAgent, WordAgent, make_agent, settled, touch_weights
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent, settled, touch_weights
 from tests.rounding import LOGPROB_TOLERANCE
 from tests.tiny import FAMILIES
 
@@ -46,11 +46,11 @@ def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activate
     step(agent)
     for _ in range(2, 26):
         forwarded = step(agent)
-        turn = agent.conversation(0).turns[-1]
+        turn = actor_of(agent).conversation(0).turns[-1]
         # The observation's tokens and the earlier reply's, which is one; the token that opens the reply is read again
         # once the reply is history.
         assert forwarded <= len(turn.prompt.ids) + len(turn.reply.ids) + 1
-    assert len(agent.conversation(0).turns) == 25
+    assert len(actor_of(agent).conversation(0).turns) == 25
 
 
 @pytest.mark.equivalence
@@ -59,12 +59,12 @@ def test_free_text_forwards_each_token_of_a_conversation_once(family, activated)
     agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6})
     agent.policy._backbone.max_length = 10_000
     forwarded = step(agent)
-    turn = agent.conversation(0).turns[-1]
+    turn = actor_of(agent).conversation(0).turns[-1]
     # Nothing is forwarded for the last sampled token until it is history.
     assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids) - 1
     for _ in range(2, 13):
         forwarded = step(agent)
-        turn = agent.conversation(0).turns[-1]
+        turn = actor_of(agent).conversation(0).turns[-1]
         assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids)
 
 
@@ -75,12 +75,12 @@ def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
     backbone._trunk, backbone._top, backbone._first_top_layer = None, backbone._body, 0
     for _ in range(3):
         forwarded = step(agent)
-    earlier, turn = agent.conversation(0).turns[-2:]
+    earlier, turn = actor_of(agent).conversation(0).turns[-2:]
     again = earlier.prompt.opening_length + len(earlier.reply.ids) - 1
     assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids) + again
-    recorded = [logprob for turn in agent.conversation(0).turns for logprob in turn.reply.logprobs]
+    recorded = [logprob for turn in actor_of(agent).conversation(0).turns for logprob in turn.reply.logprobs]
     backbone.forget_all()
-    now = agent.policy.evaluate([agent.conversation(0).current_segment()])
+    now = agent.policy.evaluate([actor_of(agent).conversation(0).current_segment()])
     assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
 
 
@@ -92,7 +92,7 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     for turn in range(3):
         agent.act_batch(["x" * (env + turn) for env in range(4)])
         agent.assign_rewards([0.0] * 4)
-    segments = [agent.conversation(env).current_segment() for env in range(4)]
+    segments = [actor_of(agent).conversation(env).current_segment() for env in range(4)]
     if context == "turn":
         segments = [Segment((turn,)) for segment in segments for turn in segment.turns]
     passes = []
@@ -119,7 +119,7 @@ def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers()
     agent.policy.seed(1)
     step(agent, "b")
     assert len(passes) == 1
-    first, second = (turn.reply for turn in agent.conversation(0).turns[-2:])
+    first, second = (turn.reply for turn in actor_of(agent).conversation(0).turns[-2:])
     assert (first.ids, first.logprobs) == (second.ids, pytest.approx(second.logprobs, abs=LOGPROB_TOLERANCE))
 
 
@@ -127,7 +127,7 @@ def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
     """A chain of two tokens, and two of one: the tokens that are run are the same in this order."""
     agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
     offers = (["abc", "abd", "zz"], ["ac", "ad", "bc", "bd", "zz"])
-    first, second = (agent.new_conversation().observe("x", "", choices) for choices in offers)
+    first, second = (actor_of(agent).new_conversation().observe("x", "", choices) for choices in offers)
     trees = [TokenTree.from_segment(segment).decisions[0] for segment in (first, second)]
     assert trees[0].ids == trees[1].ids
     assert trees[0].parents != trees[1].parents
@@ -140,10 +140,10 @@ def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
 def test_the_first_turn_reads_the_system_prompt_once_for_all():
     agent = make_agent(SingleTokens, context="turn")
     agent.act("first")
-    shared = agent.conversation(0).turns[0].prompt.shared_length
+    shared = actor_of(agent).conversation(0).turns[0].prompt.shared_length
     before = agent.policy.tokens_forwarded
     agent.act_batch(["xyzzy", "plugh"], [1, 2])
-    own = [len(agent.conversation(env).turns[0].prompt.ids) - shared for env in (1, 2)]
+    own = [len(actor_of(agent).conversation(env).turns[0].prompt.ids) - shared for env in (1, 2)]
     # At most: observations may begin alike, too.
     assert agent.policy.tokens_forwarded - before <= sum(own)
 
@@ -158,8 +158,8 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
         agent.act_batch(["x" * (env + turn) for env in range(3)])
         agent.assign_rewards([0.0] * 3)
         if turn == 3:
-            agent.discard_episodes([1])
-    segments = [agent.conversation(env).current_segment() for env in range(3)]
+            actor_of(agent).discard_episodes([1])
+    segments = [actor_of(agent).conversation(env).current_segment() for env in range(3)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
     grown = entries_of(policy._backbone, trees)
     policy._backbone.forget_all()
@@ -184,7 +184,9 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
     for text in ("first", "second"):
         agent.act_batch([text] * 4)
         agent.assign_rewards([0.0] * 4)
-    segments = [agent.conversation(env).observe("x" * (1 + 600 * env), "", OneWord.choices) for env in range(4)]
+    segments = [
+        actor_of(agent).conversation(env).observe("x" * (1 + 600 * env), "", OneWord.choices) for env in range(4)
+    ]
     trees = [TokenTree.from_segment(segment) for segment in segments]
     backbone = agent.policy._backbone
     together = entries_of(backbone, trees)
@@ -210,7 +212,7 @@ def test_what_does_not_fit_is_read_again():
     backbone = agent.policy._backbone
     backbone.activations = RadixTree(max_bytes=1000)
     assert step(agent) > 3 * usual
-    conversation = agent.conversation(0)
+    conversation = actor_of(agent).conversation(0)
     recorded = [turn.reply.logprobs[0] for turn in conversation.turns]
     now = agent.policy.evaluate([Segment(tuple(conversation.turns))])
     assert now.logprobs[:, 0].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
@@ -224,7 +226,7 @@ def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(famil
     for turn in range(20):
         agent.act(f"number {turn}")
         agent.assign_reward(0.0)
-    conversation = agent.conversation(0)
+    conversation = actor_of(agent).conversation(0)
     starts = [index for index, turn in enumerate(conversation.turns) if turn.prompt.starts_context]
     assert len(starts) > 2
     for index in starts[1:]:

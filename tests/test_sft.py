@@ -22,7 +22,7 @@ from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from llamagym.text.demonstrations import demonstrations_path, read_demonstrations
 from llamagym.text.episode import segments_of
 from scripts import check_adapters
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +48,8 @@ def demos(tmp_path):
 
 
 def episodes_of(agent, path):
-    end = agent.chat_template.closing_id(agent.policy._eos_ids)
-    return read_demonstrations(path, agent.new_conversation, agent.response_prefix, end)
+    end = actor_of(agent).chat_template.closing_id(agent.policy._eos_ids)
+    return read_demonstrations(path, actor_of(agent).new_conversation, actor_of(agent).hooks.response_prefix, end)
 
 
 def segments_shown(agent, path):
@@ -99,7 +99,7 @@ def test_trained_ids_are_the_template_s_and_only_replies_have_a_loss(family, tmp
         assert reply[-1] in agent.policy._eos_ids
     assert context[: len(before + first)] == before + first
     opening = [SYSTEM]
-    if not agent.chat_template.has_system_role:
+    if not actor_of(agent).chat_template.has_system_role:
         opening, said[0]["content"] = [], f"{SYSTEM['content']}\n\n{said[0]['content']}"
     # One more observation, so that no template treats the last reply as special.
     rendered = tokenizer.apply_chat_template([*opening, *said, *turns("probe")], tokenize=False)
@@ -193,7 +193,7 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, m
     nn.init.ones_(model.v_head.summary.weight)
     agent = WordAgent(model, tiny_tokenizer("llama"), None, {"max_new_tokens": 4}, {"batch_size": 2}, seed=0)
     agent.act(0)  # fills the caches
-    agent.discard_episodes([0])
+    actor_of(agent).discard_episodes([0])
     base = model.pretrained_model.get_base_model() if kind != "full" else model.pretrained_model
     weights = {name: (weight, weight.clone(), weight.requires_grad) for name, weight in model.named_parameters()}
     head = {name: tensor.clone() for name, tensor in model.v_head.state_dict().items()}
@@ -387,7 +387,7 @@ def test_a_quarter_of_the_format_s_demonstrations_teach_it_and_leave_the_choice_
     stats = agent.sft_from_jsonl(tmp_path / "quarter.jsonl")
     states = STATES[::2]
     agent.act_batch(states)
-    conversations = [agent.conversation(index) for index in range(len(states))]
+    conversations = [actor_of(agent).conversation(index) for index in range(len(states))]
     hits = [conversation.messages[-1]["content"].lower() == "hit" for conversation in conversations]
     assert np.mean([conversation.turns[0].valid for conversation in conversations]) > 0.95
     assert 0.35 < np.mean(hits) < 0.65

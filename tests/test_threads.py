@@ -97,5 +97,5 @@ def test_two_agents_on_one_model_are_warned_of_once(caplog):
 def test_the_lock_is_the_model_s():
     agents = [make_agent(ChoiceAgent) for _ in range(2)]
     other = ChoiceAgent(agents[0].policy.model, tiny_tokenizer("llama"))
-    assert lock_of(agents[0].policy.model) is other.lock
-    assert agents[0].lock is not agents[1].lock
+    assert lock_of(agents[0].policy.model) is other.policy.lock
+    assert agents[0].policy.lock is not agents[1].policy.lock

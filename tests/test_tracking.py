@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from llamagym import Callback, ConfigError, EvalCallback, train
+from llamagym.agent.agent import collector_of
 from llamagym.saving.checkpoints import newest
 from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, TranscriptTracker, default_tracker
@@ -94,7 +95,7 @@ def test_offline_wandb_logs_read_back_with_transcripts_as_a_table(tmp_path, monk
     assert len(tables) == len(result.updates)
     told = {(row[3], row[4]) for table in tables for row in table["data"]}
     assert {reply for _, reply in told} <= set(agent.choices)
-    assert ("Observation 3", agent.transcripts[0]["turns"][0]["reply"]) in told
+    assert ("Observation 3", collector_of(agent).transcripts[0]["turns"][0]["reply"]) in told
 
 
 def test_an_unknown_tracker_and_a_missing_package_are_named(tmp_path):
@@ -155,16 +156,16 @@ def test_free_text_has_no_choices(tmp_path):
             return 1
 
     agent, _ = trained(tmp_path, Free, episodes=2)
-    assert {turn["choices"] for transcript in agent.transcripts for turn in transcript["turns"]} == {None}
+    assert {turn["choices"] for transcript in collector_of(agent).transcripts for turn in transcript["turns"]} == {None}
 
 
 @pytest.mark.long
 def test_long_episodes_and_long_runs_stay_small(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 50})
     train(agent, lambda: CountdownEnv(60), episodes=9, num_envs=3, seed=0)
-    assert len(agent.transcripts) == 3
-    assert agent.transcripts[0]["length"] == 60
-    assert [turn["turn"] for turn in agent.transcripts[0]["turns"]][19:21] == [20, 41]
+    assert len(collector_of(agent).transcripts) == 3
+    assert collector_of(agent).transcripts[0]["length"] == 60
+    assert [turn["turn"] for turn in collector_of(agent).transcripts[0]["turns"]][19:21] == [20, 41]
     tracker = TranscriptTracker(tmp_path / "transcripts.jsonl", agent)
     for update in range(1, 1025):
         tracker.log({"updates": update}, update)
@@ -197,7 +198,7 @@ def test_an_update_that_fails_leaves_the_sample_as_it_was(monkeypatch):
         agent.terminate_episode()
     monkeypatch.undo()
     assert agent.terminate_episode()
-    assert [transcript["return"] for transcript in agent.transcripts] == [2.0, 1.0]
+    assert [transcript["return"] for transcript in collector_of(agent).transcripts] == [2.0, 1.0]
 
 
 def test_the_folder_of_a_service_exists_when_it_starts(tmp_path, monkeypatch):

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from llamagym import ConfigError, evaluate, train
+from llamagym.agent.agent import collector_of
 from llamagym.training.tracking import JsonlTracker, default_tracker
-from tests.agents import ChoiceAgent, CountdownEnv, make_agent
+from tests.agents import ChoiceAgent, CountdownEnv, actor_of, make_agent
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,8 +38,8 @@ def test_every_step_is_a_turn_and_resets_are_not(tmp_path):
     assert result.turns == 12
     # Two copies in step, twice: the observation after the last step belongs to no turn, the next episode's first does.
     assert agent.seen == [3, 3, 2, 2, 1, 1] * 2
-    assert [len(episode.turns) for episode in agent._buffer] == [3, 3, 3, 3]
-    assert sum(episode.total_reward for episode in agent._buffer) == sum(result.returns)
+    assert [len(episode.turns) for episode in collector_of(agent).buffer] == [3, 3, 3, 3]
+    assert sum(episode.total_reward for episode in collector_of(agent).buffer) == sum(result.returns)
     assert result.updates == []
     assert "12 turns, and a batch needs 1000" in result.message
 
@@ -48,7 +49,7 @@ def test_truncated_episodes_are_valued_at_their_final_observation():
     train(agent, functools.partial(CountdownEnv, 2, truncates=True), episodes=2, num_envs=2, seed=0)
     # 0 is the final observation of each copy; the next episode's first, 2, must not stand in for it.
     assert agent.seen == [2, 2, 1, 1, 0, 0]
-    assert all(episode.truncated and episode.final_prompt is not None for episode in agent._buffer)
+    assert all(episode.truncated and episode.final_prompt is not None for episode in collector_of(agent).buffer)
 
 
 def test_updates_reach_the_callback_and_the_tracker(tmp_path):
@@ -90,7 +91,7 @@ def test_episodes_of_a_group_begin_alike_and_groups_do_not(resets):
     agent = make_agent(IndexAgent, context="turn", algorithm="grpo", grpo={"batch_size": 10_000, "group_size": 3})
     train(agent, SeededEnv, episodes=60, num_envs=6, seed=0)
     groups = {}
-    for episode in agent._buffer:
+    for episode in collector_of(agent).buffer:
         groups.setdefault(episode.group, []).append(episode)
     complete = [episodes for episodes in groups.values() if len(episodes) == 3]
     assert len(complete) >= 15
@@ -137,7 +138,7 @@ def test_every_episode_has_a_seed_of_its_own_and_another_run_plays_others(resets
     for seed in (0, 0, 1):
         agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 10_000})
         train(agent, SeededEnv, episodes=20, num_envs=2, seed=seed)
-        assert {episode.group for episode in agent._buffer} == {None}
+        assert {episode.group for episode in collector_of(agent).buffer} == {None}
         played.append([number for _, number in resets])
         resets.clear()
     evaluate(agent, SeededEnv, episodes=20, num_envs=2, seed=2)
@@ -209,7 +210,7 @@ def test_evaluate_plays_fixed_quotas_and_leaves_training_alone():
     assert result.standard_error == 0.0
     assert result.mean == result.returns[0]
     assert all((a == b).all() for a, b in zip(weights, agent.policy.model.parameters(), strict=True))
-    assert agent.learning
+    assert actor_of(agent).is_learning
     assert agent.current_episode_rewards == [1.0]
     assert agent.terminate_episode()["turns"] == 1.0
 

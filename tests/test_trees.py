@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llamagym.agent.agent import collector_of
 from llamagym.engine.token_tree import TokenTree
 from llamagym.policy.trees import Trees
 from llamagym.text.episode import Segment, segments_of
@@ -29,7 +30,7 @@ def played(agent, episodes=6):
         agent.act(number % (episodes // 2))
         agent.assign_reward(float(number))
         agent.terminate_episode()
-    return agent._buffer
+    return collector_of(agent).buffer
 
 
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])

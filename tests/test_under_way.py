@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from llamagym import Callback, EpisodeError, train
+from llamagym.agent.agent import collector_of
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 
@@ -47,7 +48,7 @@ def is_over(batch):
 def test_every_turn_is_learnt_from_once(monkeypatch, critic):
     agent, batches, ended, _ = learned(monkeypatch, ppo={"batch_size": 16, "critic": critic})
     times = Counter(id(turn) for batch in batches for episode in batch for turn in episode.turns)
-    waiting = {id(turn) for episode in agent._buffer for turn in episode.turns}
+    waiting = {id(turn) for episode in collector_of(agent).buffer for turn in episode.turns}
     assert set(times.values()) == {1}
     assert not waiting & set(times)
     played = {id(turn) for episode in ended for turn in episode.turns}
@@ -111,7 +112,7 @@ def test_in_a_loop_of_one_s_own_rewards_may_come_late():
 
 def test_a_reward_for_what_was_learnt_from_is_refused():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 2})
-    with agent.cutting_episodes([0, 1]):
+    with collector_of(agent).cutting_episodes([0, 1]):
         for env_id in (0, 1):
             for turn in range(3):
                 agent.act_batch([turn], [env_id])
@@ -123,8 +124,8 @@ def test_a_reward_for_what_was_learnt_from_is_refused():
                 agent.assign_rewards([1.0], [1], turns=[turn])
         stats = agent.terminate_episodes([1])
     assert stats == {}
-    assert agent.buffered_turns == 1
-    assert (len(agent._buffer[0].all_turns), agent._buffer[0].total_reward) == (3, 1.0)
+    assert collector_of(agent).buffered_turns == 1
+    assert (len(collector_of(agent).buffer[0].all_turns), collector_of(agent).buffer[0].total_reward) == (3, 1.0)
 
 
 def test_an_update_that_fails_leaves_what_is_under_way_to_the_next(monkeypatch):
@@ -134,7 +135,7 @@ def test_an_update_that_fails_leaves_what_is_under_way_to_the_next(monkeypatch):
     def fail(batch):
         raise RuntimeError("no")
 
-    with agent.cutting_episodes([0, 1]):
+    with collector_of(agent).cutting_episodes([0, 1]):
         for env_id in (0, 1):
             for turn in range(3):
                 agent.act_batch([turn], [env_id])
@@ -149,6 +150,6 @@ def test_an_update_that_fails_leaves_what_is_under_way_to_the_next(monkeypatch):
 def test_transcripts_show_whole_episodes(monkeypatch):
     agent, _, ended, _ = learned(monkeypatch)
     lengths = {(episode.length, episode.total_reward) for episode in ended}
-    for transcript in agent.transcripts:
+    for transcript in collector_of(agent).transcripts:
         assert len(transcript["turns"]) == transcript["length"]
         assert (transcript["length"], transcript["return"]) in lengths

@@ -16,7 +16,7 @@ from llamagym.learners import base
 from llamagym.learners.ppo import PPOConfig
 from llamagym.text.episode import Conversation
 from llamagym.trl_compat.ppo_trainer import PPOTrainer
-from tests.agents import ChoiceAgent, WordAgent, experienced, make_agent, settled
+from tests.agents import ChoiceAgent, WordAgent, actor_of, experienced, make_agent, settled
 from tests.tiny import tiny_tokenizer
 
 OBSERVATIONS = ["a", "bb", "ccc"]
@@ -136,13 +136,13 @@ def learn_all(agent: Any) -> None:
 def through_data(agent: Any) -> None:
     for weight in weights(agent.policy.model, learn=False):
         weight.data.add_(noise(weight.data))
-    agent.weights_changed()
+    agent.policy.weights_changed()
 
 
 def through_numpy(agent: Any) -> None:
     for weight in weights(agent.policy.model, learn=True):
         weight.detach().numpy()[:] += noise(weight.detach()).numpy()
-    agent.weights_changed()
+    agent.policy.weights_changed()
 
 
 EVERY_KIND = [
@@ -172,12 +172,12 @@ def says(agent: Any) -> list[Tensor]:
     said = []
     for observation in OBSERVATIONS:
         agent.act(observation)
-        conversation: Conversation = agent.conversation(0)
+        conversation: Conversation = actor_of(agent).conversation(0)
         segment, reply = conversation.current_segment(), conversation.turns[-1].reply
         with torch.no_grad():
             now = agent.policy.evaluate([segment])
         said += [torch.tensor([*reply.ids, *reply.logprobs, reply.value]), now.logprobs.flatten(), now.values]
-        agent.discard_episodes([0])
+        actor_of(agent).discard_episodes([0])
     return said
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llamagym.policy.sampling import draw, draw_choices
-from tests.agents import WordAgent, make_agent, touch_weights
+from tests.agents import WordAgent, actor_of, make_agent, touch_weights
 from tests.rounding import LOGPROB_TOLERANCE
 from tests.tiny import FAMILIES
 
@@ -21,7 +21,7 @@ def say(agent, texts):
     agent.act_batch(texts)
     agent.assign_rewards([0.0] * len(texts))
     return [
-        agent.conversation(env).turns[-1].reply for env in range(len(texts))
+        actor_of(agent).conversation(env).turns[-1].reply for env in range(len(texts))
     ], agent.policy.tokens_forwarded - before
 
 
@@ -39,9 +39,9 @@ def test_replies_that_part_ways_are_recorded_as_they_are_evaluated(family, activ
         forwarded.append(tokens)
     # One token for each distinct beginning, and those that open replies at first only.
     assert all(tokens <= count for tokens, count in zip(forwarded[1:], distinct[1:], strict=True))
-    segments = [agent.conversation(env).current_segment() for env in range(24)]
-    recorded = [agent.conversation(env).turns[-1].reply.logprobs for env in range(24)]
-    assert len({agent.conversation(env).turns[-1].reply.ids for env in range(24)}) > 3
+    segments = [actor_of(agent).conversation(env).current_segment() for env in range(24)]
+    recorded = [actor_of(agent).conversation(env).turns[-1].reply.logprobs for env in range(24)]
+    assert len({actor_of(agent).conversation(env).turns[-1].reply.ids for env in range(24)}) > 3
     now = agent.policy.evaluate(segments)
     assert now.logprobs[now.mask].tolist() == pytest.approx([p for row in recorded for p in row], abs=LOGPROB_TOLERANCE)
 
@@ -81,7 +81,7 @@ def test_nothing_is_read_from_memory_that_was_never_written(activated):
         for _ in range(2):
             replies += say(agent, ["x", "xyz", "x" * 9] * 8)[0]
         with torch.no_grad():
-            now = agent.policy.evaluate([agent.conversation(env).current_segment() for env in range(24)])
+            now = agent.policy.evaluate([actor_of(agent).conversation(env).current_segment() for env in range(24)])
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.tensor(reply.logprobs).isfinite().all() for reply in replies)
@@ -98,7 +98,7 @@ def test_acting_goes_on_outside_of_inference_mode():
 
 def test_a_prompt_is_rendered_once(monkeypatch):
     agent = speaker()
-    template, render, rendered = agent.chat_template, agent.tokenizer.apply_chat_template, []
+    template, render, rendered = actor_of(agent).chat_template, agent.tokenizer.apply_chat_template, []
     monkeypatch.setattr(
         agent.tokenizer,
         "apply_chat_template",

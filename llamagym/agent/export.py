@@ -22,12 +22,14 @@ from ..saving.state_files import read_state, write_state
 from ..text.chat_template import end_ids
 from .actor import Actor
 from .model_card import Card
+from .text_interface import TextInterface
 
 KIND = "agent"
 STATE = "agent"
 
 
 def write_export(
+    agent: TextInterface,
     actor: Actor,
     folder: Path,
     options: Mapping[str, Any],
@@ -38,15 +40,16 @@ def write_export(
     """Write an agent's files into a folder.
 
     Args:
-        actor: The agent.
-        folder: Where to.
-        options: What its constructor was given, as JSON holds it.
-        environment: What it acts in, for the card.
+        agent: The agent.
+        actor: Its actor.
+        folder: An empty folder.
+        options: The agent's constructor options as JSON holds them.
+        environment: Name of its environment, for the card.
         results: Measurements by name, for the card.
-        merged: Whether a LoRA is added to the weights, which are then written whole.
+        merged: Whether to merge a LoRA into the weights and write these.
 
     Raises:
-        ConfigError: `merged` is asked for where there is no adapter, or one that cannot be merged.
+        ConfigError: `merged` is True and there is no adapter, or one that cannot be merged.
     """
     policy, tokenizer = actor.policy, actor.tokenizer
     model = _merged(policy.model) if merged else policy.model
@@ -55,12 +58,12 @@ def write_export(
     tokenizer.save_pretrained(str(folder))
     state = {"options": options, **choices_record(policy), "rng": policy.rng.get_state()}
     dtype = str(pretrained.dtype).removeprefix("torch.")
-    write_state(folder, STATE, {**state, "class": type(actor).__name__, "dtype": dtype, "device": policy.device.type})
+    write_state(folder, STATE, {**state, "class": type(agent).__name__, "dtype": dtype, "device": policy.device.type})
     card = Card(
-        type(actor).__name__,
+        type(agent).__name__,
         str(pretrained.active_peft_config.base_model_name_or_path) if model.is_peft_model else "",
         dtype,
-        actor.get_system_prompt(),
+        agent.get_system_prompt(),
         options["response_prefix"],
         policy.generation,
         ends := end_ids(pretrained, tokenizer),
@@ -68,7 +71,7 @@ def write_export(
         [(str(tokenizer.decode(list(ids))), ids) for ids in policy.offered],
         policy.calibration.prior if policy.calibration else {},
         policy.calibration.deviation if policy.calibration else 1.0,
-        type(actor).get_action_choices is not Actor.get_action_choices,
+        type(agent).get_action_choices is not TextInterface.get_action_choices,
         environment,
         {name: value for name, value in options.items() if value not in (None, "", {})},
         results or {},

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from ..learners.base import Learner
 from ..models.private_apis import changed
-from .collector import LearningActor
+from .actor import Actor
 from .probes import FaultError, OutOfTimeError, Probes
 
 # Of half a minute that checks may take, what is left once the last of them has begun.
@@ -64,18 +65,21 @@ class Report:
         return "\n".join(lines)
 
 
-def preflight(actor: LearningActor, observations: Sequence[Any] = (), seconds: float = _SECONDS) -> Report:
+def preflight(
+    actor: Actor, learner: Learner[Any], observations: Sequence[Any] = (), seconds: float = _SECONDS
+) -> Report:
     """Look an agent over; it is afterwards as it was before.
 
     Args:
-        actor: The agent.
+        actor: The agent's actor.
+        learner: The agent's learner.
         observations: Some that its environment gives, up to four: then the methods that format them, offer choices
             and extract actions are looked at too. Without any, texts stand in for them.
         seconds: A slow model's replies are shortened to fit in; when these are over, what takes a while is left out,
             and said to be.
     """
     with actor.lock, _untouched(actor):
-        probes = Probes(actor, observations, seconds)
+        probes = Probes(actor, learner, observations, seconds)
         checks = [
             ("versions", _versions),
             ("tokenizer", probes.tokenizer),
@@ -102,20 +106,23 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
 
 
 @contextmanager
-def _untouched(actor: LearningActor) -> Iterator[None]:
+def _untouched(actor: Actor) -> Iterator[None]:
     """Restores the random state, the mode, the longest reply, packed weights; all else is measured apart."""
     policy = actor.policy
     generation = policy.generation
-    drawn, mode = policy.rng.get_state(), (actor.learning, actor.greedy)
-    actor.train()
+    random_state = policy.rng.get_state()
+    was_learning = actor.is_learning
+    was_greedy = actor.is_greedy
+    actor.is_learning = True
+    actor.is_greedy = False
     try:
         with policy.measuring(), policy.temporary_copies():
             yield
     finally:
-        policy.rng.set_state(drawn)
+        policy.rng.set_state(random_state)
         policy.generation = generation
-        if not mode[0]:
-            actor.eval(mode[1])
+        actor.is_learning = was_learning
+        actor.is_greedy = was_greedy
 
 
 def _versions() -> str:

@@ -11,13 +11,14 @@ from typing import Any
 import psutil
 import torch
 
+from ..learners.base import Learner
 from ..models.hardware import PASS_TOKENS, container_limit
 from ..models.loading import BESIDE_WEIGHTS_GIB
 from ..models.quantization import computing_dtype
 from ..text.chat_template import check_vocabulary, end_ids
 from ..text.episode import Conversation, Segment
+from .actor import Actor
 from .alarms import ratio_tolerance
-from .collector import LearningActor
 
 # What any language model of the last years finds likely; and texts whose ids must give them back.
 _ENGLISH = "The capital of France is Paris, and the capital of Italy is Rome."
@@ -45,15 +46,18 @@ class OutOfTimeError(Exception):
 class Probes:
     """Contexts of an agent, and what it says to them."""
 
-    def __init__(self, actor: LearningActor, observations: Sequence[Any], seconds: float) -> None:
+    def __init__(self, actor: Actor, learner: Learner[Any], observations: Sequence[Any], seconds: float) -> None:
         """Look over an agent.
 
         Args:
-            actor: The agent; the longest reply that it may give is shortened.
+            actor: The agent's actor; its longest reply is shortened.
+            learner: The agent's learner.
             observations: Some that its environment gives.
             seconds: When these are over, what takes a while is left out, and said to be.
         """
-        self._actor, self._observations = actor, list(observations)[:_CONTEXTS]
+        self._actor = actor
+        self._learner = learner
+        self._observations = list(observations)[:_CONTEXTS]
         self._ends = time.perf_counter() + seconds
         self._said: list[Segment] = []
         # Bytes that learning keeps for each token of a pass.
@@ -130,21 +134,19 @@ class Probes:
 
     def _observed(self, conversation: Conversation, observation: Any) -> Segment:
         if not self._observations:
-            return conversation.observe(observation, self._actor.response_prefix)
-        choices = self._actor.choices_for(observation)
-        return conversation.observe(self._actor.text_of(observation), self._actor.response_prefix, choices)
+            return conversation.observe(observation, self._actor.hooks.response_prefix)
+        choices = self._actor.hooks.choices(observation)
+        return conversation.observe(self._actor.hooks.text(observation), self._actor.hooks.response_prefix, choices)
 
     def actions(self) -> str:
         """Every choice names an action."""
-        actor, count = self._actor, 0
+        hooks = self._actor.hooks
+        count = 0
         for observation in self._observations:
-            for choice in actor.choices_for(observation) or ():
-                text, count = actor.response_prefix + choice, count + 1
-                try:
-                    action = actor.extract_action(text)
-                except ValueError:
-                    action = None
-                if action is None:
+            for choice in hooks.choices(observation) or ():
+                text = hooks.response_prefix + choice
+                count += 1
+                if hooks.action(text) is None:
                     raise FaultError(f"extract_action({text!r}) names no action, though it is offered as a choice.")
         return f"{count} choices name actions" if count else "not looked at: no choices"
 
@@ -200,7 +202,8 @@ class Probes:
         self._require_time()
         conversations = [actor.new_conversation() for _ in range(_TOGETHER)]
         contexts = [
-            each.observe(f"Observation {n}: {_ENGLISH}", actor.response_prefix) for n, each in enumerate(conversations)
+            each.observe(f"Observation {n}: {_ENGLISH}", actor.hooks.response_prefix)
+            for n, each in enumerate(conversations)
         ]
         started = time.perf_counter()
         replies = policy.sample(contexts)
@@ -208,7 +211,7 @@ class Probes:
         for conversation, reply in zip(conversations, replies, strict=True):
             conversation.answer(reply, "")
         learning = self._learning_s([conversation.current_segment() for conversation in conversations])
-        passes = actor.learner.epochs
+        passes = self._learner.epochs
         tokens = sum(len(reply.ids) for reply in replies) / len(replies)
         return (
             f"{1 / acting:.1f} free-text turns/s acting, {1 / learning:.1f} in a pass of learning, "
@@ -220,7 +223,7 @@ class Probes:
         """Learning fits into what is free."""
         model = self._actor.policy.model
         # Larger ones are halved where memory runs out.
-        nodes = self._actor.learner.config.microbatch_nodes or PASS_TOKENS
+        nodes = self._learner.config.microbatch_nodes or PASS_TOKENS
         learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         weights, activations = _COPIES * 4 * learns, nodes * self._kept
         needed = weights + activations + BESIDE_WEIGHTS_GIB * _GIB

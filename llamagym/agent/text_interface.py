@@ -1,4 +1,4 @@
-"""What a user defines: how an observation reads as text, and which action a reply names."""
+"""The methods that a user's agent defines, and how the library calls them."""
 
 from __future__ import annotations
 
@@ -6,36 +6,32 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ..errors import ConfigError
+from .action_masks import ActionMasks
 
 logger = logging.getLogger(__name__)
 
-# Methods of LlamaGym's Agent that this library never calls, and what does their work here.
+# Methods of LlamaGym's Agent that this library never calls, and where to do their work instead.
 _NEVER_CALLED = {
     "llm": "Replies come from agent.policy; sampling is set by generate_config_dict.",
-    "format_episode_for_ppo": "Turns keep the token ids that were sampled; rewards go to the turns that earned them.",
-    "train_batch": "A learner updates the weights: agent.learner, chosen by algorithm=.",
+    "format_episode_for_ppo": "Turns keep the sampled token ids; rewards go to the turns that earned them.",
+    "train_batch": "A learner updates the weights: agent.learner, chosen by learner=.",
 }
-
-
-# Methods that are given what the environment says as info where they have a parameter of that name.
+# Methods that receive the environment's info if they have a parameter of that name.
 _MAY_TAKE_INFO = ("format_observation", "get_action_choices", "fallback_action")
 
 
 class TextInterface(ABC):
-    """An environment as a conversation; three methods must be defined, two may be.
+    """An environment as a conversation: three methods must be defined, two may be.
 
-    `format_observation`, `get_action_choices` and `fallback_action` may have a further parameter `info`: it is given
-    the environment's, or an empty dictionary where a loop passes none.
+    `format_observation`, `get_action_choices` and `fallback_action` may have a further parameter `info`. It receives
+    the environment's info, or an empty dictionary if a loop passes none.
     """
 
-    _has_warned = False
-    _informed: ClassVar[frozenset[str]] = frozenset()
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Note which methods take `info`, and refuse those that LlamaGym called and this library does not.
+        """Rejects methods that LlamaGym called and this library does not.
 
         Raises:
             ConfigError: The class defines one.
@@ -46,68 +42,119 @@ class TextInterface(ABC):
                 f"{cls.__name__} defines {name}(), which LlamaGym called and this library does not. "
                 f"{_NEVER_CALLED[name]} Remove it, or rename it if it is a helper of your own."
             )
-        cls._informed = frozenset(name for name in _MAY_TAKE_INFO if takes_info(getattr(cls, name)))
 
     @abstractmethod
     def get_system_prompt(self) -> str:
-        """What every conversation opens with; empty for no system prompt."""
+        """Returns the first message of every conversation; an empty string for no system prompt."""
 
     @abstractmethod
     def format_observation(self, observation: Any) -> str:
-        """An observation as text."""
+        """Returns an observation as text."""
 
     @abstractmethod
     def extract_action(self, response: str) -> Any:
-        """The action that a reply names.
+        """Returns the action that a reply names.
 
         Raises:
-            ActionParseError: It names none; a ValueError other than ConfigError, or returning None, says the same.
+            ActionParseError: The reply names no action. Any ValueError other than ConfigError, or returning None, has
+                the same meaning.
         """
 
     def get_action_choices(self, observation: Any) -> list[str] | None:
-        """The replies allowed for this observation, or None for free text."""
+        """Returns the replies allowed for this observation, or None for free text."""
         return None
 
     def fallback_action(self, observation: Any) -> Any:
-        """What to do when a reply names no action; None unless defined."""
+        """Returns the action to take when a reply names none; None unless defined."""
         return None
 
-    def text_of(self, observation: Any, info: Mapping[str, Any] | None = None) -> str:
-        """An observation as text, by `format_observation`."""
-        return self.format_observation(observation, **self._told("format_observation", info))
+
+class Hooks:
+    """Calls the methods of a user's `TextInterface`: adds `info` where it is a parameter, and handles invalid replies.
+
+    Attributes:
+        response_prefix: Fixed text that every reply begins with.
+    """
+
+    def __init__(self, interface: TextInterface, response_prefix: str) -> None:
+        """Creates the hooks of an interface."""
+        self.response_prefix = response_prefix
+        self._interface = interface
+        self._masks = ActionMasks(self._action_of_choice)
+        self._has_warned = False
+        cls = type(interface)
+        self._take_info = frozenset(name for name in _MAY_TAKE_INFO if takes_info(getattr(cls, name)))
 
     @property
     def has_fallback(self) -> bool:
-        """Whether the class says what to do when a reply names no action."""
-        return type(self).fallback_action is not TextInterface.fallback_action
+        """Whether the class defines `fallback_action`."""
+        return type(self._interface).fallback_action is not TextInterface.fallback_action
 
     @property
     def takes_any_reply(self) -> bool:
         """Whether even an empty reply names an action."""
         try:
-            return self.extract_action("") is not None
-        except Exception:  # whatever the user's code makes of it
+            return self._interface.extract_action("") is not None
+        except Exception:  # the user's method may raise anything for an unusual reply
             return False
 
-    def _told(self, method: str, info: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {"info": {} if info is None else info} if method in self._informed else {}
+    def system_prompt(self) -> str:
+        """Returns the system prompt."""
+        return self._interface.get_system_prompt()
 
-    def _extract(self, text: str) -> Any:
+    def text(self, observation: Any, info: Mapping[str, Any] | None = None) -> str:
+        """Returns an observation as text."""
+        return self._interface.format_observation(observation, **self._info_argument("format_observation", info))
+
+    def choices(self, observation: Any, info: Mapping[str, Any] | None = None) -> list[str] | None:
+        """Returns the allowed replies, without those that `info["action_mask"]` excludes; None for free text.
+
+        Raises:
+            ConfigError: The mask excludes all choices.
+        """
+        offered = self._interface.get_action_choices(observation, **self._info_argument("get_action_choices", info))
+        mask = None if info is None else info.get("action_mask")
+        if offered is None or mask is None:
+            return offered
+        return self._masks.possible(offered, mask)
+
+    def action(self, reply: str) -> Any:
+        """Returns the action that a reply, with its prefix, names; None if it names none.
+
+        Raises:
+            ConfigError: The user's `extract_action` is mistaken, such as by passing a space that `parse_action` cannot
+                read: then no reply would name an action.
+        """
         try:
-            return self.extract_action(text)
+            return self._interface.extract_action(reply)
         except ConfigError:
-            # A mistake in the call, such as a space that parse_action cannot read: no reply would name an action.
             raise
         except ValueError as problem:
             logger.debug("invalid reply: %s", problem)
             return None
 
-    def _fallback(self, observation: Any, text: str, info: Mapping[str, Any] | None) -> Any:
-        action = self.fallback_action(observation, **self._told("fallback_action", info))
+    def _action_of_choice(self, choice: str) -> Any:
+        return self.action(self.response_prefix + choice)
+
+    def fallback(self, observation: Any, reply: str, info: Mapping[str, Any] | None) -> Any:
+        """Returns the action to take after a reply that names none; warns once if the class defines no fallback."""
+        action = self._interface.fallback_action(observation, **self._info_argument("fallback_action", info))
         if action is None and not self._has_warned:
             self._has_warned = True
-            logger.warning("Reply %r names no action, so the action is None. %s", text, no_action_advice(self))
+            logger.warning("Reply %r names no action, so the action is None. %s", reply, self.no_action_advice())
         return action
+
+    def no_action_advice(self) -> str:
+        """Returns what to do about replies that name no action."""
+        return (
+            f"{type(self._interface).__name__} does not say what to do then: define fallback_action(observation), or "
+            "restrict replies with get_action_choices(observation)."
+        )
+
+    def _info_argument(self, method: str, info: Mapping[str, Any] | None) -> dict[str, Any]:
+        if method not in self._take_info:
+            return {}
+        return {"info": {} if info is None else info}
 
 
 def takes_info(function: Callable[..., Any]) -> bool:
@@ -115,13 +162,5 @@ def takes_info(function: Callable[..., Any]) -> bool:
     try:
         return "info" in inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # Some functions that are written in C do not say.
+        # Some functions written in C have no signature.
         return False
-
-
-def no_action_advice(interface: TextInterface) -> str:
-    """What to do about replies that name no action."""
-    return (
-        f"{type(interface).__name__} does not say what to do then: define fallback_action(observation), or restrict "
-        "replies with get_action_choices(observation)."
-    )

@@ -9,8 +9,7 @@ from typing import Any
 import click
 import gymnasium
 
-from ..agent.agent import Agent
-from ..agent.text_interface import no_action_advice
+from ..agent.agent import Agent, collector_of
 from ..errors import ActionParseError
 from ..training.environments import made
 from .runs import UserPath, load_agent, printable
@@ -66,31 +65,36 @@ def _pictured(env_id: str) -> gymnasium.Env[Any, Any]:
 def _episode(agent: Agent, env: gymnasium.Env[Any, Any], move: Move, seed: int | None) -> tuple[float, int]:
     """Play one episode; its return and its length."""
     observation, info = env.reset(seed=seed)
-    total, turns, is_over = 0.0, 0, False
+    hooks = collector_of(agent).actor.hooks
+    total = 0.0
+    turns = 0
+    is_over = False
     while not is_over:
         click.echo("")
         if env.render_mode == "ansi":
             click.echo(str(env.render()).rstrip())
-        click.echo(printable(agent.text_of(observation, info)))
+        click.echo(printable(hooks.text(observation, info)))
         observation, reward, terminated, truncated, info = env.step(move(agent, observation, info))
         total, turns, is_over = total + float(reward), turns + 1, terminated or truncated
         click.echo(f"reward {float(reward):g}")
-    click.echo(printable(f"\n{agent.text_of(observation, info)}"))
-    agent.discard_episodes([0])
+    click.echo(printable(f"\n{hooks.text(observation, info)}"))
+    collector_of(agent).actor.discard_episodes([0])
     return total, turns
 
 
 def _acted(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
-    action, reply = agent.act(observation, info), agent.conversation(0).messages[-1]["content"]
+    action = agent.act(observation, info)
+    reply = agent.current_episode_messages[-1]["content"]
     click.echo(printable(f"> {reply}"))
     if action is None:
-        raise ActionParseError(f"Reply {reply!r} names no action. {no_action_advice(agent)}")
+        raise ActionParseError(f"Reply {reply!r} names no action. {collector_of(agent).actor.hooks.no_action_advice()}")
     return action
 
 
 def _asked(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
     """Ask the person until a reply names an action."""
-    offered = agent.choices_for(observation, info)
+    hooks = collector_of(agent).actor.hooks
+    offered = hooks.choices(observation, info)
     # Choices may come from the run's author.
     shown = None if offered is None else {printable(choice): choice for choice in offered}
     while True:
@@ -98,7 +102,7 @@ def _asked(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
         if shown is not None:
             reply = shown[reply]
         try:
-            action = agent.extract_action(agent.response_prefix + reply)
+            action = agent.extract_action(hooks.response_prefix + reply)
         except ValueError as problem:
             click.echo(printable(str(problem)))
         else:

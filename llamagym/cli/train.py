@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from .. import training
-from ..agent.agent import Agent
+from ..agent.agent import Agent, collector_of
 from ..agent.export import KIND
 from ..errors import ConfigError
 from ..models.loading import load_model_and_tokenizer
@@ -98,7 +98,7 @@ def train(
     sizes = {} if batch_size is None else {"batch_size": batch_size}
     agent = kind(loaded, tokenizer, device, ppo_config_dict=sizes, context=context, seed=seed)
     if resume:
-        _require_same_options(agent, checkpoint_dir, env_id, context, num_envs, seed)
+        _require_same_options(agent, checkpoint_dir, env_id, num_envs, seed)
     measured: dict[str, Any] = {"episodes": eval_episodes, "seed": EVALUATION_SEED, "num_envs": num_envs}
     results = {"before": training.evaluate(agent, env_id, **measured)}
     settings |= {"prompt": None if prompt is None else prompt_in(run_dir, prompt).name, "context": context}
@@ -135,7 +135,7 @@ def train(
 
 
 def _require_same_options(
-    agent: Agent, checkpoint_dir: Path, env_id: str, context: str, num_envs: int | None, seed: int | None
+    agent: Agent, checkpoint_dir: Path, env_id: str, num_envs: int | None, seed: int | None
 ) -> None:
     """Rejects other options than those of the run to be resumed, before anything is played.
 
@@ -145,6 +145,6 @@ def _require_same_options(
     path = newest(checkpoint_dir)
     if path is None:
         return
-    own = {"class": type(agent).__name__, "context": context, "ppo_config_dict": agent.learner.config.given()}
+    own = collector_of(agent).identity
     check_options(path, "options", own, free={"seed", "microbatch_nodes"}, fixed={"context"})
     check_options(path, "train", {"num_envs": copies_for(env_id, num_envs), "seed": seed}, fixed={"seed"})

@@ -1,49 +1,113 @@
-"""Which learner an algorithm's name stands for."""
+"""The learning algorithms by the type of their configuration and by name."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, excerpt
 from ..policy.policy import Policy
 from .base import Learner
 from .config import LearnerConfig
 from .grpo import GRPO, GRPOConfig, ReinforceConfig
 from .ppo import PPO, PPOConfig
 
-Algorithm = Literal["ppo", "grpo", "reinforce"]
+logger = logging.getLogger(__name__)
+
 _CONFIGS: dict[str, type[PPOConfig | GRPOConfig]] = {"ppo": PPOConfig, "grpo": GRPOConfig, "reinforce": ReinforceConfig}
+# Constructor arguments of earlier versions of `Agent` that chose the algorithm.
+OLD_ARGUMENTS = frozenset({"algorithm", "grpo_config_dict", "reinforce_config_dict", "use_target_kl"})
 
 
-def make_learner(
-    policy: Policy,
-    algorithm: Algorithm,
-    options: Mapping[str, Mapping[str, Any] | LearnerConfig | None],
-    seed: int | None = None,
-) -> Learner[Any]:
-    """Build the learner of a policy.
+def make_learner(policy: Policy, config: LearnerConfig) -> Learner[Any]:
+    """Returns the learner of a policy: PPO, GRPO or REINFORCE, by the type of its configuration.
 
     Args:
-        policy: Whose weights it updates.
-        algorithm: Its name.
-        options: Per algorithm its options, by name or as its configuration, or None; those of another algorithm are
-            refused.
-        seed: Of the minibatches' order, where the options name none.
+        policy: The policy that it updates.
+        config: A `PPOConfig`, `GRPOConfig` or `ReinforceConfig`.
+    """
+    if isinstance(config, PPOConfig):
+        return PPO(policy, config)
+    assert isinstance(config, GRPOConfig)
+    return GRPO(policy, config)
+
+
+def learner_config(
+    learner: LearnerConfig | None, ppo_options: Mapping[str, Any] | PPOConfig | None, old: Mapping[str, Any]
+) -> LearnerConfig:
+    """Returns the configuration that the arguments of `Agent` name.
+
+    Args:
+        learner: Its argument `learner`.
+        ppo_options: Its argument `ppo_config_dict`.
+        old: Its arguments of earlier versions (`OLD_ARGUMENTS`), each of which is accepted with a logged message.
 
     Raises:
-        ConfigError: The algorithm or an option is unknown, or options of another algorithm are given.
+        ConfigError: An option is unknown or out of range, or two arguments contradict each other.
     """
-    if algorithm not in _CONFIGS:
-        raise ConfigError(f"algorithm={algorithm!r}. {did_you_mean(str(algorithm), _CONFIGS)}")
-    for other, given in options.items():
-        if given and other != algorithm:
+    if learner is not None:
+        others = sorted({*old, *(["ppo_config_dict"] if ppo_options else [])})
+        if others:
+            raise ConfigError(f"learner={learner!r} and {' and '.join(others)} are both set. Pass learner= only.")
+        if type(learner) not in _CONFIGS.values():
             raise ConfigError(
-                f"{other}_config_dict={given} has no effect on algorithm={algorithm!r}. Pass {algorithm}_config_dict, "
-                f"or algorithm={other!r}."
+                f"learner must be a PPOConfig, GRPOConfig or ReinforceConfig, got {excerpt(learner)} "
+                f"({type(learner).__name__})."
             )
-    given = options.get(algorithm) or {}
-    if seed is not None and isinstance(given, Mapping):
-        given = {"seed": seed, **given}
-    config = _CONFIGS[algorithm].from_dict(given)
-    return PPO(policy, config) if isinstance(config, PPOConfig) else GRPO(policy, config)
+        return learner
+    algorithm = old.get("algorithm", "ppo")
+    if not isinstance(algorithm, str) or algorithm not in _CONFIGS:
+        raise ConfigError(f"algorithm={excerpt(algorithm)}. {did_you_mean(str(algorithm), _CONFIGS)}")
+    for name in ("grpo_config_dict", "reinforce_config_dict"):
+        if not isinstance(old.get(name), (Mapping, LearnerConfig, type(None))):
+            raise ConfigError(
+                f"{name} must be a dictionary, got {excerpt(old[name])} ({type(old[name]).__name__}). Pass learner="
+                "GRPOConfig(...) instead."
+            )
+    options = {"ppo": ppo_options, "grpo": old.get("grpo_config_dict"), "reinforce": old.get("reinforce_config_dict")}
+    for other, values in options.items():
+        if values and other != algorithm:
+            raise ConfigError(
+                f"{other}_config_dict={values} has no effect on algorithm={algorithm!r}. Pass "
+                f"learner={_CONFIGS[other].__name__}(...)."
+            )
+    config = _CONFIGS[algorithm].from_dict(options[algorithm] or {})
+    if "use_target_kl" in old:
+        config = _with_target_kl(config, old["use_target_kl"])
+    if old:
+        logger.warning(
+            "Accepted for now: %s. Pass learner=%s(...) instead.", ", ".join(sorted(old)), _CONFIGS[algorithm].__name__
+        )
+    return config
+
+
+def _with_target_kl(config: PPOConfig | GRPOConfig, is_used: object) -> PPOConfig | GRPOConfig:
+    """Returns a configuration with (True) or without (False) a limit of the KL divergence per update."""
+    if not isinstance(is_used, bool):
+        raise ConfigError(f"use_target_kl must be True or False, got {excerpt(is_used)} ({type(is_used).__name__}).")
+    if not is_used:
+        return replace(config, target_kl=None)
+    if config.target_kl is None:
+        raise ConfigError("use_target_kl=True contradicts target_kl=None. Pass a number as target_kl in learner=.")
+    return config
+
+
+def config_record(config: LearnerConfig) -> dict[str, Any]:
+    """Returns a configuration as saved files hold it: its options and the algorithm's name."""
+    (algorithm,) = (name for name, kind in _CONFIGS.items() if type(config) is kind)
+    return {"algorithm": algorithm, **config.given()}
+
+
+def config_from(record: Mapping[str, Any]) -> LearnerConfig:
+    """Returns the configuration that `config_record` recorded.
+
+    Raises:
+        ConfigError: An option or the algorithm is unknown.
+    """
+    options = dict(record)
+    algorithm = options.pop("algorithm", None)
+    if not isinstance(algorithm, str) or algorithm not in _CONFIGS:
+        raise ConfigError(f"algorithm={excerpt(algorithm)} is unknown. {did_you_mean(str(algorithm), _CONFIGS)}")
+    return _CONFIGS[algorithm].from_dict(options)

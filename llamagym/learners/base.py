@@ -108,7 +108,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self._entropy_coef = config.entropy_coef
         self.cooldown = Cooldown(config.cooldown)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
-        self._rng = np.random.default_rng(config.seed)
+        self._rng = np.random.default_rng(config.seed or 0)
 
     def reset_optimizer(self) -> None:
         """Restarts the optimizer on the policy's current weights: a warm start replaces them."""

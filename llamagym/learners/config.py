@@ -69,7 +69,7 @@ class LearnerConfig(Options):
         whiten_advantages: Normalize advantages to mean 0 and deviation 1 over a batch.
         microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else. None: 1,024 on
             a processor, more of a small model on an accelerator.
-        seed: Of the minibatches' order.
+        seed: Seed of the order of turns in minibatches; None takes the agent's seed, or 0.
     """
 
     advice: ClassVar[Mapping[str, str]] = _REMOVED
@@ -91,7 +91,7 @@ class LearnerConfig(Options):
     max_grad_norm: float = 1.0
     whiten_advantages: bool = True
     microbatch_nodes: int | None = None
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check types and ranges."""

@@ -44,7 +44,7 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format that is written, and the only one that is read."""
 
 _PIECE = 2**20

@@ -106,7 +106,7 @@ def check_options(
 
 
 def _is_allowed(path: str, allowed: Collection[str]) -> bool:
-    """Whether a name such as "ppo_config_dict.gamma", or a first part of it, is among those that are allowed."""
+    """Whether a name such as "learner.gamma", or a first part of it, is among those that are allowed."""
     parts = path.split(".")
     return any(".".join(parts[:count]) in allowed for count in range(1, len(parts) + 1))
 

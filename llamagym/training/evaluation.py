@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from ..agent.agent import Agent
+from ..agent.agent import Agent, collector_of
 from ..errors import ConfigError, excerpt
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
 from .environments import EnvSource, copies_for, opened
 from .play import Play
 from .played import Judge, success_rate
-from .policies import Policy, PolicyPlayer
+from .players import AgentPlayer, Player, Policy, PolicyPlayer
 
 # Of the resampling: an interval that is looked at twice is the same, and memory for this many numbers at once is fine.
 _BOOTSTRAP_SEED, _BOOTSTRAP_NUMBERS = 0, 2**22
@@ -209,7 +209,11 @@ def evaluate(
     played: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
     measured = _measured(agent, ids, greedy, entropy) if isinstance(agent, Agent) else nullcontext()
     with opened(env, [num_envs]) as parts, measured:
-        player = agent if isinstance(agent, Agent) else PolicyPlayer(agent, parts[0].action_space, entropy % 2**32)
+        player: Player
+        if isinstance(agent, Agent):
+            player = AgentPlayer(agent)
+        else:
+            player = PolicyPlayer(agent, parts[0].action_space, entropy % 2**32)
         play = Play(player, parts, ids, entropy, judge=judge)
         play.begin()
         resting = np.array(quota) == 0
@@ -228,7 +232,10 @@ def evaluate(
 @contextmanager
 def _measured(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) -> Iterator[None]:
     """While open, an agent acts in `eval`, with random numbers and conversations of its own."""
-    was_learning, was_greedy, rng = agent.learning, agent.greedy, agent.policy.rng
+    actor = collector_of(agent).actor
+    was_learning = actor.is_learning
+    was_greedy = actor.is_greedy
+    rng = agent.policy.rng
     drawn = rng.get_state()
     agent.eval(greedy)
     rng.manual_seed(seed % 2**63)
@@ -237,17 +244,16 @@ def _measured(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) ->
             yield
     finally:
         rng.set_state(drawn)
-        if was_learning:
-            agent.train()
-        else:
-            agent.eval(was_greedy)
+        actor.is_learning = was_learning
+        actor.is_greedy = was_greedy
 
 
 @contextmanager
 def own_conversations(agent: Agent, ids: Sequence[Hashable]) -> Iterator[None]:
     """While open, these environments' conversations belong to it: new ones, which end with it, whatever happens."""
-    agent.discard_episodes(ids)
+    actor = collector_of(agent).actor
+    actor.discard_episodes(ids)
     try:
         yield
     finally:
-        agent.discard_episodes(ids)
+        actor.discard_episodes(ids)

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import distributed
-from ..agent.agent import Agent
-from ..agent.text_interface import no_action_advice
+from ..agent.agent import Agent, collector_of
 from ..errors import CheckpointError, ConfigError
 from ..learners.base import Learner, Stats
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, user_path
@@ -28,6 +27,7 @@ from .evaluation import own_conversations
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play, Taken
 from .played import Judge, PlayedEpisode, success_rate
+from .players import AgentPlayer
 from .progress import Progress
 from .report import write_report
 from .run import Run
@@ -148,7 +148,7 @@ def train(
             that of a call that was interrupted continues where it stood; any other, and that of a call that had used
             its own up, is granted in full.
         allow_changes: With `resume`: what may differ from the checkpoint, by the names that the error lists:
-            "ppo_config_dict.learning_rate" for an option, "ppo_config_dict" for all of them, "environment", "choices",
+            "learner.learning_rate" for an option, "learner" for all of them, "environment", "choices",
             "model". In another environment, in another number of them, or if a judge is added or removed, the episodes
             under way start again.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
@@ -185,14 +185,14 @@ def train(
     if group_size not in (None, size):
         raise ConfigError(
             f"group_size={group_size}, but the agent's learner compares {size} episodes of each start (1: none). Leave "
-            "it out here, and set it where the agent is made: algorithm='grpo', grpo_config_dict={'group_size': ...}."
+            "it out here, and set it in the agent's learner=GRPOConfig(group_size=...)."
         )
     finds_copies = num_envs is None and size == 1 and not overlap
     num_envs = copies_for(env, num_envs, size)
     if num_envs % size:
         raise ConfigError(
             f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
-            f"{size}, or another group_size in the agent's grpo_config_dict."
+            f"{size}, or another group_size in the agent's learner=GRPOConfig(...)."
         )
     if env_timeout is not None and not 0 < env_timeout < math.inf:
         raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
@@ -217,21 +217,23 @@ def train(
         with distributed.main_process_first():
             require_none(checkpoint_dir)
     agent.train()
+    collector = collector_of(agent)
+    hooks = collector.actor.hooks
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
         opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
         own_conversations(agent, ids),
         run.paces_learner(),
         # A judge rewards turns at the end of their episode.
-        agent.cutting_episodes(ids) if judge is None else nullcontext(),
+        collector.cutting_episodes(ids) if judge is None else nullcontext(),
         ExitStack() as run_files,
         Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
         # Left first: where a run cannot be resumed, the agent has its own state again.
         ExitStack() as resuming,
     ):
-        base_seed = agent.draw_seed() if seed is None else seed
-        play = Play(agent, parts, ids, base_seed, size, judge, (distributed.rank(), distributed.count()))
+        base_seed = collector.draw_seed() if seed is None else seed
+        play = Play(AgentPlayer(agent), parts, ids, base_seed, size, judge, (distributed.rank(), distributed.count()))
 
         def run_saved_in(folder: Path) -> SavedRun:
             options = {
@@ -269,9 +271,9 @@ def train(
             run.load_state_dict(saved_state)
             progress.resume(run.returns, len(run.updates))
             progress.note(f"resumed after {run}; {1 - run.progress:.0%} of the budget is left")
-        if play.awaits_free_text() and not (agent.has_fallback or agent.takes_any_reply):
+        if play.awaits_free_text() and not (hooks.has_fallback or hooks.takes_any_reply):
             logger.warning(
-                "Replies are free text; one that names no action will end the training. %s", no_action_advice(agent)
+                "Replies are free text; one that names no action will end the training. %s", hooks.no_action_advice()
             )
 
         has_warned = False
@@ -345,7 +347,7 @@ def train(
         if run.is_finished:
             # A call that was stopped before this is continued, even if nothing but its end was missing.
             save()
-    message = "" if run.updates else agent.why_no_update()
+    message = "" if run.updates else collector.why_no_update()
     if message:
         logger.warning(message)
     report = None

@@ -23,16 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import distributed
-from ..agent.agent import Agent
-from ..agent.text_interface import no_action_advice
-from ..errors import ActionParseError, CheckpointError
+from ..agent.text_interface import Hooks
+from ..errors import CheckpointError
 from ..learners.base import Stats
 from ..options import shortened
 from ..saving.checkpoints import difference
 from .environments import Copies
 from .infos import Info
 from .played import Judge, PlayedEpisode, verdict
-from .policies import PolicyPlayer
+from .players import Player
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class Play:
 
     def __init__(
         self,
-        agent: Agent | PolicyPlayer,
+        player: Player,
         parts: Sequence[Copies],
         ids: Sequence[Hashable],
         seed: int | None,
@@ -91,7 +90,7 @@ class Play:
         """Prepare the first episodes.
 
         Args:
-            agent: Who acts.
+            player: The agent or policy that acts.
             parts: Where: copies of an environment, in parts that are stepped apart.
             ids: The agent's names for the copies.
             seed: Of the episodes' reset seeds; None draws one.
@@ -101,7 +100,9 @@ class Play:
                 environments.
         """
         self._judge = judge
-        self._agent, self._parts, self._ids = agent, parts, list(ids)
+        self._player = player
+        self._parts = parts
+        self._ids = list(ids)
         self._entropy: Any = np.random.SeedSequence(seed).entropy
         count = len(self._ids)
         self._rank, self._ranks = share
@@ -177,7 +178,8 @@ class Play:
 
     def _act(self, copies: Copies) -> None:
         """Act in a part, where an episode has ended in a new one; the part is in the middle of a step then."""
-        agent, rows = self._agent, copies.rows
+        player = self._player
+        rows = copies.rows
         waiting, here = self._over | self._at_rest, np.zeros_like(self._over)
         here[rows] = True
         begins, rests = here & waiting & ~self._told_to_rest, here & self._over & self._told_to_rest
@@ -187,18 +189,18 @@ class Play:
         acting = np.flatnonzero(here & ~self._at_rest).tolist()
         ids = [self._ids[i] for i in acting]
         with ExitStack() as undo:
-            undo.enter_context(agent.undone_on_error(ids))
-            observations, infos = [self._observations[i] for i in acting], [self._infos[i] for i in acting]
-            actions = dict(zip(acting, agent.act_batch(observations, ids, infos), strict=True))
-            if isinstance(agent, Agent) and any(action is None for action in actions.values()):
-                raise ActionParseError(f"A reply names no action. {no_action_advice(agent)}")
+            undo.enter_context(player.undone_on_error(ids))
+            observations = [self._observations[i] for i in acting]
+            infos = [self._infos[i] for i in acting]
+            actions = dict(zip(acting, player.act_batch(observations, ids, infos), strict=True))
             # A copy at rest does nothing, whatever it is sent.
             copies.send([actions.get(i, actions[acting[0]]) for i in range(rows.start, rows.stop)])
             self._pending.append(_Pending(copies, actions, undo.pop_all()))
 
     def _end_step(self) -> Taken:
         """End the step that began first."""
-        agent, pending = self._agent, self._pending[0]
+        player = self._player
+        pending = self._pending[0]
         copies, actions = pending.copies, pending.actions
         numbers = range(copies.rows.start, copies.rows.stop)
         # By the copy's number, of all that do not rest.
@@ -207,7 +209,7 @@ class Play:
             for i, seen, reward, terminated, truncated, info in zip(numbers, *copies.receive(), strict=True)
             if i in actions
         }
-        agent.assign_rewards([outcome.reward for outcome in outcomes.values()], [self._ids[i] for i in outcomes])
+        player.assign_rewards([outcome.reward for outcome in outcomes.values()], [self._ids[i] for i in outcomes])
         done = [i for i, outcome in outcomes.items() if outcome.terminated or outcome.truncated]
         cut = [not outcomes[i].terminated for i in done]
         ended = [self._judged(self._played(i, actions[i], outcomes[i]), pending.undo) for i in done]
@@ -216,7 +218,7 @@ class Play:
             groups = [episode.seed if self._group_size > 1 else None for episode in ended]
             finals, infos = [outcomes[i].observation for i in done], [outcomes[i].info for i in done]
             ids = [self._ids[i] for i in done]
-            stats = agent.terminate_episodes(ids, cut, finals, groups=groups, final_infos=infos)
+            stats = player.terminate_episodes(ids, cut, finals, groups, infos)
         self._pending.popleft().undo.close()
         for i, outcome in outcomes.items():
             self._actions[i].append(actions[i])
@@ -232,7 +234,7 @@ class Play:
 
     def _played(self, copy: int, action: Any, last: _Outcome) -> PlayedEpisode:
         """The episode that ends with an action."""
-        conversation = self._agent.conversation(self._ids[copy])
+        conversation = self._player.conversation(self._ids[copy])
         was_cut = not last.terminated
         return PlayedEpisode(
             copy,
@@ -257,7 +259,7 @@ class Play:
             logger.warning(
                 "Two episodes with one reset seed began differently (%s), but are compared as if they began alike. "
                 "Let the environment's reset(seed=...) seed all its random numbers: call super().reset(seed=seed) and "
-                "draw from self.np_random. If that is impossible, use algorithm='ppo'.",
+                "draw from self.np_random. If that is impossible, use PPO (learner=PPOConfig()).",
                 _difference(first, start),
             )
         if ended + 1 < self._group_size:
@@ -268,17 +270,23 @@ class Play:
         if self._judge is None:
             return episode
         given, env_id = verdict(self._judge, episode), self._ids[episode.copy]
-        if conversation := self._agent.conversation(env_id):
+        if conversation := self._player.conversation(env_id):
             undone.enter_context(conversation.rewards_undone_on_error())
             for turn, reward in enumerate(given):
-                self._agent.assign_rewards([reward], [env_id], [turn])
+                self._player.assign_rewards([reward], [env_id], [turn])
         return replace(episode, rewards=tuple(map(sum, zip(episode.rewards, given, strict=True))))
 
     def awaits_free_text(self) -> bool:
         """Whether the first copy's observation offers no choices."""
-        return isinstance(self._agent, Agent) and (
-            self._agent.choices_for(self._observations[0], self._infos[0]) is None
-        )
+        hooks = self._player.hooks
+        return hooks is not None and hooks.choices(self._observations[0], self._infos[0]) is None
+
+    @property
+    def _hooks(self) -> Hooks:
+        """The agent's methods; only agents have a state to save."""
+        hooks = self._player.hooks
+        assert hooks is not None
+        return hooks
 
     def state_dict(self) -> dict[str, Any]:
         """Where every copy stands, of which none is in the middle of a step; of an agent only."""
@@ -299,9 +307,8 @@ class Play:
 
     def _first_record(self) -> dict[str, Any]:
         """What the episodes under way showed first, and the choices offered there."""
-        assert isinstance(self._agent, Agent)
         return {
-            "texts": [self._agent.text_of(*first) for first in self._firsts],
+            "texts": [self._hooks.text(*first) for first in self._firsts],
             "choices": self._choices_record(self._firsts),
         }
 
@@ -363,7 +370,7 @@ class Play:
             self._require_choices(state, can_replay)
         # What was earned stands in the conversations, which were saved.
         for rewards, env_id in zip(self._rewards, self._ids, strict=True):
-            conversation = self._agent.conversation(env_id)
+            conversation = self._player.conversation(env_id)
             rewards[:] = [turn.reward for turn in conversation.turns] if conversation else []
         if not changed.any():
             return
@@ -373,7 +380,7 @@ class Play:
             len(changed),
         )
         for i in np.flatnonzero(changed).tolist():
-            self._agent.discard_episodes([self._ids[i]])
+            self._player.discard_episodes([self._ids[i]])
             self._actions[i].clear()
             self._rewards[i].clear()
         self._reset(changed)
@@ -399,8 +406,7 @@ class Play:
 
     def _texts(self) -> list[str]:
         """What each copy shows, in words."""
-        assert isinstance(self._agent, Agent)
-        return [self._agent.text_of(*seen) for seen in zip(self._observations, self._infos, strict=True)]
+        return [self._hooks.text(*seen) for seen in zip(self._observations, self._infos, strict=True)]
 
     def _choices_record(self, seen: Sequence[tuple[Any, Info]]) -> dict[str, Any]:
         """The choices that each environment's observation offers: distinct lists, and the index of each one's list.
@@ -408,14 +414,13 @@ class Play:
         Args:
             seen: Each environment's observation and info.
         """
-        assert isinstance(self._agent, Agent)
         distinct: dict[tuple[str, ...] | None, int] = {}
         indices: list[int | None] = []
         for i, is_paused in enumerate(self._over | self._at_rest):
             if is_paused:
                 indices.append(None)
                 continue
-            choices = self._agent.choices_for(*seen[i])
+            choices = self._hooks.choices(*seen[i])
             key = None if choices is None else tuple(choices)
             indices.append(distinct.setdefault(key, len(distinct)))
         lists = [None if choices is None else list(choices) for choices in distinct]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import distributed
-from ..agent.agent import Agent
+from ..agent.agent import Agent, collector_of
+from ..agent.checkpoint import loading_checkpoint
 from ..errors import CheckpointError
 from ..learners.base import Stats
 from ..options import as_json
@@ -108,8 +109,8 @@ class SavedRun:
         starts_again = any(name.split(".")[0] in restarting for name in changed)
         saved_id = verify(path, KIND, checksums=False).get("run")
         self.run_id = saved_id if is_run_id(saved_id) else self.run_id
-        loading = self._agent.loading_checkpoint(
-            path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
+        loading = loading_checkpoint(
+            collector_of(self._agent), path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
         loop = resuming.enter_context(loading)
         with named_on_error(path, "state.json"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..agent.agent import Agent
+from ..agent.agent import Agent, collector_of
 from ..errors import ConfigError, did_you_mean
 from ..saving.atomic import reason_of
 
@@ -66,9 +66,9 @@ class ServiceTracker:
         self._tracker.log({key: value for key, value in metrics.items() if _is_shown(value)}, step=step)
         if self._agent is not None and hasattr(self._tracker, "log_table"):
             update = int(metrics.get("updates", 0))
-            rows = [
-                row for number, told in enumerate(self._agent.transcripts, 1) for row in _rows(update, number, told)
-            ]
+            rows = []
+            for number, transcript in enumerate(collector_of(self._agent).transcripts, 1):
+                rows += _rows(update, number, transcript)
             self._tracker.log_table("transcripts", list(_COLUMNS), rows, step=step)
 
     def close(self) -> None:

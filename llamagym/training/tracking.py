@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .. import distributed
-from ..agent.agent import Agent
+from ..agent.agent import Agent, collector_of
 from ..errors import CheckpointError, ConfigError
 from ..options import (
     as_json,
@@ -267,7 +267,9 @@ class TranscriptTracker(JsonlTracker):
         """Append the transcripts of this update, if it is one that is recorded."""
         update = int(metrics.get("updates", 0))
         if update % (1 << ((update - 1) // 16).bit_length()) == 0:
-            self._append(*(json_safe({"step": step, "update": update, **told}) for told in self._agent.transcripts))
+            self._append(
+                *(json_safe({"step": step, "update": update, **told}) for told in collector_of(self._agent).transcripts)
+            )
 
 
 class MultiTracker:

@@ -106,7 +106,7 @@ class PPOTrainer:
             kl_penalty: What a token pays, d being its log-probability under the policy less that under the
                 reference: "kl" d, "abs" its absolute value, "mse" half its square.
             ratio_threshold: A minibatch whose mean ratio of new to old probability exceeds this gives no gradient.
-            rng: Draws the order of the samples, once an epoch; None is numpy's generator seeded with `config.seed`.
+            rng: Draws the order of the samples, once an epoch; None seeds NumPy's with `config.seed`, or 0.
 
         Raises:
             ConfigError: `kl_penalty` is unknown, `config` puts the KL into the loss or solves for the critic, an
@@ -148,7 +148,7 @@ class PPOTrainer:
         self._kl_controller = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._estimator = _ESTIMATORS[kl_penalty]
         self._ratio_threshold = ratio_threshold
-        self._rng: Shuffler = np.random.default_rng(config.seed) if rng is None else rng
+        self._rng: Shuffler = np.random.default_rng(config.seed or 0) if rng is None else rng
 
     def _learning_weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The model's weights that learn, and the value head's."""

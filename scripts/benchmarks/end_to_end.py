@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from workload import dtype_of, make_agent, player
 
 from llamagym import AutoModelForCausalLMWithValueHead
+from llamagym.agent.agent import collector_of
 from llamagym.models.loading import embedded_model_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "rivals"))
@@ -37,8 +38,8 @@ def batched_work(dtype: str, batch: int) -> tuple[Work, str]:
 
     def work() -> float:
         turns, before = 0, -1
-        while agent.buffered_turns > before:
-            before = agent.buffered_turns
+        while collector_of(agent).buffered_turns > before:
+            before = collector_of(agent).buffered_turns
             turns += play(1)
         return turns
 

@@ -24,6 +24,7 @@ from common import ROOT, save
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from llamagym import Agent, AutoModelForCausalLMWithValueHead
+from llamagym.agent.agent import collector_of
 from llamagym.models.registry import lookup, lora_config
 from llamagym.text.chat_template import invocation_tokens
 
@@ -143,7 +144,7 @@ def measure(name: str, threads: int) -> dict[str, Any]:
             agent.terminate_episodes(list(range(ENVS)))
             shown += ENVS
         acted = acting.end() | {"tokens": agent.policy.tokens_forwarded - before, "turns": ENVS * TURNS}
-        episodes, agent._buffer = agent._buffer, []
+        episodes, collector_of(agent).buffer = collector_of(agent).buffer, []
         learning = Stage()
         stats = agent.learner.update(episodes)
         if counted:

@@ -17,6 +17,7 @@ import torch
 from common import ROUNDS, Work, add_bare, add_ratios, add_tokens, measure, named, parse_args, save
 from workload import MAX_NEW_TOKENS, BlackjackAgent, bare_works, dtype_of, make_agent, plain_model, player, prompts
 
+from llamagym.agent.agent import collector_of
 from llamagym.models.loading import embedded_model_folder
 from llamagym.text.episode import Episode
 
@@ -43,10 +44,10 @@ def llamagym_work(free_text: bool, dtype: str, per_turn: list[float]) -> Work:
 
 def take_batch(agent: BlackjackAgent, play: Callable[[int], int]) -> list[Episode]:
     """`TURNS` turns or, since episodes are whole, a few more."""
-    while agent.buffered_turns < TURNS:
+    while collector_of(agent).buffered_turns < TURNS:
         play(1)
-    episodes = list(agent._buffer)
-    agent._buffer.clear()
+    episodes = list(collector_of(agent).buffer)
+    collector_of(agent).buffer.clear()
     return episodes
 
 

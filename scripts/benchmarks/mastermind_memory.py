@@ -24,6 +24,7 @@ from mastermind import CODES, CodeBreaker, Player
 from script import HELD_OUT_SEED
 
 from llamagym import Agent, evaluate, load_model_and_tokenizer
+from llamagym.agent.agent import collector_of
 from llamagym.envs.mastermind import Mastermind
 from llamagym.text.episode import Reply
 
@@ -103,9 +104,9 @@ def likelihoods(agent: Agent, games: list[Game]) -> list[list[float]]:
     """Probability of each of the player's guesses, by an agent in its place."""
     contexts = []
     for game in games:
-        conversation = agent.new_conversation()
+        conversation = collector_of(agent).actor.new_conversation()
         for said, guess in game:
-            contexts.append(conversation.observe(said, agent.response_prefix, CODES))
+            contexts.append(conversation.observe(said, collector_of(agent).actor.hooks.response_prefix, CODES))
             ids = contexts[-1].prompts[-1].choices[guess]  # type: ignore[index]
             conversation.answer(Reply(ids, (0.0,), 0.0, "choice", guess, 0), CODES[guess])
     offers = iter(agent.policy.choice_logprobs(contexts))

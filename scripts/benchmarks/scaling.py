@@ -12,6 +12,8 @@ import torch
 from common import save
 from workload import dtype_of, feign_update, make_agent, player
 
+from llamagym.agent.agent import collector_of
+
 LENGTHS = (1, 2, 5, 10, 20, 30, 40, 50)
 ENVS = (1, 4, 16, 64, 256)
 
@@ -26,7 +28,7 @@ def episode_length() -> list[dict]:
             agent.act((12 + turn % 9, 1 + turn % 10, 0))
             agent.assign_reward(0.0)
             if turn in LENGTHS:
-                last = agent.conversation(0).turns[-1]
+                last = collector_of(agent).actor.conversation(0).turns[-1]
                 rows.append(
                     {
                         "free_text": free_text,

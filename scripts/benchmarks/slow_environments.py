@@ -16,6 +16,7 @@ import gymnasium as gym
 from common import parser_of, rates_in_turn, save
 from workload import BlackjackAgent, dtype_of, make_agent
 
+from llamagym.agent.agent import collector_of
 from llamagym.training import Callback, Run, train
 
 STEP_S, STEPS = 0.05, 12
@@ -68,9 +69,9 @@ def rate(agent: BlackjackAgent, envs: int, repeated: bool, options: dict) -> Cal
     def measured() -> float:
         clock = Clock()
         if not repeated:
-            agent.weights_changed()
+            agent.policy.weights_changed()
         result = train(agent, SlowTable, episodes=envs, num_envs=envs, seed=next(seed), callbacks=clock, **options)
-        agent._buffer.clear()
+        collector_of(agent).buffer.clear()
         # The first step is where processes have started.
         return (result.turns - clock.first_turns) / (clock.last - clock.first)
 

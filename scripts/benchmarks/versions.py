@@ -95,7 +95,10 @@ def serve_version(kind: str) -> None:
                 agent.assign_rewards(np.arange(num_envs, dtype=float) % 3, ids)
             agent.terminate_episodes(ids)
         spent["act"] = time.process_time() - started
-        batch, agent._buffer = agent._buffer, []
+        # In versions up to 0.2.0 the agent itself held the buffer.
+        buffer = agent._buffer if hasattr(agent, "_buffer") else agent._collector.buffer
+        batch = list(buffer)
+        buffer.clear()
         started, forwarded = time.process_time(), agent.policy.tokens_forwarded
         agent.learner.update(batch)
         spent["learn"] = time.process_time() - started

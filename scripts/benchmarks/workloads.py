@@ -32,6 +32,7 @@ from common import Rate, Work, named, parser_of, rate_of, rates_in_turn, save
 from workload import DEPTH, dtype_of, feign_update, make_agent, plain_model, player
 
 from llamagym import Agent, load_model_and_tokenizer
+from llamagym.agent.agent import collector_of
 from llamagym.text.episode import Context, Episode
 
 KINDS = ["small", "large", "red", "green", "old", "new", "dark", "heavy", "broken", "golden", "wooden", "empty"]
@@ -142,7 +143,7 @@ def acting_work(workload: Workload, agent: Agent, tokens: list[float]) -> Work:
         before = agent.policy.tokens_forwarded
         turns = play()
         tokens.append((agent.policy.tokens_forwarded - before) / turns)
-        agent._buffer.clear()
+        collector_of(agent).buffer.clear()
         return turns
 
     return work
@@ -150,10 +151,10 @@ def acting_work(workload: Workload, agent: Agent, tokens: list[float]) -> Work:
 
 def take_batch(agent: Agent, play: Callable[[], int]) -> list[Episode]:
     """The episodes that have finished, one round's at least."""
-    while not agent._buffer:
+    while not collector_of(agent).buffer:
         play()
-    episodes = list(agent._buffer)
-    agent._buffer.clear()
+    episodes = list(collector_of(agent).buffer)
+    collector_of(agent).buffer.clear()
     return episodes
 
 
