@@ -15,7 +15,8 @@ with _warnings.catch_warnings():
     _warnings.filterwarnings("ignore", "IProgress not found")
     import tqdm.auto as _tqdm_auto  # noqa: F401
 
-from .agent.agent import Agent
+from .agent import Agent
+from .agent.preflight import Report
 from .distributed import gather_objects, is_main_process, main_process_first
 from .envs import register as _register
 from .errors import (
@@ -32,12 +33,15 @@ from .errors import (
     ModelLoadError,
     RankError,
 )
-from .learners.grpo import GRPO, GRPOConfig, ReinforceConfig
-from .learners.ppo import PPO, PPOConfig
+from .learners.config import LearnerConfig
+from .learners.grpo import GRPOConfig, ReinforceConfig
+from .learners.ppo import PPOConfig
+from .learners.replay import ReplayConfig
 from .models.generation import GenerationConfig
 from .models.loading import load_model_and_tokenizer
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .text.demonstrations import demonstrations_path
+from .text.episode import Turn
 from .text.parsing import find_json, parse_choice
 from .text.spaces import name_actions, parse_action
 from .training import (
@@ -63,8 +67,6 @@ from .trl_compat.ppo_trainer import PPOTrainer
 _register()
 
 __all__ = [
-    "GRPO",
-    "PPO",
     "ActionParseError",
     "Agent",
     "AutoModelForCausalLMWithValueHead",
@@ -81,6 +83,7 @@ __all__ = [
     "EvaluationResult",
     "GRPOConfig",
     "GenerationConfig",
+    "LearnerConfig",
     "LlamaGymError",
     "ModelLoadError",
     "PPOConfig",
@@ -89,12 +92,15 @@ __all__ = [
     "Progress",
     "RankError",
     "ReinforceConfig",
+    "ReplayConfig",
+    "Report",
     "Run",
     "Score",
     "ScoreCallback",
     "StopOnReturn",
     "Tracker",
     "TrainingResult",
+    "Turn",
     "default_tracker",
     "demonstrations_path",
     "evaluate",

@@ -17,8 +17,6 @@ from gymnasium import spaces
 
 import llamagym
 from llamagym import (
-    GRPO,
-    PPO,
     AutoModelForCausalLMWithValueHead,
     ConfigError,
     EvalCallback,
@@ -46,7 +44,6 @@ from llamagym import (
     write_report,
 )
 from llamagym.agent.agent import collector_of
-from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
 from tests.agents import ChoiceAgent, CountdownEnv, actor_of, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
@@ -83,10 +80,6 @@ def of_model() -> dict[str, Any]:
 
 def of_run() -> dict[str, Any]:
     return {"agent": make_agent(ChoiceAgent), "env": CountdownEnv, "episodes": 1}
-
-
-def of_learner(config: Any) -> dict[str, Any]:
-    return {"policy": make_agent(ChoiceAgent).policy, "config": config}
 
 
 COUNT = NUMBER | {"negative"}
@@ -138,8 +131,6 @@ CALLS = {
             "on_best": ANY - {"none"},
         },
     ),
-    "GRPO": Call(GRPO, lambda: of_learner(GRPOConfig()), {"policy": ANY, "config": ANY}),
-    "PPO": Call(PPO, lambda: of_learner(PPOConfig()), {"policy": ANY, "config": ANY}),
     "PPOTrainer": Call(
         PPOTrainer,
         lambda: {"config": PPOConfig(), **of_model()},
@@ -242,10 +233,10 @@ CALLS = {
         write_report, lambda: {"runs": ["nowhere"], "path": "unused"}, {"runs": ANY, "path": FOLDER | {"none"}}
     ),
 }
-CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "PPOConfig", "ReinforceConfig"}
+CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "LearnerConfig", "PPOConfig", "ReinforceConfig", "ReplayConfig"}
 # What the library makes for users to read, except for `EvaluationResult`, which tests of its own check; and what takes
 # no argument or any.
-RECORDS = {"EvaluationResult", "PlayedEpisode", "Score", "TrainingResult"}
+RECORDS = {"EvaluationResult", "PlayedEpisode", "Report", "Score", "TrainingResult", "Turn"}
 WITHOUT_ARGUMENTS = {"Callback", "Tracker", "is_main_process", "main_process_first"}
 TAKE_ANYTHING = {"gather_objects"}
 
@@ -303,7 +294,7 @@ def test_rejects_arguments_by_position_with_their_keywords(name):
     ("config", "option"),
     [
         (config, option.name)
-        for config in (*map(vars(llamagym).get, sorted(CONFIGURATIONS)), ReplayConfig, WarmStartConfig)
+        for config in (*map(vars(llamagym).get, sorted(CONFIGURATIONS)), WarmStartConfig)
         for option in fields(config)
     ],
     ids=lambda part: part if isinstance(part, str) else part.__name__,

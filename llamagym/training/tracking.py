@@ -459,7 +459,7 @@ def default_tracker(
     *,
     agent: Agent | None = None,
     log_with: Sequence[str] = (),
-) -> MultiTracker:
+) -> Tracker:
     """The trackers of a run's folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and others by name.
 
     Of several processes that learn together, only the main one writes.
