@@ -55,6 +55,7 @@ def load(args: argparse.Namespace, kind: type[lg.Agent], context: Any = "turn", 
     learner = {name: vars(args)[name] for name in LEARNER if vars(args)[name] is not None}
     options["learner"] = {"ppo": lg.PPOConfig, "grpo": lg.GRPOConfig}[args.algorithm](**learner)
     loaded = lg.load_model_and_tokenizer(args.model, device=args.device, load_in_8bit=args.load_in_8bit)
+    print(f"{args.model} is loaded", flush=True)
     return kind(*loaded, context=context, seed=args.seed, **options)
 
 
