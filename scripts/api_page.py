@@ -28,7 +28,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "parse_action": 'lg.parse_action("7", gym.spaces.Discrete(10))',
         "parse_choice": 'lg.parse_choice("I hit.", {"stick": 0, "hit": 1})',
         "find_json": "lg.find_json('I bid {\"price\": 3}')",
-        "demonstrations_path": 'path = lg.demonstrations_path("blackjack")',
+        "demonstrations_path": 'path = lg.demonstrations_path("format_blackjack")',
     },
     "Learning algorithms": {
         "PPOConfig": "MyAgent(model, tokenizer, learner=lg.PPOConfig(learning_rate=3e-4))",

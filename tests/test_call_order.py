@@ -30,7 +30,7 @@ HOOKS = ["format_observation", "get_action_choices", "extract_action", "get_syst
 REWARDS = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 1e6]), st.floats(), st.none(), st.text(max_size=2))
 GROUPS = st.lists(st.sampled_from([None, 0, 1, "a", (1, "b"), [1]]), max_size=4)
 # What an update goes through.
-PARTS = ["learner._compute_targets", "learner._loss", "learner._step", "_replay.update", "_replay._step"]
+PARTS = ["learner._compute_targets", "learner._loss", "learner._step", "replay.update", "replay._step"]
 
 
 ERRORS = st.sampled_from([BrokenError, StoppedError])
@@ -151,9 +151,10 @@ class Loop(RuleBasedStateMachine):
         self.fill()
         before, updates = self.learned(), self.updates
         owner, method = part.split(".")
-        if getattr(self.agent, owner) is None:
+        part_of_agent = getattr(collector_of(self.agent), owner)
+        if part_of_agent is None:
             return
-        with failing(getattr(self.agent, owner), method, error, call):
+        with failing(part_of_agent, method, error, call):
             self.terminate([0, 1], [True, False], "x", None)
         if self.updates == updates:
             assert all(torch.equal(now, old) for now, old in zip(self.learned(), before, strict=True))

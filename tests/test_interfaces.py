@@ -385,8 +385,6 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
             "terminated": LIST | {"no items"},
         },
     ),
-    "discard_episodes": ({}, {"env_ids": LIST | {"none"}}),
-    "conversation": ({}, {"env_id": {"object", "nan", "digits", "no items", "no entries"}}),
     "action_probabilities": ({"observations": ["b"]}, {"observations": LIST | {"none"}, "infos": LIST}),
     "preflight": ({}, {"observations": LIST | {"none"}}),
     "eval": ({}, {"greedy": ANY}),
@@ -419,7 +417,6 @@ FILE_METHODS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, set[st
         {"folder": PATH | {"none"}, "keep_episodes": ANY, "allow_changes": ANY - {"no items"}},
     ),
     "sft_from_jsonl": (lambda folder: {}, {"path": PATH, "options": set()}),
-    "choices_for": (lambda folder: {"observation": "b"}, {"observation": set(), "info": INFO}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,6 +80,11 @@ class Collector:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must be loaded with: the agent's class and its options."""
         return {"class": self._class_name, **self.options}
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock that a thread holds while it uses the model."""
+        return self.actor.lock
 
     @property
     def buffered_turns(self) -> int:
