@@ -139,7 +139,7 @@ def test_an_invalid_reply_without_fallback_says_what_to_define(caplog):
     assert agent.act_batch(["x", "y"]) == [None, None]
     agent.assign_rewards([0.0, 0.0])
     assert [actor_of(agent).conversation(env).turns[0].valid for env in (0, 1)] == [False, False]
-    assert caplog.text.count("Strict does not say what to do then: define fallback_action") == 1
+    assert caplog.text.count("Strict has no fallback: define fallback_action") == 1
     with pytest.raises(ActionParseError, match="define fallback_action"):
         train(make_agent(Strict), "Blackjack-v1", episodes=1)
 
