@@ -269,7 +269,7 @@ def _undone(history: History, settings: Settings) -> str | None:
         return None
     return (
         f"in {undone:.0f} of the last {len(informative)} updates with information a step led beyond target_kl and was "
-        "undone, although the learning rate has fallen to its minimum: next to nothing is learned. "
+        "undone, although the learning rate has fallen to its minimum: hardly anything is learned. "
         + _one_of(["raise target_kl or batch_size", *settings.reduced_precision_advice])
     )
 

@@ -1,4 +1,4 @@
-"""The model card: what was trained, how well it does, and how to use it without this library."""
+"""The model card of a saved agent: settings, results, and code that uses it without this library."""
 
 from __future__ import annotations
 
