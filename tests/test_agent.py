@@ -55,7 +55,7 @@ def test_act_and_update_run_for_every_family(family, kind):
     assert changed == {n for n, w in agent.policy.model.named_parameters() if w.requires_grad}
 
 
-def test_statistics_are_empty_until_a_batch_is_full_and_nothing_piles_up():
+def test_updates_only_when_a_batch_is_full():
     agent = make_agent(ppo={"batch_size": 4})
     assert play_episode(agent, 3) == {}
     assert collector_of(agent).buffered_turns == 3
@@ -68,7 +68,7 @@ def test_statistics_are_empty_until_a_batch_is_full_and_nothing_piles_up():
     assert collector_of(agent).buffered_turns == 0
 
 
-def test_messages_and_rewards_of_the_episode_under_way():
+def test_current_episode_messages_and_rewards():
     agent = make_agent(ChoiceAgent)
     action = agent.act("one")
     agent.assign_reward(0.5)
@@ -119,7 +119,7 @@ class Picky(WordAgent):
         return f"fallback for {observation}"
 
 
-def test_an_invalid_reply_costs_the_penalty_and_leaves_the_reward_raw():
+def test_invalid_reply_has_a_penalty_beside_the_raw_reward():
     agent = make_agent(Picky, invalid_action_penalty=-0.5, ppo={"batch_size": 1})
     assert agent.act("x") == "fallback for x"
     agent.assign_reward(2.0)
@@ -130,7 +130,7 @@ def test_an_invalid_reply_costs_the_penalty_and_leaves_the_reward_raw():
     assert (turn.reward, turn.penalty, turn.valid) == (2.0, -0.5, False)
 
 
-def test_an_invalid_reply_without_fallback_says_what_to_define(caplog):
+def test_invalid_reply_without_fallback_warns_with_advice(caplog):
     class Strict(WordAgent):
         def extract_action(self, response):
             return None
@@ -139,7 +139,7 @@ def test_an_invalid_reply_without_fallback_says_what_to_define(caplog):
     assert agent.act_batch(["x", "y"]) == [None, None]
     agent.assign_rewards([0.0, 0.0])
     assert [actor_of(agent).conversation(env).turns[0].valid for env in (0, 1)] == [False, False]
-    assert caplog.text.count("Strict does not say what to do then: define fallback_action") == 1
+    assert caplog.text.count("Strict has no fallback: define fallback_action") == 1
     with pytest.raises(ActionParseError, match="define fallback_action"):
         train(make_agent(Strict), "Blackjack-v1", episodes=1)
 
@@ -176,7 +176,7 @@ def test_value_is_bootstrapped_after_truncation_and_never_after_termination():
     assert value != 0.0
 
 
-def test_truncation_without_the_final_observation_is_refused_and_loses_nothing():
+def test_rejects_truncation_without_final_observation_and_keeps_the_episode():
     agent = make_agent()
     agent.act("a")
     with pytest.raises(EpisodeError, match="Pass final_observation"):
@@ -198,7 +198,7 @@ def test_eval_neither_buffers_nor_learns():
 
 
 @pytest.mark.equivalence
-def test_greedy_takes_the_most_likely():
+def test_greedy_takes_the_most_likely_choice():
     agent = make_agent(ChoiceAgent, context="turn")
     agent.eval(greedy=True)
     probabilities = agent.action_probabilities(["x"])[0]
@@ -218,7 +218,7 @@ def test_sampled_choices_follow_their_probabilities():
         assert actions.count(index) / n == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / n))
 
 
-def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
+def test_calibration_subtracts_the_first_measured_prior():
     measured = make_agent(ChoiceAgent, context="turn")
     measured.act_batch(["x", "yy", "zzz"])
     prior = dict(measured.policy.calibration.prior)
@@ -237,14 +237,14 @@ def test_calibration_subtracts_the_prior_measured_first_and_keeps_it():
     assert list(measured.action_probabilities(["x"])[0].values()) == pytest.approx(wanted, abs=1e-3)
 
 
-def test_response_prefix_opens_the_reply():
+def test_reply_begins_with_response_prefix():
     agent = make_agent(response_prefix="Action:")
     assert agent.act("x").startswith("Action:")
     prompt = actor_of(agent).conversation(0).turns[0].prompt
     assert agent.tokenizer.decode(prompt.ids).endswith("Action:")
 
 
-def test_calls_out_of_order_are_refused():
+def test_rejects_calls_out_of_order():
     agent = make_agent()
     with pytest.raises(EpisodeError, match=r"follows no action\. Call act\(\) first"):
         agent.assign_reward(1.0)
@@ -257,7 +257,7 @@ def test_calls_out_of_order_are_refused():
         agent.act_batch(["a", "b"], [1, 1])
 
 
-def test_a_failing_observation_can_be_tried_again():
+def test_observation_that_failed_can_be_passed_again():
     class Fragile(WordAgent):
         def format_observation(self, observation):
             return f"value {observation['x']}"
@@ -281,12 +281,12 @@ def test_a_failing_observation_can_be_tried_again():
         ({"invalid_action_penalty": 1.0}, "would reward replies"),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_rejects_invalid_options(options, message):
     with pytest.raises(ConfigError, match=message):
         make_agent(**options)
 
 
-def test_an_algorithm_takes_its_own_options_and_no_others():
+def test_rejects_options_of_another_algorithm():
     assert make_agent(algorithm="grpo", grpo={"gamma": 0.9}).learner.config == GRPOConfig(
         **{**PLAIN, "batch_size": 4, "mini_batch_size": 4, "epochs": 2, "gamma": 0.9, "seed": 0}
     )
@@ -393,7 +393,7 @@ def test_rejects_end_without_termination_that_lacks_its_final_observation():
     agent.terminate_episode(terminated=True, truncated=True)
 
 
-def test_a_model_without_value_head_is_refused():
+def test_rejects_a_model_without_value_head():
     model = tiny_base_model("llama")
     with pytest.raises(ConfigError, match=r"AutoModelForCausalLMWithValueHead\.from_pretrained"):
         WordAgent(model, tiny_tokenizer("llama"))
@@ -401,19 +401,19 @@ def test_a_model_without_value_head_is_refused():
     assert isinstance(agent, Agent)
 
 
-def test_llamagym_option_names_are_accepted():
+def test_accepts_llamagyms_option_names():
     generate = {"generate/max_new_tokens": 3, "generate/do_sample": True, "generate/top_p": 0.6, "generate/top_k": 0}
     ppo = {"batch_size": 2, "mini_batch_size": 1, "cliprange": 0.1, "vf_coef": 0.2, "init_kl_coef": 0.1, "lam": 0.9}
     agent = make_agent(generate={**generate, "max_new_tokens": 3}, ppo=ppo)
     assert play_episode(agent, 2)["turns"] == 2.0
 
 
-def test_a_context_that_is_too_long_says_so():
+def test_rejects_a_context_that_is_too_long():
     with pytest.raises(ContextLengthError, match="context='turn'"):
         make_agent().act("x" * 3000)
 
 
-def test_choices_must_be_distinct_strings():
+def test_rejects_choices_that_are_not_distinct_strings():
     agent = make_agent(ChoiceAgent)
     agent.choices = ("a", "a")
     with pytest.raises(ConfigError, match="distinct, non-empty"):
@@ -426,7 +426,7 @@ def test_statistics_can_be_logged_as_json():
 
 
 @pytest.mark.parametrize(("context", "turns"), [("turn", 8192), ("episode", 1024)])
-def test_a_batch_without_a_size_is_full_with_turns_that_differ_or_many(context: str, turns: int):
+def test_default_batch_size_depends_on_distinct_turns(context: str, turns: int):
     agent = make_agent(ChoiceAgent, context=context, ppo={"batch_size": None, "mini_batch_size": None, "ppo_epochs": 1})
     played, stats = 0, {}
     while not stats:
@@ -440,7 +440,7 @@ def test_a_batch_without_a_size_is_full_with_turns_that_differ_or_many(context: 
     assert stats["optimizer_steps"] == 4
 
 
-def test_to_read_a_conversation_begins_none():
+def test_reading_messages_starts_no_conversation():
     agent = make_agent(ChoiceAgent)
     assert [message["role"] for message in agent.current_episode_messages] == ["system"]
     assert agent.current_episode_rewards == []

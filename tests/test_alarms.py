@@ -1,4 +1,4 @@
-"""Alarms: each rings on a history made for it, once, and none on the numbers of runs that learned."""
+"""Alarms: each fires once on a history made for it, and none on the statistics of runs that learned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llamagym.agent.alarms import Alarms, Settings
 from tests.agents import ChoiceAgent, make_agent
 
 RESULTS = Path(__file__).parents[1] / "scripts/benchmarks/learning/results"
-# One update of a run that goes well.
+# Statistics of an update of a run that goes well.
 WELL = {
     "return_mean": -0.2,
     "return_std": 0.9,
@@ -35,14 +35,14 @@ WELL = {
 }
 
 
-def rung(history, **options):
-    """All alarms of a history, with the update at which each rang."""
+def fired(history, **options):
+    """Returns the alarms of a history, with the update at which each fired."""
     alarms = Alarms(Settings(**options))
     return [(update, text) for update, stats in enumerate(history) for text in alarms.check(stats)]
 
 
 def repeated(updates=20, **changes):
-    """A history that goes well but for `changes`: numbers, or functions of the update."""
+    """Returns a history of a run that goes well except for `changes`: numbers, or functions of the update."""
     return [
         WELL | {name: value(update) if callable(value) else value for name, value in changes.items()}
         for update in range(updates)
@@ -53,7 +53,7 @@ def without(history, *names):
     return [{name: value for name, value in stats.items() if name not in names} for stats in history]
 
 
-# What goes wrong: the history, at which update it is noticed, how the alarm begins, the next move.
+# History with a fault, update at which the alarm fires, its beginning, and a part of its advice.
 WRONG = {
     "same reply": (repeated(commonest_reply=1.0), 0, "100.0% of all replies", "entropy_coef"),
     "certain": (repeated(entropy=0.009), 9, "entropy is 0.009 nats", "entropy_coef"),
@@ -84,21 +84,21 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_each_fault_rings_once_and_says_what_to_do(fault):
+def test_each_fault_fires_its_alarm_once_with_advice(fault):
     history, update, opening, move = WRONG[fault]
-    alarms = rung(history)
+    alarms = fired(history)
     assert [when for when, _ in alarms] == [update]
     assert alarms[0][1].startswith(opening)
     assert move in alarms[0][1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_runs_that_learnt_ring_nothing(seed):
+def test_no_alarm_fires_on_runs_that_learned(seed):
     curve = json.loads((RESULTS / f"blackjack-seed{seed}.json").read_text())["curve"]
     assert len(curve) > 30
-    # The curve has six of the statistics; the rest is that of a run that goes well, so that every rule is asked.
-    assert rung([WELL | point for point in curve]) == []
-    assert rung(curve) == []
+    # The curve has six of the statistics; the others are those of a run that goes well, so that every rule applies.
+    assert fired([WELL | point for point in curve]) == []
+    assert fired(curve) == []
 
 
 @pytest.mark.parametrize(
@@ -111,25 +111,25 @@ def test_runs_that_learnt_ring_nothing(seed):
         repeated(return_std=0.0, episodes=4.0),
         # A format that is being learned: only its start is a fault.
         repeated(invalid_rate=lambda update: max(0.09 - 0.01 * update, 0.0)),
-        # The critic has nothing to say about constant returns, and the ratio none without fresh turns.
+        # Statistics that are not defined: explained variance of constant returns, ratio without fresh turns.
         repeated(explained_variance=math.nan, ratio_error=math.nan),
         # An algorithm without a critic.
         without(repeated(), "explained_variance", "commonest_reply"),
     ],
     ids=str,
 )
-def test_what_is_no_fault_rings_nothing(history):
-    assert rung(history) == []
+def test_no_alarm_fires_without_a_fault(history):
+    assert fired(history) == []
 
 
-def test_an_alarm_rings_again_only_after_it_ceased():
+def test_alarm_fires_again_only_after_it_ceased():
     history = repeated(approx_kl=lambda update: 0.2 if update in (2, 3, 4, 8, 9) else 0.01)
-    assert [update for update, _ in rung(history)] == [2, 8]
+    assert [update for update, _ in fired(history)] == [2, 8]
 
 
-def test_half_precision_may_round_further():
-    assert rung(repeated(ratio_error=0.3), dtype=torch.bfloat16) == []
-    assert len(rung(repeated(ratio_error=0.6), dtype=torch.bfloat16)) == 1
+def test_half_precision_has_a_larger_ratio_tolerance():
+    assert fired(repeated(ratio_error=0.3), dtype=torch.bfloat16) == []
+    assert len(fired(repeated(ratio_error=0.6), dtype=torch.bfloat16)) == 1
 
 
 class Constant(gym.Env):
@@ -150,7 +150,7 @@ class YesAgent(ChoiceAgent):
     choices = ("yes",)
 
 
-def test_the_agent_says_it_aloud_once(caplog):
+def test_training_logs_an_alarm_once(caplog):
     agent = make_agent(YesAgent, context="turn", ppo={"batch_size": 32, "mini_batch_size": 32})
     with caplog.at_level(logging.WARNING, logger="llamagym"):
         result = train(agent, Constant, episodes=96, num_envs=32, seed=0)
@@ -161,44 +161,44 @@ def test_the_agent_says_it_aloud_once(caplog):
     assert said[0].startswith("all 32 episodes returned the same")
 
 
-def test_alarms_suggest_only_what_is_not_set_and_the_likeliest_first():
+def test_suggests_only_options_that_are_not_set():
     collapsed = repeated(commonest_reply=1.0, deciding_turns=128.0)
-    (_, text), *_ = rung(collapsed, target_kl=0.03)
+    (_, text), *_ = fired(collapsed, target_kl=0.03)
     assert text.endswith("Start again with a larger batch_size, or a higher entropy_coef.")
-    (_, text), *_ = rung(repeated(commonest_reply=1.0), calibrates_choices=False)
+    (_, text), *_ = fired(repeated(commonest_reply=1.0), calibrates_choices=False)
     assert text.endswith("Start again with calibrate_choices=True, target_kl=0.03, or a higher entropy_coef.")
-    (_, text), *_ = rung(repeated(approx_kl=0.3), target_kl=0.03)
+    (_, text), *_ = fired(repeated(approx_kl=0.3), target_kl=0.03)
     assert text.endswith("Lower learning_rate or ppo_epochs.")
-    (_, text), *_ = rung(repeated(invalid_rate=0.3), has_prefix=True)
+    (_, text), *_ = fired(repeated(invalid_rate=0.3), has_prefix=True)
     assert "response_prefix" not in text
-    (_, text), *_ = rung(repeated(skipped_steps=1.0), dtype=torch.bfloat16)
+    (_, text), *_ = fired(repeated(skipped_steps=1.0), dtype=torch.bfloat16)
     assert text.endswith("or load the model with dtype='float32'.")
 
 
-def test_an_agent_s_alarms_know_its_settings():
+def test_alarms_have_the_agents_settings():
     agent = make_agent(ChoiceAgent, response_prefix="I ", ppo={"target_kl": 0.05, "value_learning_rate": 0.1})
     settings = collector_of(agent).alarms._settings
     assert (settings.target_kl, settings.has_prefix, settings.sets_critic) == (0.05, True, True)
 
 
 @pytest.mark.parametrize(("algorithm", "move"), [("ppo", " or ppo_epochs"), ("grpo", " or epochs"), ("reinforce", "")])
-def test_alarms_name_options_that_the_algorithm_has(algorithm, move):
+def test_suggests_only_options_of_the_algorithm(algorithm, move):
     agent = make_agent(ChoiceAgent, algorithm=algorithm, **{algorithm: {"target_kl": 0.03}})
     (text,) = collector_of(agent).alarms.check({"approx_kl": 0.3})
     assert text.endswith(f"Lower learning_rate{move}.")
 
 
-def test_alarms_of_free_text_do_not_suggest_calibrated_choices():
+def test_does_not_suggest_calibration_for_free_text():
     alarms = Alarms(Settings(calibrates_choices=False))
     (text,) = alarms.check({"commonest_reply": 1.0, "deciding_turns": 2048.0}, offers_choices=False)
     assert "calibrate_choices" not in text
 
 
-def test_options_of_the_critic_that_were_not_passed_are_not_suggested():
+def test_settings_record_whether_critic_options_were_passed():
     assert not collector_of(make_agent(ChoiceAgent)).alarms._settings.sets_critic
     assert collector_of(make_agent(ChoiceAgent, ppo={"cliprange_value": 0.3})).alarms._settings.sets_critic
 
 
-def test_updates_that_are_undone_are_counted_among_those_with_information():
+def test_counts_undone_updates_among_informative_ones():
     alternating = [{"stopped_early": float(update % 2), "flat_batch": float(not update % 2)} for update in range(40)]
-    assert [text.startswith("in 19 of the last 19") for _, text in rung(alternating)] == [True]
+    assert [text.startswith("in 19 of the last 19") for _, text in fired(alternating)] == [True]

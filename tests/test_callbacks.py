@@ -399,7 +399,7 @@ def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end
     options = {"callbacks": Raising("on_training_end"), "on_update": fail}
     with pytest.raises(ZeroDivisionError, match="first"):
         train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, seed=0, **options)
-    assert "A callback has failed, too: OSError('no room')" in caplog.text
+    assert "A callback has failed as well: OSError('no room')" in caplog.text
 
 
 def test_the_error_of_the_training_is_raised_though_the_state_cannot_be_saved(tmp_path, monkeypatch, caplog):

@@ -17,7 +17,7 @@ from llamagym.agent.agent import collector_of
 from llamagym.agent.preflight import preflight
 from llamagym.cli.doctor import examine
 from llamagym.models import torch_internals
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 
@@ -65,7 +65,7 @@ class SlowEmbedding(torch.nn.Embedding):
 def test_a_slow_model_is_looked_over_in_time(seconds):
     agent = make_agent(WordAgent, generate={"max_new_tokens": 300})
     agent.policy.model.pretrained_model.get_input_embeddings().__class__ = SlowEmbedding
-    report = preflight(agent, [1, 2], seconds)
+    report = preflight(actor_of(agent), agent.learner, [1, 2], seconds)
     assert report.passed, str(report)
     found = {check.name: check.finding for check in report.checks}
     assert ("no time left" in found["one = many"]) == ("one = many" in report.left_out) == (not seconds)
@@ -178,7 +178,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 
 BROKEN = {
-    "weights edited unseen": (edited_unseen, "caches", "agent.weights_changed"),
+    "weights edited unseen": (edited_unseen, "caches", "agent.policy.weights_changed"),
     "a layer that draws": (drawing, "ratio", "random numbers"),
     "a layer that depends on the batch": (crowd_dependent, "one = many", "depend on the batch"),
     "another tokenizer": (foreign, "language", "another model's"),

@@ -1,4 +1,4 @@
-"""What is saved for use: the same policy again, here and in plain transformers and PEFT."""
+"""Saved agents: the same policy after loading, here and in plain transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def trained(kind: Any, base: Path, peft_config: Any = None, **options: Any) -> A
 
 
 @pytest.mark.pairwise(kind=[ChoiceAgent, Talker], peft_config=[None, False])
-def test_a_loaded_agent_is_the_one_that_was_saved(base, tmp_path, kind, peft_config):
+def test_loaded_agent_equals_the_saved_one(base, tmp_path, kind, peft_config):
     agent = trained(kind, base, peft_config)
     agent.save(tmp_path / "agent")
     again = kind.load(tmp_path / "agent", "cpu", "float32")
@@ -62,12 +62,11 @@ def test_a_loaded_agent_is_the_one_that_was_saved(base, tmp_path, kind, peft_con
     for greedy in (True, False):
         results = [evaluate(each, DiceEnv, episodes=12, seed=3, num_envs=4, greedy=greedy) for each in (agent, again)]
         assert results[0] == results[1]
-    # What the constructor is given at loading goes before what was saved.
-    changed = kind.load(tmp_path / "agent", response_prefix="So:")
-    assert actor_of(changed).hooks.response_prefix == "So:"
+    # Options passed at loading take precedence over saved ones.
+    assert actor_of(kind.load(tmp_path / "agent", response_prefix="So:")).hooks.response_prefix == "So:"
 
 
-def test_an_agent_on_a_base_without_a_name_is_loaded_with_it(tmp_path):
+def test_loads_with_a_model_that_has_no_name(tmp_path):
     model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"))
     agent = WordAgent(model, tiny_tokenizer("llama"), seed=0)
     agent.save(tmp_path / "agent")
@@ -75,7 +74,7 @@ def test_an_agent_on_a_base_without_a_name_is_loaded_with_it(tmp_path):
     assert again.act("x") == WordAgent.load(tmp_path / "agent").act("x") == agent.act("x")
 
 
-def test_an_agent_is_loaded_in_the_dtype_that_it_was_saved_in(base, tmp_path):
+def test_loads_in_the_saved_dtype(base, tmp_path):
     for dtype in ("float32", "bfloat16"):
         model, tokenizer, device = load_model_and_tokenizer(base, "cpu", dtype)
         ChoiceAgent(model, tokenizer, device).save(tmp_path / dtype)
@@ -86,7 +85,7 @@ def test_an_agent_is_loaded_in_the_dtype_that_it_was_saved_in(base, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_any_point_of_a_save_the_old_or_the_new_agent_is_whole(tmp_path):
+def test_save_killed_at_any_point_leaves_the_old_or_the_new_agent(tmp_path):
     """The short version of scripts/reliability/kill_during_save.py."""
     agent, folder = make_agent(ChoiceAgent), tmp_path / "agent"
     agent.act(1)
@@ -151,7 +150,7 @@ class Wordy(Announcing):
     choices = ("go", "go left", "go left now", "stay")
 
 
-def test_the_card_s_lines_give_the_choices_the_same_probabilities(base, tmp_path):
+def test_card_code_gives_the_agents_choice_probabilities(base, tmp_path):
     agent = trained(Wordy, base, response_prefix="I will ")
     agent.save_pretrained(tmp_path / "agent", environment="Dice", results={"mean return": 1.5})
     card = (tmp_path / "agent" / "README.md").read_text()
@@ -163,7 +162,7 @@ def test_the_card_s_lines_give_the_choices_the_same_probabilities(base, tmp_path
         assert dict(zip(names, space["probabilities"].tolist(), strict=True)) == pytest.approx(probabilities, abs=1e-5)
 
 
-def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp_path):
+def test_card_without_calibration_shows_choices_without_prior(base, tmp_path):
     agent = trained(ChoiceAgent, base, calibrate_choices=False)
     agent.save_pretrained(tmp_path / "agent")
     (space,) = replies_by_card(tmp_path / "agent", [7])
@@ -180,7 +179,7 @@ def test_the_card_of_an_agent_that_measures_no_prior_shows_its_choices(base, tmp
     assert list(again.action_probabilities([7])[0].values()) == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_agent_that_started_warm_is_loaded_as_it_acts(base, tmp_path):
+def test_loaded_agent_equals_the_saved_one_after_a_warm_start(base, tmp_path):
     model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
     agent = Wordy(model, tokenizer, device, context="turn")
     said = [{"role": "user", "content": "Observation 7"}, {"role": "assistant", "content": "go left now"}]
@@ -197,7 +196,7 @@ def test_an_agent_that_started_warm_is_loaded_as_it_acts(base, tmp_path):
     assert space["probabilities"].tolist() == pytest.approx(list(expected.values()), abs=1e-5)
 
 
-def test_the_card_of_an_agent_that_has_yet_to_choose_says_so(base, tmp_path):
+def test_card_notes_that_no_choice_was_offered_yet(base, tmp_path):
     model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
     said = "Its class can offer choices, but had offered none when it was saved"
     for kind, says_so in ((ChoiceAgent, True), (WordAgent, False)):
@@ -222,7 +221,7 @@ def test_choices_that_decode_alike_keep_their_own_priors(base, tmp_path):
 
 
 @pytest.mark.long
-def test_the_card_s_lines_write_what_the_agent_writes(base, tmp_path):
+def test_card_code_writes_the_agents_greedy_replies(base, tmp_path):
     # As Qwen2's: what the base would add to its replies is no part of the agent's policy.
     defaults = json.loads((base / "generation_config.json").read_text())
     (base / "generation_config.json").write_text(json.dumps({**defaults, "repetition_penalty": 5.0, "top_k": 1}))
@@ -235,7 +234,7 @@ def test_the_card_s_lines_write_what_the_agent_writes(base, tmp_path):
 
 
 @pytest.mark.long
-def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
+def test_card_code_has_the_agents_sampling_distribution(base, tmp_path):
     agent = trained(Talker, base)
     agent.save_pretrained(tmp_path / "agent")
     agent.eval(greedy=False)
@@ -257,7 +256,7 @@ def test_what_the_agent_samples_has_the_card_s_distribution(base, tmp_path):
 @pytest.mark.long
 # Logits from 16 to 32 lie 0.125 apart in bfloat16: its rounding may decide between the two most likely tokens.
 @pytest.mark.parametrize(("dtype", "most", "other_texts"), [("float32", 1e-4, 0), ("bfloat16", 0.15, 2)])
-def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tmp_path, dtype, most, other_texts):
+def test_embedded_model_is_the_same_policy_in_transformers_and_peft(tmp_path, dtype, most, other_texts):
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cpu", dtype)
     options = {"generate_config_dict": {"max_new_tokens": 3}, "context": "turn", "seed": 0}
     # A batch of few turns takes a share of the rate.
@@ -282,7 +281,7 @@ def test_the_embedded_model_is_the_same_policy_in_plain_transformers_and_peft(tm
     assert others <= other_texts
 
 
-def test_the_card_says_how_the_agent_evaluates(base, tmp_path):
+def test_card_code_samples_with_the_agents_options(base, tmp_path):
     model, tokenizer, device = load_model_and_tokenizer(base, "cpu", "float32")
     settings = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 7, "top_p": 0.9}
     agent = Talker(model, tokenizer, device, settings, seed=0)
@@ -301,7 +300,7 @@ def reply_of(agent: Any, observation: str) -> Any:
     return actor_of(agent).conversation(0).turns[-1].reply
 
 
-def test_an_agent_is_uploaded_whole(hub, base):  # noqa: F811 - the fixture
+def test_push_to_hub_uploads_all_files(hub, base):  # noqa: F811 - the fixture
     agent = trained(ChoiceAgent, base)
     address = agent.push_to_hub("me/agent", environment="Dice")
     assert address.startswith(f"{hub.url}/me/agent/commit/")
@@ -314,7 +313,7 @@ def test_an_agent_is_uploaded_whole(hub, base):  # noqa: F811 - the fixture
 
 
 @pytest.mark.long
-def test_a_plain_adapter_is_merged_and_an_activated_one_is_not(base, tmp_path):
+def test_merges_a_plain_adapter_and_rejects_an_activated_one(base, tmp_path):
     from llamagym.models.registry import lookup_by_architecture, lora_config
 
     entry = tiny_base_model("llama")
@@ -336,7 +335,7 @@ def test_a_plain_adapter_is_merged_and_an_activated_one_is_not(base, tmp_path):
     assert not (tmp_path / "activated").exists()
 
 
-def test_what_is_no_saved_agent_is_refused(base, tmp_path):
+def test_rejects_a_folder_that_is_not_an_agent(base, tmp_path):
     agent = trained(ChoiceAgent, base)
     agent.save_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="holds: checkpoint; expected: agent"):

@@ -1,4 +1,4 @@
-"""Batches that take what there is of episodes under way."""
+"""Batches that use the turns so far of unfinished episodes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_over(batch):
 
 
 @pytest.mark.parametrize("critic", ["gradient", "lstd"])
-def test_every_turn_is_learnt_from_once(monkeypatch, critic):
+def test_every_turn_is_learned_from_once(monkeypatch, critic):
     agent, batches, ended, _ = learned(monkeypatch, ppo={"batch_size": 16, "critic": critic})
     times = Counter(id(turn) for batch in batches for episode in batch for turn in episode.turns)
     waiting = {id(turn) for episode in collector_of(agent).buffer for turn in episode.turns}
@@ -56,7 +56,7 @@ def test_every_turn_is_learnt_from_once(monkeypatch, critic):
     assert not all(map(is_over, batches))
 
 
-def test_the_rest_is_valued_at_the_last_turn(monkeypatch):
+def test_remaining_rewards_are_estimated_at_the_last_turn(monkeypatch):
     _, batches, ended, _ = learned(monkeypatch)
     parts = [episode for batch in batches for episode in batch if not episode.is_over]
     whole = {id(turn): episode.turns for episode in ended for turn in episode.turns}
@@ -73,7 +73,7 @@ def test_the_rest_is_valued_at_the_last_turn(monkeypatch):
     assert all(episode.is_over and episode.all_turns == whole[id(episode.turns[0])] for episode in rest)
 
 
-def test_statistics_are_of_whole_episodes(monkeypatch):
+def test_statistics_count_whole_episodes(monkeypatch):
     _, batches, ended, result = learned(monkeypatch)
     first = 0
     for batch, stats in zip(batches, result.updates, strict=True):
@@ -94,12 +94,12 @@ def test_statistics_are_of_whole_episodes(monkeypatch):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_nothing_is_cut_where_that_would_be_wrong(monkeypatch, options):
+def test_uses_only_whole_episodes_with_grpo_context_judge_or_replay(monkeypatch, options):
     _, batches, *_ = learned(monkeypatch, **options)
     assert all(map(is_over, batches))
 
 
-def test_in_a_loop_of_one_s_own_rewards_may_come_late():
+def test_rewards_may_come_late_in_a_users_loop():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 2})
     for env_id in (0, 1):
         for turn in range(3):
@@ -110,7 +110,7 @@ def test_in_a_loop_of_one_s_own_rewards_may_come_late():
     agent.assign_rewards([1.0], [1], turns=[0])
 
 
-def test_a_reward_for_what_was_learnt_from_is_refused():
+def test_rejects_a_reward_for_a_turn_that_was_learned_from():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 2})
     with collector_of(agent).cutting_episodes([0, 1]):
         for env_id in (0, 1):
@@ -128,7 +128,7 @@ def test_a_reward_for_what_was_learnt_from_is_refused():
     assert (len(collector_of(agent).buffer[0].all_turns), collector_of(agent).buffer[0].total_reward) == (3, 1.0)
 
 
-def test_an_update_that_fails_leaves_what_is_under_way_to_the_next(monkeypatch):
+def test_failed_update_leaves_unfinished_episodes_to_the_next(monkeypatch):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 2})
     update = agent.learner.update
 

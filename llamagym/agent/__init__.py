@@ -1,4 +1,4 @@
-"""The agent: what a user subclasses, and everything between an episode's rewards and an update."""
+"""The agent: the class that users subclass, how it acts, and how its episodes become batches."""
 
 from .agent import Agent
 

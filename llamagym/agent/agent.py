@@ -425,8 +425,10 @@ class Agent(TextInterface):
         folder = user_path(folder, "folder")
         check_arguments(Agent.load, {"device": device, "dtype": dtype, "model": model})
         device = resolve_device(device)
-        # Arguments of the caller may be invalid as well; these errors are not the folder's.
-        passes = (MissingBaseError, *((ConfigError,) if options or dtype != "auto" else ()))
+        passes: tuple[type[Exception], ...] = (MissingBaseError,)
+        if options or dtype != "auto":
+            # The caller's arguments may be invalid, rather than the folder.
+            passes += (ConfigError,)
         with named_on_error(folder, passes=passes):
             model, tokenizer, state = read_export(folder, device, dtype, model)
             saved = dict(state["options"])

@@ -1,7 +1,7 @@
-"""Alarms: warns when learning goes wrong, and says what to try next.
+"""Alarms: warnings about learning that goes wrong, each with what to try next.
 
-A rule looks at the statistics of the latest updates and returns a sentence, or None if all is well. Rules skip
-statistics that an algorithm does not have.
+A rule reads the statistics of the latest updates and returns a warning, or None. Rules skip statistics that an
+algorithm does not have.
 """
 
 from __future__ import annotations
@@ -19,46 +19,51 @@ from ..learners.advantages import FULL_BATCH
 Stats = Mapping[str, float]
 History = Sequence[Stats]
 
-# Updates that are remembered: as many with information as without, of which the latest 20 with information count. How
-# many at each end are compared: means of five are steady enough to tell a trend.
-_REMEMBERED, _UPDATES, _WINDOW = 40, 20, 5
-# Shares are judged from this many turns, and spreads from this many episodes, on: fewer agree by chance.
-_MIN_TURNS, _MIN_EPISODES = 32, 8
-# Beyond this share of one reply a batch of some hundred turns holds next to no other to learn from.
+# Updates in the history: enough for the latest 20 with information if every second one is a flat batch.
+_HISTORY_LENGTH = 40
+_INFORMATIVE_UPDATES = 20
+# Updates per mean when the latest are compared with those before; means of five are steady enough to show a trend.
+_WINDOW = 5
+# Fewer turns may have one and the same reply by chance, and fewer episodes one return.
+_MIN_TURNS = 32
+_MIN_EPISODES = 8
+# Beyond this share of one reply, a batch of some hundred turns has hardly any other reply to learn from.
 _SAME_REPLY = 0.99
-# In nats. Of two choices the other one is then taken 3 times in 1000: what is not tried is not learned.
+# Nats. The less likely of two choices is then taken 3 times in 1000: a reply that is not tried is not learned.
 _CERTAIN = 0.02
-# Returns whose deviation is below this are equal up to rounding.
+# Returns with a smaller deviation are equal up to rounding.
 _EQUAL = 1e-8
-# From one reply in ten on, a good part of the gradient is about the format instead of the game.
+# From one reply in ten on, much of the gradient is about the format instead of the game.
 _INVALID_HIGH = 0.1
-# A rise that stays below this is not worth a word.
+# A rise of the invalid rate that stays below this is not reported.
 _INVALID_NOTICED = 0.02
-# In nats per decision. approx_kl is 0.02 where the log-ratios of two even choices have the size of the usual clipping
+# Nats per decision. approx_kl is 0.02 where the log-ratios of two even choices have the size of the usual clipping
 # range, 0.2. Within the default target_kl it stays below 0.045.
 _KL_JUMP = 0.05
-# Of the updates that are remembered. Each one whose last step is undone lowers the learning rate by a third, so after
-# this many it is at its minimum, a thousandth.
+# Undone updates in the history. Each lowers the learning rate by a third, so after this many it is at its minimum, a
+# thousandth.
 _UNDONE = 19
 # The critic starts at 0 and learns within a few updates if there is anything to learn.
-_CRITIC_UPDATES, _EXPLAINS_NOTHING = 10, 0.01
-# Rounding stays below it; a wrong mask, position or temperature does not. In half precision sampling and learning round
-# differently from the first attention on, and thirty layers make up to 0.3 of that on whole conversations.
-_RATIO_ERROR, _RATIO_ERROR_HALF = 1e-3, 0.5
+_CRITIC_UPDATES = 10
+_EXPLAINS_NOTHING = 0.01
+# Rounding stays below this; a wrong mask, position or temperature does not. In half precision, sampling and learning
+# round differently from the first attention on, which adds up to 0.3 over thirty layers and whole conversations.
+_RATIO_ERROR = 1e-3
+_RATIO_ERROR_HALF = 0.5
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an agent: alarms suggest only what is not set yet, and only what it has.
+    """Settings of an agent: alarms suggest only options that it has and that are not set yet.
 
     Attributes:
-        dtype: Of the model's weights: how far rounding alone makes ratios differ from 1.
-        target_kl: KL by which an update may move the policy.
-        calibrates_choices: Whether choices are measured against what the model says anyway.
-        has_prefix: Whether replies are opened with a `response_prefix`.
-        has_reference: Whether the KL to a reference is penalized.
-        sets_critic: Whether the critic's learning rate or range was passed.
-        epochs_option: Name of the option that sets the passes over a batch; empty without one.
+        dtype: Dtype of the model's weights, which decides how far rounding alone moves ratios from 1.
+        target_kl: The learner's limit of the KL divergence per update; None for no limit.
+        calibrates_choices: Whether choices are scored relative to the model's prior for them.
+        has_prefix: Whether replies begin with a `response_prefix`.
+        has_reference: Whether the KL to a reference policy is penalized.
+        sets_critic: Whether the critic's learning rate or clipping range was passed.
+        epochs_option: Name of the option for the passes over a batch; empty without one.
     """
 
     dtype: torch.dtype = torch.float32
@@ -71,8 +76,10 @@ class Settings:
 
     @property
     def reduced_precision_advice(self) -> list[str]:
-        """What to do where the precision of the weights may be at fault."""
-        return [] if self.dtype == torch.float32 else ["load the model with dtype='float32'"]
+        """Suggestions if the precision of the weights may be the cause."""
+        if self.dtype == torch.float32:
+            return []
+        return ["load the model with dtype='float32'"]
 
 
 class Alarms:
@@ -88,14 +95,15 @@ class Alarms:
     """
 
     def __init__(self, settings: Settings | None = None) -> None:
-        """Start without a history.
+        """Creates alarms without a history.
 
         Args:
-            settings: The agent's; None: those of `Settings`.
+            settings: The agent's settings; None is the defaults.
         """
         self._settings = settings or Settings()
-        self._history: deque[Stats] = deque(maxlen=_REMEMBERED)
-        self._ringing: set[str] = set()
+        self._history: deque[Stats] = deque(maxlen=_HISTORY_LENGTH)
+        # Names of the rules that warned about the latest update.
+        self._active: set[str] = set()
         self._rules: dict[str, Callable[[History, Settings], str | None]] = {
             "skipped": _skipped,
             "same_reply": _same_reply,
@@ -110,43 +118,49 @@ class Alarms:
         }
 
     def check(self, stats: Stats, offers_choices: bool = True) -> list[str]:
-        """Take in an update's statistics.
+        """Adds an update's statistics to the history and applies the rules.
 
         Args:
-            stats: As `update` returns them.
-            offers_choices: Whether any of its turns was a choice: no other can be calibrated.
+            stats: Statistics from `Learner.update`.
+            offers_choices: Whether any turn of the batch was a choice; only choices can be calibrated.
 
         Returns:
-            One sentence for each alarm that starts with this update. One that goes on is not repeated; one that ceased
-            may start again.
+            One warning for each alarm that starts with this update. An alarm that continues is not repeated; after it
+            has ceased, it may start again.
         """
         self._history.append(dict(stats))
         history = list(self._history)
-        settings = self._settings if offers_choices else replace(self._settings, calibrates_choices=True)
-        found = {name: text for name, rule in self._rules.items() if (text := rule(history, settings))}
-        new = [text for name, text in found.items() if name not in self._ringing]
-        self._ringing = set(found)
+        settings = self._settings
+        if not offers_choices:
+            settings = replace(settings, calibrates_choices=True)
+        warnings = {}
+        for name, rule in self._rules.items():
+            text = rule(history, settings)
+            if text:
+                warnings[name] = text
+        new = [text for name, text in warnings.items() if name not in self._active]
+        self._active = set(warnings)
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics that are remembered, and the alarms that go on."""
-        return {"history": list(self._history), "ringing": sorted(self._ringing)}
+        """Returns the history and the active alarms."""
+        return {"history": list(self._history), "ringing": sorted(self._active)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what was saved."""
-        self._history = deque(map(dict, state["history"]), maxlen=_REMEMBERED)
-        self._ringing = set(state["ringing"])
+        """Restores a state from `state_dict`."""
+        self._history = deque(map(dict, state["history"]), maxlen=_HISTORY_LENGTH)
+        self._active = set(state["ringing"])
 
 
 def ratio_tolerance(dtype: torch.dtype) -> float:
-    """How far from 1 rounding alone makes the ratio of what samples and what is trained."""
+    """Returns how far from 1 rounding alone may move the ratio of sampled and trained probabilities."""
     return _RATIO_ERROR if dtype == torch.float32 else _RATIO_ERROR_HALF
 
 
-def _either(suggestions: Sequence[str]) -> str:
-    """Suggestions as a sentence, the most likely one first.
+def _one_of(suggestions: Sequence[str]) -> str:
+    """Returns suggestions, the most promising one first, as a sentence.
 
-    >>> _either(["lower a", "raise b", "set c"])
+    >>> _one_of(["lower a", "raise b", "set c"])
     'Lower a, raise b, or set c.'
     """
     *others, last = suggestions
@@ -155,45 +169,47 @@ def _either(suggestions: Sequence[str]) -> str:
 
 
 def _same_reply(history: History, settings: Settings) -> str | None:
-    share = _last(history, "commonest_reply")
-    if share is None or share < _SAME_REPLY or not _enough(history, "deciding_turns", _MIN_TURNS):
+    share = _latest(history, "commonest_reply")
+    if share is None or share < _SAME_REPLY or not _has_at_least(_MIN_TURNS, history, "deciding_turns"):
         return None
-    is_small = (_last(history, "deciding_turns") or 0.0) < FULL_BATCH
-    suggestions = [
-        *["a larger batch_size"] * is_small,
-        *["calibrate_choices=True"] * (not settings.calibrates_choices),
-        *["target_kl=0.03"] * (settings.target_kl is None),
-        "a higher entropy_coef",
-    ]
+    suggestions = []
+    if (_latest(history, "deciding_turns") or 0.0) < FULL_BATCH:
+        suggestions.append("a larger batch_size")
+    if not settings.calibrates_choices:
+        suggestions.append("calibrate_choices=True")
+    if settings.target_kl is None:
+        suggestions.append("target_kl=0.03")
+    suggestions.append("a higher entropy_coef")
+    suggestions[0] = f"start again with {suggestions[0]}"
     return (
         f"{share:.1%} of all replies are one and the same: unless it is right everywhere, the policy has collapsed and "
-        f"cannot find anything better. {_either(['start again with ' + suggestions[0], *suggestions[1:]])}"
+        f"cannot find anything better. {_one_of(suggestions)}"
     )
 
 
 def _skipped(history: History, settings: Settings) -> str | None:
-    skipped = sum(_last(history, name) or 0.0 for name in ("skipped_steps", "replay_skipped_steps"))
+    skipped = sum(_latest(history, name) or 0.0 for name in ("skipped_steps", "replay_skipped_steps"))
     if not skipped:
         return None
-    return f"{skipped:.0f} optimizer steps were skipped, since their losses or gradients were not finite. " + _either(
+    return f"{skipped:.0f} optimizer steps were skipped, since their losses or gradients were not finite. " + _one_of(
         ["look at rewards for extreme values", "lower learning_rate", *settings.reduced_precision_advice]
     )
 
 
 def _certain(history: History, settings: Settings) -> str | None:
-    entropy = _last(history, "entropy")
+    entropy = _latest(history, "entropy")
     returns = _values(history, "return_mean")
     if entropy is None or entropy > _CERTAIN or len(returns) < 2 * _WINDOW or _trend(returns) > 0:
         return None
     return (
         f"entropy is {entropy:.3f} nats and return_mean stays at {_mean(returns[-_WINDOW:]):.3g}: nothing new is tried "
-        "any more. If this is not as good as it gets, start again with a higher entropy_coef or a lower learning_rate."
+        "any more. If higher returns are possible, start again with a higher entropy_coef or a lower learning_rate."
     )
 
 
 def _equal_returns(history: History, settings: Settings) -> str | None:
-    spread = _last(history, "return_std")
-    if spread is None or spread > _EQUAL or not _enough(history, "episodes", _MIN_EPISODES):
+    spread = _latest(history, "return_std")
+    if spread is None or spread > _EQUAL or not _has_at_least(_MIN_EPISODES, history, "episodes"):
         return None
     return (
         f"all {history[-1]['episodes']:.0f} episodes returned the same: nothing tells a good action from a bad one. If "
@@ -204,14 +220,15 @@ def _equal_returns(history: History, settings: Settings) -> str | None:
 
 def _invalid_high(history: History, settings: Settings) -> str | None:
     rates = _values(history, "invalid_rate")
-    if not rates or rates[-1] < _INVALID_HIGH or _trend(rates) < 0 or not _enough(history, "turns", _MIN_TURNS):
+    if not rates or rates[-1] < _INVALID_HIGH or _trend(rates) < 0 or not _has_at_least(_MIN_TURNS, history, "turns"):
         return None
-    return f"{rates[-1]:.0%} of the replies name no action: the format is learned instead of the game. " + _either(
-        [
-            "offer get_action_choices()",
-            *["open the reply with response_prefix"] * (not settings.has_prefix),
-            "accept more wordings in extract_action()",
-        ]
+    suggestions = ["offer get_action_choices()"]
+    if not settings.has_prefix:
+        suggestions.append("open the reply with response_prefix")
+    suggestions.append("accept more wordings in extract_action()")
+    return (
+        f"{rates[-1]:.0%} of the replies name no action: the format is learned instead of the game. "
+        f"{_one_of(suggestions)}"
     )
 
 
@@ -219,35 +236,41 @@ def _invalid_climbs(history: History, settings: Settings) -> str | None:
     rates = _values(history, "invalid_rate")
     if _trend(rates) <= 0 or _mean(rates[-_WINDOW:]) < _INVALID_NOTICED:
         return None
-    return f"invalid_rate climbed to {_mean(rates[-_WINDOW:]):.1%}: the policy is losing the format. " + _either(
-        [
-            "lower learning_rate or entropy_coef",
-            *["hold it with init_kl_coef"] * (not settings.has_reference),
-            "make invalid_action_penalty larger",
-        ]
+    suggestions = ["lower learning_rate or entropy_coef"]
+    if not settings.has_reference:
+        suggestions.append("hold it with init_kl_coef")
+    suggestions.append("make invalid_action_penalty larger")
+    return (
+        f"invalid_rate climbed to {_mean(rates[-_WINDOW:]):.1%}: the policy is losing the format. "
+        f"{_one_of(suggestions)}"
     )
 
 
 def _kl_jump(history: History, settings: Settings) -> str | None:
-    kl = _last(history, "approx_kl")
+    kl = _latest(history, "approx_kl")
     if kl is None or kl <= _KL_JUMP:
         return None
-    options = " or ".join(["learning_rate", *[settings.epochs_option] * bool(settings.epochs_option)])
-    return f"approx_kl jumped to {kl:.3f}: the update moved the policy further than its samples can tell. " + _either(
-        [f"lower {options}", *["set target_kl=0.03"] * (settings.target_kl is None)]
+    suggestions = ["lower learning_rate"]
+    if settings.epochs_option:
+        suggestions[0] += f" or {settings.epochs_option}"
+    if settings.target_kl is None:
+        suggestions.append("set target_kl=0.03")
+    return (
+        f"approx_kl jumped to {kl:.3f}: the update moved the policy further than its samples can tell. "
+        f"{_one_of(suggestions)}"
     )
 
 
 def _undone(history: History, settings: Settings) -> str | None:
-    # Batches without information make no steps that could be undone.
-    informative = [stats for stats in history if not stats.get("flat_batch")][-_UPDATES:]
+    # A flat batch makes no steps that could be undone.
+    informative = [stats for stats in history if not stats.get("flat_batch")][-_INFORMATIVE_UPDATES:]
     undone = sum(stats.get("stopped_early", 0.0) for stats in informative)
     if undone < _UNDONE:
         return None
     return (
         f"in {undone:.0f} of the last {len(informative)} updates with information a step led beyond target_kl and was "
-        "undone, although the learning rate has fallen to its minimum: next to nothing is learned. "
-        + _either(["raise target_kl or batch_size", *settings.reduced_precision_advice])
+        "undone, although the learning rate has fallen to its minimum: hardly anything is learned. "
+        + _one_of(["raise target_kl or batch_size", *settings.reduced_precision_advice])
     )
 
 
@@ -255,21 +278,19 @@ def _useless_critic(history: History, settings: Settings) -> str | None:
     explained = _values(history, "explained_variance")[-_CRITIC_UPDATES:]
     if len(explained) < _CRITIC_UPDATES or max(explained) >= _EXPLAINS_NOTHING:
         return None
+    suggestions = []
+    if settings.sets_critic:
+        suggestions.append("leave value_learning_rate and cliprange_value out")
+    suggestions.append("show in the observation what the return depends on")
     return (
         f"explained_variance has not passed {max(explained):.2f} in {_CRITIC_UPDATES} updates: the value head predicts "
-        "nothing, and advantages are as noisy as returns. "
-        + _either(
-            [
-                *["leave value_learning_rate and cliprange_value out"] * settings.sets_critic,
-                "show in the observation what the return depends on",
-            ]
-        )
+        f"nothing, and advantages are as noisy as returns. {_one_of(suggestions)}"
     )
 
 
 def _ratio_error(history: History, settings: Settings) -> str | None:
     tolerance = ratio_tolerance(settings.dtype)
-    error = _last(history, "ratio_error")
+    error = _latest(history, "ratio_error")
     if error is None or error <= tolerance:
         return None
     return (
@@ -280,19 +301,21 @@ def _ratio_error(history: History, settings: Settings) -> str | None:
 
 
 def _values(history: History, name: str) -> list[float]:
-    """A statistic over time, oldest first; empty if the latest update does not have it."""
-    if _last(history, name) is None:
+    """Returns a statistic over time, oldest first; empty if the latest update does not have it."""
+    if _latest(history, name) is None:
         return []
     return [stats[name] for stats in history if name in stats and not math.isnan(stats[name])]
 
 
-def _last(history: History, name: str) -> float | None:
+def _latest(history: History, name: str) -> float | None:
+    """Returns a statistic of the latest update; None if it does not have it, or if it is NaN."""
     value = history[-1].get(name, math.nan)
     return None if math.isnan(value) else value
 
 
-def _enough(history: History, name: str, count: int) -> bool:
-    return (_last(history, name) or 0) >= count
+def _has_at_least(count: int, history: History, name: str) -> bool:
+    """Whether a statistic of the latest update is at least `count`."""
+    return (_latest(history, name) or 0) >= count
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -300,20 +323,22 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _trend(values: Sequence[float]) -> int:
-    """1 if the last window's mean is above that of the window before it, -1 if below, 0 if noise or too few values.
+    """Returns 1 if the last window's mean is above that of the window before it, -1 if below, else 0.
 
-    Means count as different when they lie two standard errors of their difference apart.
+    Means are equal if they differ by less than two standard errors of their difference, or if there are too few values.
 
     >>> _trend([0.0] * 5 + [1.0] * 5), _trend([1.0, 0.0] * 5), _trend([1.0])
     (1, 0, 0)
     """
     if len(values) < 2 * _WINDOW:
         return 0
-    before, after = values[-2 * _WINDOW : -_WINDOW], values[-_WINDOW:]
+    before = values[-2 * _WINDOW : -_WINDOW]
+    after = values[-_WINDOW:]
     change = _mean(after) - _mean(before)
+    deviations = [value - _mean(before) for value in before]
+    deviations += [value - _mean(after) for value in after]
     # Unlike a sum of squares, hypot() does not overflow.
-    distance = math.hypot(*(value - _mean(part) for part in (before, after) for value in part))
-    error = distance / math.sqrt((_WINDOW - 1) * _WINDOW)
+    error = math.hypot(*deviations) / math.sqrt((_WINDOW - 1) * _WINDOW)
     if not math.isfinite(change) or abs(change) <= 2 * error:
         return 0
     return 1 if change > 0 else -1

@@ -78,7 +78,7 @@ class Collector:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must be loaded with: the agent's class and its options."""
+        """The agent's class and options, which must match those of a checkpoint."""
         return {"class": self._class_name, **self.options}
 
     @property

@@ -1,4 +1,4 @@
-"""A trained agent as a folder that plain transformers and PEFT load: weights, tokenizer, model card, options."""
+"""Saves an agent as a folder that plain transformers and PEFT load: weights, tokenizer, options, model card."""
 
 from __future__ import annotations
 
@@ -37,44 +37,54 @@ def write_export(
     results: Mapping[str, Any] | None = None,
     merged: bool = False,
 ) -> None:
-    """Write an agent's files into a folder.
+    """Writes an agent's files into a folder.
 
     Args:
         agent: The agent.
-        actor: Its actor.
+        actor: The agent's actor.
         folder: An empty folder.
-        options: The agent's constructor options as JSON holds them.
-        environment: Name of its environment, for the card.
+        options: The agent's constructor options as JSON values.
+        environment: Name of the environment, for the card.
         results: Measurements by name, for the card.
         merged: Whether to merge a LoRA into the weights and write these.
 
     Raises:
-        ConfigError: `merged` is True and there is no adapter, or one that cannot be merged.
+        ConfigError: `merged` is True, and there is no adapter that can be merged.
     """
-    policy, tokenizer = actor.policy, actor.tokenizer
+    policy = actor.policy
+    tokenizer = actor.tokenizer
     model = _merged(policy.model) if merged else policy.model
     pretrained: Any = model.pretrained_model
     model.write_files(folder)
     tokenizer.save_pretrained(str(folder))
-    state = {"options": options, **choices_record(policy), "rng": policy.rng.get_state()}
     dtype = str(pretrained.dtype).removeprefix("torch.")
-    write_state(folder, STATE, {**state, "class": type(agent).__name__, "dtype": dtype, "device": policy.device.type})
+    state = {
+        "options": options,
+        **choices_record(policy),
+        "rng": policy.rng.get_state(),
+        "class": type(agent).__name__,
+        "dtype": dtype,
+        "device": policy.device.type,
+    }
+    write_state(folder, STATE, state)
+    ends = end_ids(pretrained, tokenizer)
+    calibration = policy.calibration
     card = Card(
-        type(agent).__name__,
-        str(pretrained.active_peft_config.base_model_name_or_path) if model.is_peft_model else "",
-        dtype,
-        agent.get_system_prompt(),
-        options["response_prefix"],
-        policy.generation,
-        ends := end_ids(pretrained, tokenizer),
-        actor.chat_template.closing_id(ends),
-        [(str(tokenizer.decode(list(ids))), ids) for ids in policy.offered],
-        policy.calibration.prior if policy.calibration else {},
-        policy.calibration.deviation if policy.calibration else 1.0,
-        type(agent).get_action_choices is not TextInterface.get_action_choices,
-        environment,
-        {name: value for name, value in options.items() if value not in (None, "", {})},
-        results or {},
+        agent=type(agent).__name__,
+        base=str(pretrained.active_peft_config.base_model_name_or_path) if model.is_peft_model else "",
+        dtype=dtype,
+        system_prompt=agent.get_system_prompt(),
+        prefix=options["response_prefix"],
+        generation=policy.generation,
+        end_ids=ends,
+        closing_id=actor.chat_template.closing_id(ends),
+        choices=[(str(tokenizer.decode(list(ids))), ids) for ids in policy.offered],
+        prior=calibration.prior if calibration else {},
+        deviation=calibration.deviation if calibration else 1.0,
+        offers_choices=type(agent).get_action_choices is not TextInterface.get_action_choices,
+        environment=environment,
+        settings={name: value for name, value in options.items() if value not in (None, "", {})},
+        results=results or {},
     )
     (folder / "README.md").write_text(card.text(), encoding="utf-8")
 
@@ -82,13 +92,13 @@ def write_export(
 def read_export(
     folder: Path, device: str | torch.device, dtype: str | torch.dtype, model: AutoModelForCausalLMWithValueHead | None
 ) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase, dict[str, Any]]:
-    """Read what `write_export` wrote into a folder of this kind.
+    """Reads a folder that `write_export` wrote.
 
     Args:
         folder: The folder.
         device: As for `load_model_and_tokenizer`.
-        dtype: As for `load_model_and_tokenizer`, but "auto" is what it was saved in, on a device of the same kind.
-        model: The model, where it cannot be loaded by its base's name.
+        dtype: As for `load_model_and_tokenizer`, but "auto" is the saved dtype, on a device of the same type.
+        model: The model, if it cannot be loaded by its base's name.
 
     Returns:
         Model, tokenizer, and the agent's state.
@@ -102,16 +112,22 @@ def read_export(
     names = {"model", "tokenizer", "device", "sft_warm_start"} & state["options"].keys()
     if names:
         raise CheckpointError(f"{str(folder / STATE)!r} has options that are never saved: {sorted(names)}.")
+    tokenizer: Any
     if model is not None:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         return model, tokenizer, state
     if dtype == "auto" and resolve_device(device).type == state.get("device"):
         dtype = str(state["dtype"])
-    return *load_model_and_tokenizer(folder, device, dtype)[:2], state
+    loaded, tokenizer, _ = load_model_and_tokenizer(folder, device, dtype)
+    return loaded, tokenizer, state
 
 
 def _merged(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWithValueHead:
-    """A copy whose LoRA is part of its weights."""
+    """Returns a copy of a model whose LoRA is merged into its weights.
+
+    Raises:
+        ConfigError: There is no adapter that can be merged.
+    """
     if not model.is_peft_model:
         raise ConfigError("merged=True, but there is no adapter to merge: all weights are the model's own. Drop it.")
     if is_activated(model.pretrained_model) or getattr(model.pretrained_model, "is_quantized", False):

@@ -1,4 +1,4 @@
-"""The model card: what was trained, how well it does, and how to use it without this library."""
+"""The model card of a saved agent: settings, results, and code that uses it without this library."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from typing import Any
 from ..models.generation import GenerationConfig
 from ..options import json_safe
 
-# Said before the lines that use it.
+# Note of an agent that can offer choices, but has not.
 _NO_CHOICE_YET = (
     "Its class can offer choices, but had offered none when it was saved, so the lines below write free text. How "
     "likely each choice is depends on a prior, which is measured on the first observations that offer choices. Let the "
     "agent choose once and save it again: this card then shows the lines for choices."
 )
-
-
-# What Markdown gives a meaning to within a line, addresses of pages and of people included.
+# Characters that have a meaning in a line of Markdown, those of links and mentions included.
 _MARKUP = re.compile(r"[\\`*_\[\]<>|~&#$!:@]|(?<=www)\.")
-# Characters of a name or value.
-_LONGEST = 500
+# Most characters of a name or value.
+_MAX_LENGTH = 500
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says.
+    """Facts about an agent, and their text in Markdown.
 
     Attributes:
         agent: Name of the agent's class.
-        base: Where the base model is found; empty for a model whose weights are all here.
-        dtype: Of the base, such as bfloat16.
-        system_prompt: Opens every conversation.
-        prefix: Opens every reply.
-        generation: How replies are drawn.
-        end_ids: Every token id that ends a reply.
+        base: Name or folder of the base model; empty for a model without an adapter.
+        dtype: Dtype of the base model's weights, such as bfloat16.
+        system_prompt: First message of every conversation.
+        prefix: Fixed text that every reply begins with.
+        generation: How replies are sampled.
+        end_ids: The token ids that end a reply.
         closing_id: The one of them that ends a choice.
         choices: Text and token ids of each choice that was ever offered.
-        prior: What their tokens are measured against, by the ids up to each, -1 ending a choice; empty for nothing.
-        deviation: What differences from that are divided by.
-        offers_choices: Whether the agent's class offers choices; else replies are free text.
-        environment: What it acts in.
-        settings: Options of the agent that differ from their defaults.
+        prior: Prior log-probability of a choice's token, by the token ids up to it, where -1 stands for the end of a
+            choice; empty without calibration.
+        deviation: Divisor of the differences from the prior.
+        offers_choices: Whether the agent's class offers choices; otherwise replies are free text.
+        environment: Name of the environment.
+        settings: Options of the agent that are not empty.
         results: Measurements by name.
     """
 
@@ -64,38 +63,41 @@ class Card:
     results: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The card in Markdown, its facts for the hub on top."""
-        head = ["---", f"library_name: {'peft' if self.base else 'transformers'}", "pipeline_tag: text-generation"]
-        # JSON's strings are YAML's, too.
-        head += [f"base_model: {json.dumps(self.base)}"] if self.base else []
-        head += ["tags:", "- reinforcement-learning", "- llamagym", "---", ""]
+        """Returns the card in Markdown, with the hub's metadata on top."""
+        lines = ["---", f"library_name: {'peft' if self.base else 'transformers'}", "pipeline_tag: text-generation"]
+        if self.base:
+            # A JSON string is a YAML string.
+            lines.append(f"base_model: {json.dumps(self.base)}")
+        lines += ["tags:", "- reinforcement-learning", "- llamagym", "---", ""]
         where = f" in {_plain(self.environment)}" if self.environment else ""
-        body = [
-            f"# {_plain(self.agent)}",
-            "",
-            f"A language model that learned by acting{where}, trained with llamagym.",
-            "",
-        ]
+        lines += [f"# {_plain(self.agent)}", ""]
+        lines += [f"A language model that learned by acting{where}, trained with llamagym.", ""]
         if self.results:
-            body += ["## Results", "", *_table(self.results)]
-        body += ["## Settings", "", *_table(self.settings)] if self.settings else []
-        body += ["## Use", "", "With llamagym, and the class that formats its observations:", ""]
+            lines += ["## Results", "", *_table(self.results)]
+        if self.settings:
+            lines += ["## Settings", "", *_table(self.settings)]
+        lines += ["## Use", "", "With llamagym, and the class that formats its observations:", ""]
         name = self.agent if self.agent.isidentifier() else "YourAgent"
-        body += ["```python", f'agent = {name}.load("path/to/this/folder")', "agent.eval()", "```", ""]
-        body += [_NO_CHOICE_YET, ""] if self.offers_choices and not self.choices else []
-        body += ["Without:", "", "```python", *self._code(), "```", ""]
-        return "\n".join(head + body)
+        lines += ["```python", f'agent = {name}.load("path/to/this/folder")', "agent.eval()", "```", ""]
+        if self.offers_choices and not self.choices:
+            lines += [_NO_CHOICE_YET, ""]
+        lines += ["Without:", "", "```python", *self._code(), "```", ""]
+        return "\n".join(lines)
 
     def _code(self) -> list[str]:
-        """Lines that load the model and take one reply; `folder` and `observation` are the reader's."""
-        load = f'AutoModelForCausalLM.from_pretrained({self.base!r} or folder, dtype="{self.dtype}")'
-        imports = ["import functools", ""] if self.choices else []
-        imports += ["import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+        """Returns lines that load the model and sample one reply, given `folder` and `observation`."""
+        lines = []
+        if self.choices:
+            lines += ["import functools", ""]
+        lines.append("import torch")
         if self.base:
-            imports.insert(-1, "from peft import PeftModel")
-            load = f"PeftModel.from_pretrained({load.replace(' or folder', '')}, folder)"
-        return [
-            *imports,
+            lines.append("from peft import PeftModel")
+            base = f'AutoModelForCausalLM.from_pretrained({self.base!r}, dtype="{self.dtype}")'
+            load = f"PeftModel.from_pretrained({base}, folder)"
+        else:
+            load = f'AutoModelForCausalLM.from_pretrained(folder, dtype="{self.dtype}")'
+        lines += [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             "tokenizer = AutoTokenizer.from_pretrained(folder)",
             f"model = {load}.eval()",
@@ -104,38 +106,34 @@ class Card:
             "options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=False)",
             f"text = tokenizer.apply_chat_template(messages, **options) + {_literal(self.prefix)}",
             'prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids',
-            *(self._choosing() if self.choices else self._writing()),
         ]
+        lines += self._choice_code() if self.choices else self._free_text_code()
+        return lines
 
-    def _writing(self) -> list[str]:
-        drawn = self.generation
-        how: dict[str, Any] = {"max_new_tokens": drawn.max_new_tokens, "do_sample": drawn.do_sample}
-        if drawn.do_sample:
-            how |= {"temperature": drawn.temperature, "top_k": drawn.top_k, "top_p": drawn.top_p}
-        # What is not named here comes from the base's generation_config.json, in some families a penalty.
-        how |= {"repetition_penalty": 1.0, "eos_token_id": list(self.end_ids)}
+    def _free_text_code(self) -> list[str]:
+        """Returns lines that sample a reply in free text."""
+        config = self.generation
+        options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.do_sample}
+        if config.do_sample:
+            options |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        # Options that are not named come from the base's generation_config.json, which may set a repetition penalty.
+        options |= {"repetition_penalty": 1.0, "eos_token_id": list(self.end_ids)}
         return [
-            f"how = dict({', '.join(f'{name}={value!r}' for name, value in how.items())})",
+            f"how = dict({', '.join(f'{name}={value!r}' for name, value in options.items())})",
             "ids = model.generate(input_ids=prompt, **how)",
             "reply = tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)",
         ]
 
-    def _choosing(self) -> list[str]:
-        rows = [f"    ({_literal(text)}, {list(ids)})," for text, ids in self.choices]
-        prior = [f"    {path}: {likelier!r}," for path, likelier in self.prior.items()]
-        return [
-            "choices = [  # text and token ids; leave out those that are not admissible now",
-            *rows,
-            "]",
-            *(
-                [
-                    "prior = {  # relative log-probability of the last token after the others, in a first turn",
-                    *prior,
-                    "}",
-                ]
-                if prior
-                else []
-            ),
+    def _choice_code(self) -> list[str]:
+        """Returns lines that compute the probability of each choice."""
+        lines = ["choices = [  # text and token ids; leave out those that are not admissible now"]
+        lines += [f"    ({_literal(text)}, {list(ids)})," for text, ids in self.choices]
+        lines.append("]")
+        if self.prior:
+            lines.append("prior = {  # relative log-probability of the last token after the others, in a first turn")
+            lines += [f"    {path}: {logprob!r}," for path, logprob in self.prior.items()]
+            lines.append("}")
+        lines += [
             "written = [(*tokens, -1) for _, tokens in choices]  # -1 ends a choice",
             "",
             "@functools.cache",
@@ -150,9 +148,13 @@ class Card:
             "    ids = torch.cat([prompt, torch.tensor([path], dtype=torch.long)], 1)",
             "    logits = model(input_ids=ids).logits[0, -1].float().log_softmax(-1)",
             f"    scores = torch.stack([logits[{self.closing_id} if token == -1 else token] for token in counts])",
-            *(["    scores = scores - torch.tensor([prior[(*path, token)] for token in counts])"] if prior else []),
-            f"    scores = scores / {self.generation.temperature * self.deviation}"
-            + (" + torch.tensor(list(counts.values())).log()" if prior else ""),
+        ]
+        scaled = f"    scores = scores / {self.generation.temperature * self.deviation}"
+        if self.prior:
+            lines.append("    scores = scores - torch.tensor([prior[(*path, token)] for token in counts])")
+            scaled += " + torch.tensor(list(counts.values())).log()"
+        lines += [
+            scaled,
             "    return dict(zip(counts, scores.softmax(0)))",
             "",
             "probabilities = torch.ones(len(written))",
@@ -160,10 +162,11 @@ class Card:
             "    for at in range(len(tokens)):",
             "        probabilities[number] *= next_token(tokens[:at])[tokens[at]]",
         ]
+        return lines
 
 
 def _literal(text: str) -> str:
-    """A text as Python writes it, on one line; what cannot be printed is escaped."""
+    """Returns a text as a Python literal on one line, with unprintable characters escaped."""
     return _escaped(json.dumps(text, ensure_ascii=False))
 
 
@@ -176,15 +179,16 @@ def _escaped(code: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    r"""A value as it reads, within a line of Markdown: markup, HTML and further lines are text.
+    r"""Returns a value as plain text in one line of Markdown; markup and HTML are escaped.
 
     >>> print(_plain("<b>|\n# *x*"))
     \<b\>\| \# \*x\*
     """
-    text = str(json_safe(value, _LONGEST))[:_LONGEST]
+    text = str(json_safe(value, _MAX_LENGTH))[:_MAX_LENGTH]
     text = "".join(char if char.isprintable() else " " for char in text)
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
-def _table(rows: Mapping[str, Any]) -> Sequence[str]:
-    return ["| | |", "|---|---|", *(f"| {_plain(name)} | {_plain(value)} |" for name, value in rows.items()), ""]
+def _table(rows: Mapping[str, Any]) -> list[str]:
+    lines = [f"| {_plain(name)} | {_plain(value)} |" for name, value in rows.items()]
+    return ["| | |", "|---|---|", *lines, ""]

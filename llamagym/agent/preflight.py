@@ -1,4 +1,4 @@
-"""Looks over an agent before it learns: what usually goes wrong in silence, each with the next move."""
+"""Checks an agent before it learns for faults that raise no error; each finding says what to do."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..models.private_apis import changed
 from .actor import Actor
 from .probes import FaultError, OutOfTimeError, Probes
 
-# Of half a minute that checks may take, what is left once the last of them has begun.
+# No check starts later, so that all of them take about half a minute.
 _SECONDS = 25.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What.
-        passed: Whether it is as it should be.
-        finding: What was found, and the next move where it is not.
-        looked_at: Whether there was time to look; if not, it counts as passed.
+        name: Name of the check.
+        passed: Whether it passed.
+        finding: The observed facts and, after a failure, what to do.
+        looked_at: Whether there was time for the check; if not, it counts as passed.
     """
 
     name: str
@@ -36,49 +36,51 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `preflight` found."""
+    """The results of `preflight`."""
 
     checks: tuple[Check, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether all is as it should be."""
+        """Whether all checks passed."""
         return all(check.passed for check in self.checks)
 
     @property
     def failing(self) -> list[str]:
-        """Names of the checks that are not."""
+        """Names of the checks that failed."""
         return [check.name for check in self.checks if not check.passed]
 
     @property
     def left_out(self) -> list[str]:
-        """Names of the checks that there was no time for."""
+        """Names of the checks that were skipped for lack of time."""
         return [check.name for check in self.checks if not check.looked_at]
 
     def __str__(self) -> str:
-        """One line a check."""
+        """Returns one line per check."""
         width = max(len(check.name) for check in self.checks)
-        lines = [
-            f"{('ok  ' if c.looked_at else '--  ') if c.passed else 'FAIL'} {c.name:{width}}  {c.finding}"
-            for c in self.checks
-        ]
+        lines = []
+        for check in self.checks:
+            mark = "FAIL"
+            if check.passed:
+                mark = "ok  " if check.looked_at else "--  "
+            lines.append(f"{mark} {check.name:{width}}  {check.finding}")
         return "\n".join(lines)
 
 
 def preflight(
     actor: Actor, learner: Learner[Any], observations: Sequence[Any] = (), seconds: float = _SECONDS
 ) -> Report:
-    """Look an agent over; it is afterwards as it was before.
+    """Checks an agent and leaves its state unchanged.
 
     Args:
         actor: The agent's actor.
         learner: The agent's learner.
-        observations: Some that its environment gives, up to four: then the methods that format them, offer choices
-            and extract actions are looked at too. Without any, texts stand in for them.
-        seconds: A slow model's replies are shortened to fit in; when these are over, what takes a while is left out,
-            and said to be.
+        observations: Up to four observations of its environment, with which the methods that format them, offer choices
+            and extract actions are checked as well. Empty: texts replace them.
+        seconds: Time limit. A slow model's replies are shortened to keep it, and the slow checks that are left when it
+            is over are skipped.
     """
-    with actor.lock, _untouched(actor):
+    with actor.lock, _unchanged(actor):
         probes = Probes(actor, learner, observations, seconds)
         checks = [
             ("versions", _versions),
@@ -100,17 +102,19 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, True, check())
     except OutOfTimeError:
-        return Check(name, True, "not looked at: the model is so slow that there is no time left", False)
-    except Exception as error:  # whatever is wrong is a finding
-        return Check(name, False, str(error) if isinstance(error, FaultError) else f"{type(error).__name__}: {error}")
+        return Check(name, True, "skipped (no time left)", False)
+    except FaultError as fault:
+        return Check(name, False, str(fault))
+    except Exception as error:  # an unexpected error is a finding, too
+        return Check(name, False, f"{type(error).__name__}: {error}")
 
 
 @contextmanager
-def _untouched(actor: Actor) -> Iterator[None]:
-    """Restores the random state, the mode, the longest reply, packed weights; all else is measured apart."""
+def _unchanged(actor: Actor) -> Iterator[None]:
+    """While open, the actor samples as in training; afterwards its mode, random numbers and options are as before."""
     policy = actor.policy
     generation = policy.generation
-    random_state = policy.rng.get_state()
+    rng_state = policy.rng.get_state()
     was_learning = actor.is_learning
     was_greedy = actor.is_greedy
     actor.is_learning = True
@@ -119,16 +123,17 @@ def _untouched(actor: Actor) -> Iterator[None]:
         with policy.measuring(), policy.temporary_copies():
             yield
     finally:
-        policy.rng.set_state(random_state)
+        policy.rng.set_state(rng_state)
         policy.generation = generation
         actor.is_learning = was_learning
         actor.is_greedy = was_greedy
 
 
 def _versions() -> str:
-    if broken := changed():
+    broken = changed()
+    if broken:
         raise FaultError(
-            f"These private APIs have changed, and what they make faster is switched off: {'; '.join(broken)}. Install "
+            f"Private APIs have changed, and the optimizations that use them are off: {'; '.join(broken)}. Install "
             "versions that this version of llamagym was tested with, or a later llamagym."
         )
     return ", ".join(f"{library} {version(library)}" for library in ("torch", "transformers", "peft"))

@@ -147,8 +147,8 @@ class Hooks:
     def no_action_advice(self) -> str:
         """Returns what to do about replies that name no action."""
         return (
-            f"{type(self._interface).__name__} does not say what to do then: define fallback_action(observation), or "
-            "restrict replies with get_action_choices(observation)."
+            f"{type(self._interface).__name__} has no fallback: define fallback_action(observation), or restrict "
+            "replies with get_action_choices(observation)."
         )
 
     def _info_argument(self, method: str, info: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Transcripts: a few episodes of each batch in words, with what the policy thought of them, for people to read."""
+"""Transcripts: a few episodes of each batch as text for people to read, with the policy's probabilities and values."""
 
 from __future__ import annotations
 
@@ -11,68 +11,84 @@ from ..text.chat_template import Message
 from ..text.episode import Episode, Turn
 
 Transcript = dict[str, Any]
-"""An episode as JSON holds it: `system`, `return`, `length`, `truncated` and `turns` (of many, both ends).
+"""An episode in JSON types: `system`, `return`, `length`, `truncated` and `turns` (of a long episode, both ends).
 
-A turn has its number `turn`, `read`, `reply`, `choices` (text and probability of each, likeliest first; None for free
-text), `reward`, `penalty`, `valid`, `value` and `advantage` (None unless the latest update learned from it)."""
+A turn has its number `turn`, `read`, `reply`, `choices` (text and probability, most likely first; None for free text),
+`reward`, `penalty`, `valid`, `value` and `advantage` (None unless the latest update learned from it)."""
 
-# Episodes of a batch, turns at either end of an episode, choices of a turn, characters of a text: enough to look at.
-_EPISODES, _TURNS, _CHOICES, _CHARACTERS = 4, 20, 12, 2000
+# Episodes per batch.
+_EPISODES = 4
+# Turns at either end of an episode.
+_TURNS = 20
+# Choices per turn.
+_CHOICES = 12
+# Characters per text.
+_CHARACTERS = 2000
 
 
 class EpisodeSample:
-    """An even sample of the episodes that end between two updates (reservoir sampling: Vitter 1985, algorithm R)."""
+    """A uniform sample of the episodes that end between two updates (reservoir sampling: Vitter 1985, algorithm R)."""
 
     def __init__(self, seed: int) -> None:
-        """Begin again; drawn from random numbers of its own, so that acting does not depend on it."""
-        self._rng, self._seen = random.Random(seed), 0
-        self._kept: list[tuple[Sequence[Turn], list[Message], bool]] = []
-
-    def copy(self) -> EpisodeSample:
-        """The same sample, to go back to."""
-        twin = EpisodeSample(0)
-        twin._rng.setstate(self._rng.getstate())
-        twin._seen, twin._kept = self._seen, list(self._kept)
-        return twin
-
-    def add(self, episode: Episode, messages: Sequence[Message]) -> None:
-        """Take in an episode that has ended, and its chat messages."""
-        whole = (episode.all_turns, list(messages), episode.truncated)
-        self._seen += 1
-        if len(self._kept) < _EPISODES:
-            self._kept.append(whole)
-        elif (slot := self._rng.randrange(self._seen)) < _EPISODES:
-            self._kept[slot] = whole
-
-    def transcripts(self, advantages: Mapping[int, float], decode: Callable[[list[int]], str]) -> list[Transcript]:
-        """The sample in words, the best episode first.
+        """Creates an empty sample.
 
         Args:
-            advantages: Of the turns that were learned from, by their `id`.
-            decode: Text of token ids.
+            seed: Seed of its own random numbers, so that sampling does not affect acting.
         """
-        told = [_transcript(*whole, advantages, decode) for whole in self._kept]
-        return sorted(told, key=lambda transcript: -float(transcript["return"]))
+        self._rng = random.Random(seed)
+        self._count = 0
+        # Turns, chat messages, and whether the episode was truncated.
+        self._episodes: list[tuple[Sequence[Turn], list[Message], bool]] = []
+
+    def copy(self) -> EpisodeSample:
+        """Returns a copy, to restore the sample from."""
+        copied = EpisodeSample(0)
+        copied._rng.setstate(self._rng.getstate())
+        copied._count = self._count
+        copied._episodes = list(self._episodes)
+        return copied
+
+    def add(self, episode: Episode, messages: Sequence[Message]) -> None:
+        """Offers a finished episode, with its chat messages, to the sample."""
+        entry = (episode.all_turns, list(messages), episode.truncated)
+        self._count += 1
+        if len(self._episodes) < _EPISODES:
+            self._episodes.append(entry)
+            return
+        index = self._rng.randrange(self._count)
+        if index < _EPISODES:
+            self._episodes[index] = entry
+
+    def transcripts(self, advantages: Mapping[int, float], decode: Callable[[list[int]], str]) -> list[Transcript]:
+        """Returns the sample as transcripts, highest return first.
+
+        Args:
+            advantages: Advantages of the turns that the latest update learned from, by `id` of the turn.
+            decode: Returns the text of token ids.
+        """
+        transcripts = [_transcript(*entry, advantages, decode) for entry in self._episodes]
+        return sorted(transcripts, key=lambda transcript: -float(transcript["return"]))
 
 
 def _transcript(
-    played: Sequence[Turn],
+    turns: Sequence[Turn],
     messages: Sequence[Message],
     truncated: bool,
     advantages: Mapping[int, float],
     decode: Callable[[list[int]], str],
 ) -> Transcript:
-    by_role = {role: [m["content"] for m in messages if m["role"] == role] for role in ("system", "user", "assistant")}
-    count = len(played)
-    shown = [number for number in range(count) if number < _TURNS or number >= count - _TURNS]
-    turns = []
-    for number in shown:
-        turn = played[number]
-        turns.append(
+    texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
+    for message in messages:
+        texts[message["role"]].append(message["content"])
+    shown = []
+    for index, turn in enumerate(turns):
+        if _TURNS <= index < len(turns) - _TURNS:
+            continue
+        shown.append(
             {
-                "turn": number + 1,
-                "read": by_role["user"][number][:_CHARACTERS],
-                "reply": by_role["assistant"][number][:_CHARACTERS],
+                "turn": index + 1,
+                "read": texts["user"][index][:_CHARACTERS],
+                "reply": texts["assistant"][index][:_CHARACTERS],
                 "choices": _choices(turn, decode),
                 "reward": turn.reward,
                 "penalty": turn.penalty,
@@ -82,19 +98,21 @@ def _transcript(
             }
         )
     return {
-        "system": "".join(by_role["system"])[:_CHARACTERS],
-        "return": sum(turn.reward for turn in played),
-        "length": count,
+        "system": "".join(texts["system"])[:_CHARACTERS],
+        "return": sum(turn.reward for turn in turns),
+        "length": len(turns),
         "truncated": truncated,
-        "turns": turns,
+        "turns": shown,
     }
 
 
 def _choices(turn: Turn, decode: Callable[[list[int]], str]) -> list[tuple[str, float]] | None:
-    """Text and probability of the likeliest choices, and of the one taken; None for free text."""
-    if turn.prompt.choices is None or not turn.reply.choice_logprobs:
+    """Returns text and probability of the most likely choices, and of the one taken; None for free text."""
+    logprobs = turn.reply.choice_logprobs
+    if turn.prompt.choices is None or not logprobs:
         return None
-    logprobs, taken = turn.reply.choice_logprobs, turn.reply.choice_index
     ranked = sorted(range(len(logprobs)), key=lambda index: -logprobs[index])
-    shown = ranked[:_CHOICES] + [index for index in ranked[_CHOICES:] if index == taken]
+    shown = ranked[:_CHOICES]
+    if turn.reply.choice_index not in shown:
+        shown += [index for index in ranked if index == turn.reply.choice_index]
     return [(decode(list(turn.prompt.choices[index])), math.exp(logprobs[index])) for index in shown]

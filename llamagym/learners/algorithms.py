@@ -48,9 +48,12 @@ def learner_config(
         ConfigError: An option is unknown or out of range, or two arguments contradict each other.
     """
     if learner is not None:
-        others = sorted({*old, *(["ppo_config_dict"] if ppo_options else [])})
+        others = set(old)
+        if ppo_options:
+            others.add("ppo_config_dict")
         if others:
-            raise ConfigError(f"learner={learner!r} and {' and '.join(others)} are both set. Pass learner= only.")
+            names = " and ".join(sorted(others))
+            raise ConfigError(f"learner={learner!r} and {names} are both set. Pass learner= only.")
         if type(learner) not in _CONFIGS.values():
             raise ConfigError(
                 f"learner must be a PPOConfig, GRPOConfig or ReinforceConfig, got {excerpt(learner)} "

@@ -1,4 +1,4 @@
-"""Measures an agent, or any other policy beside it."""
+"""Evaluates an agent or another policy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from gymnasium.vector import VectorEnv
@@ -18,26 +19,28 @@ from .play import Play
 from .played import Judge, success_rate
 from .players import AgentPlayer, Player, Policy, PolicyPlayer
 
-# Of the resampling: an interval that is looked at twice is the same, and memory for this many numbers at once is fine.
-_BOOTSTRAP_SEED, _BOOTSTRAP_NUMBERS = 0, 2**22
+# A fixed seed, so that computing an interval again gives the same.
+_BOOTSTRAP_SEED = 0
+# Resampled returns that are held in memory at once.
+_BOOTSTRAP_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What `evaluate` measured; printed, a line.
+    """Result of `evaluate`; `str()` of it is one line.
 
     Attributes:
         returns: Undiscounted return of each episode.
-        lengths: Turns of each.
-        invalid: Turns of each whose reply named no action; none of a policy that is no agent.
-        successes: Whether each succeeded, by the environment's info under "success", "won" or "is_success"; None where
-            it does not say.
+        lengths: Number of turns of each episode.
+        invalid: Number of turns of each episode whose reply named no action; 0 for a policy that is not an agent.
+        successes: Whether each episode succeeded, by the environment's info under "success", "won" or "is_success";
+            None where it does not say.
         mean: Mean return.
-        standard_error: Of the mean; NaN for a single episode.
-        interval: 95 % confidence interval of the mean; NaN for a single episode.
+        standard_error: Standard error of the mean return; NaN for a single episode.
+        interval: 95 % confidence interval of the mean return; NaN for a single episode.
         mean_length: Mean number of turns.
         invalid_rate: Share of the turns whose reply named no action.
-        success_rate: Share of successes among the episodes of which it is known; None if it is of none.
+        success_rate: Share of successful episodes among those with a known outcome; None if none is known.
     """
 
     returns: list[float]
@@ -46,10 +49,10 @@ class EvaluationResult:
     successes: list[bool | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Checks that there are returns.
+        """Checks the returns.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: `returns` is no list, or empty.
         """
         if not isinstance(self.returns, Sequence) or isinstance(self.returns, str) or not self.returns:
             raise ConfigError(
@@ -65,7 +68,9 @@ class EvaluationResult:
     @property
     def standard_error(self) -> float:
         """Standard error of the mean return."""
-        return float(np.std(self.returns, ddof=1) / np.sqrt(len(self.returns))) if len(self.returns) > 1 else np.nan
+        if len(self.returns) < 2:
+            return np.nan
+        return float(np.std(self.returns, ddof=1) / np.sqrt(len(self.returns)))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -73,22 +78,22 @@ class EvaluationResult:
 
         Returns of two values, such as 0 and 1 for failure and success, have Wilson's interval of a share (Wilson 1927,
         https://doi.org/10.2307/2276774), also if all of them are 0 or all are 1. Other returns have the bias-corrected
-        and accelerated bootstrap interval (Efron 1987, https://doi.org/10.2307/2289144), widened as Student's
-        distribution is for few episodes.
+        and accelerated bootstrap interval (Efron 1987, https://doi.org/10.2307/2289144), widened for few episodes as
+        Student's distribution is.
 
-        No interval accounts for what was never met. If all returns are equal, and neither 0 nor 1, it has no width.
-        Where a rare episode decides the mean, it covers the mean less often than it says: with 20 episodes of which one
-        in 50 earns a hundred times what others do, 3 times in 10. docs/training.md has a table of the coverage by the
-        kind and number of returns. Then play more episodes.
+        No interval accounts for outcomes that did not occur. If all returns are equal, and neither 0 nor 1, it has no
+        width. If a rare episode decides the mean, the coverage is lower than 95 %; then play more episodes.
+        docs/training.md has a table of the coverage by distribution and number of returns.
         """
-        count, values = len(self.returns), set(self.returns)
+        count = len(self.returns)
+        values = set(self.returns)
         if count == 1:
             return np.nan, np.nan
         if values <= {0.0, 1.0}:
             return _interval_of_two_values(self.returns, 0.0, 1.0)
         if len(values) == 1:
             return self.mean, self.mean
-        # Two returns that differ need not be all there is.
+        # With two episodes, two values do not suggest that there are no others.
         if len(values) == 2 and count > 2:
             return _interval_of_two_values(self.returns, *sorted(values))
         return _bootstrap_interval(self.returns)
@@ -105,43 +110,47 @@ class EvaluationResult:
 
     @property
     def success_rate(self) -> float | None:
-        """Share of successes."""
+        """Share of successful episodes."""
         return success_rate(self.successes)
 
     def __str__(self) -> str:
-        """The measurements in a line."""
-        (low, high), success = self.interval, self.success_rate
+        """Returns the means on one line."""
+        low, high = self.interval
         parts = [f"mean return {self.mean:.3f} (95% interval {low:.3f} to {high:.3f})", f"{len(self.returns)} episodes"]
-        parts += [] if success is None else [f"success {success:.1%}"]
-        return ", ".join([*parts, f"{self.mean_length:.1f} turns each", f"invalid replies {self.invalid_rate:.1%}"])
+        if self.success_rate is not None:
+            parts.append(f"success {self.success_rate:.1%}")
+        parts += [f"{self.mean_length:.1f} turns each", f"invalid replies {self.invalid_rate:.1%}"]
+        return ", ".join(parts)
 
 
 def _interval_of_two_values(returns: Sequence[float], low: float, high: float) -> tuple[float, float]:
-    """Wilson's interval of the share of `high` among returns that are `low` or `high`, as returns."""
+    """Returns Wilson's interval of the mean of returns that are `low` or `high`."""
     from scipy.stats import binomtest  # takes a second to import
 
-    share = binomtest(sum(value == high for value in returns), len(returns)).proportion_ci(method="wilson")
+    high_count = sum(value == high for value in returns)
+    share = binomtest(high_count, len(returns)).proportion_ci(method="wilson")
     return low + (high - low) * float(share.low), low + (high - low) * float(share.high)
 
 
 def _bootstrap_interval(returns: Sequence[float]) -> tuple[float, float]:
-    """Bootstrap interval of the mean, on either side as much wider as Student's is than the normal distribution's.
+    """Returns the bootstrap interval of the mean, widened by the ratio of Student's quantile to the normal quantile.
 
-    The bootstrap takes the spread for known: of 5 episodes it covers the mean in 86 of 100 cases (Hesterberg 2015,
-    https://doi.org/10.1080/00031305.2015.1089789, section 4.3).
+    Without that it is too narrow for few episodes, because the bootstrap treats the sample's spread as the
+    distribution's (Hesterberg 2015, https://doi.org/10.1080/00031305.2015.1089789, section 4.3).
     """
     from scipy.stats import bootstrap, norm, t
 
-    count, mean = len(returns), float(np.mean(returns))
+    count = len(returns)
+    mean = float(np.mean(returns))
     batch = max(1, _BOOTSTRAP_NUMBERS // count)
-    found = bootstrap((returns,), np.mean, batch=batch, rng=np.random.default_rng(_BOOTSTRAP_SEED))
-    low, high = found.confidence_interval
-    wider = t.ppf(0.975, count - 1) / norm.ppf(0.975) * math.sqrt(count / (count - 1))
-    return mean + wider * (float(low) - mean), mean + wider * (float(high) - mean)
+    result = bootstrap((returns,), np.mean, batch=batch, rng=np.random.default_rng(_BOOTSTRAP_SEED))
+    low, high = result.confidence_interval
+    factor = t.ppf(0.975, count - 1) / norm.ppf(0.975) * math.sqrt(count / (count - 1))
+    return mean + factor * (float(low) - mean), mean + factor * (float(high) - mean)
 
 
 def side_by_side(results: Mapping[str, EvaluationResult]) -> str:
-    """Results as a table with a row for each, by name.
+    """Returns a table of results, one row per name.
 
     Raises:
         ConfigError: `results` is not a dictionary of results of `evaluate`, or empty.
@@ -176,81 +185,88 @@ def evaluate(
     greedy: bool = True,
     judge: Judge | None = None,
 ) -> EvaluationResult:
-    """Measure an agent or another policy; nothing is learned, and training continues as if this had not been called.
+    """Evaluates an agent or another policy; nothing is learned, and training continues as if this had not been called.
 
-    Every copy plays the same number of episodes, give or take one, then rests: taking the first to end would prefer
-    short ones.
-    With the same seed all policies play the same episodes.
+    Each environment plays the same number of episodes, or one more: counting the first episodes to end would favor
+    short ones. With the same seed, all policies play the same episodes.
 
     Args:
-        agent: Who acts. An agent is switched to `eval(greedy)`, and back afterwards. A function gives an action for an
-            observation, or, with a second parameter `info`, for both. "random" draws from the action space, within
-            `info["action_mask"]` where there is one.
+        agent: An agent, which is switched to `eval(greedy)` and back; a function of the observation, and of the info if
+            it has a parameter `info`, that returns an action; or "random", which draws from the action space, among the
+            actions that `info["action_mask"]` allows if it is given.
         env: As for `train`.
-        episodes: How many to play.
-        seed: Of the episodes' reset seeds, apart from those of `train` with any other seed, and of sampling; None draws
-            one.
-        num_envs: Copies that are acted in at once; None as for `train`.
-        greedy: Take the most likely choice or token instead of sampling.
+        episodes: Number of episodes.
+        seed: Seed of the episodes and of sampling; None draws one. `train` plays other episodes, unless it has this
+            seed.
+        num_envs: Number of environments that are stepped together; None as for `train`.
+        greedy: Whether an agent takes the most likely choice or token instead of sampling.
         judge: As for `train`.
 
     Raises:
-        ConfigError: An argument is of the wrong type or out of range, or `env` cannot be made or copied.
+        ConfigError: An argument is of the wrong type or out of range, or `env` cannot be made, or not several times.
     """
     check_arguments(evaluate, locals())
     require_positive(episodes=episodes, num_envs=num_envs)
-    entropy = np.random.SeedSequence(as_seed(seed)).entropy
-    assert isinstance(entropy, int)
+    base_seed = np.random.SeedSequence(as_seed(seed)).entropy
+    assert isinstance(base_seed, int)
     num_envs = copies_for(env, num_envs)
     if not isinstance(env, VectorEnv):
         num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
-    quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
-    played: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
-    measured = _measured(agent, ids, greedy, entropy) if isinstance(agent, Agent) else nullcontext()
-    with opened(env, [num_envs]) as parts, measured:
+    quotas = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
+    # Return, length, invalid turns and success by environment; the episodes themselves, with their texts, are dropped.
+    outcomes: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
+    mode = _evaluation_mode(agent, ids, greedy, base_seed) if isinstance(agent, Agent) else nullcontext()
+    with opened(env, [num_envs]) as parts, mode:
         player: Player
         if isinstance(agent, Agent):
             player = AgentPlayer(agent)
         else:
-            player = PolicyPlayer(agent, parts[0].action_space, entropy % 2**32)
-        play = Play(player, parts, ids, entropy, judge=judge)
+            player = PolicyPlayer(agent, parts[0].action_space, base_seed % 2**32)
+        play = Play(player, parts, ids, base_seed, judge=judge)
         play.begin()
-        resting = np.array(quota) == 0
-        while not resting.all():
+        is_done = np.array(quotas) == 0
+        while not is_done.all():
             for episode in play.step().ended:
-                if len(played[episode.copy]) < quota[episode.copy]:
-                    # The episode itself, with all its texts, is not kept.
+                index = episode.copy
+                if len(outcomes[index]) < quotas[index]:
                     outcome = (episode.total_reward, episode.length, episode.invalid_turns, episode.success)
-                    played[episode.copy].append(outcome)
-                resting[episode.copy] = len(played[episode.copy]) == quota[episode.copy]
-            play.rest(resting)
-    returns, lengths, invalid, successes = zip(*(outcome for done in played for outcome in done), strict=True)
+                    outcomes[index].append(outcome)
+                is_done[index] = len(outcomes[index]) == quotas[index]
+            play.pause(is_done)
+    returns, lengths, invalid, successes = zip(*chain.from_iterable(outcomes), strict=True)
     return EvaluationResult(list(returns), list(lengths), list(invalid), list(successes))
 
 
 @contextmanager
-def _measured(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) -> Iterator[None]:
-    """While open, an agent acts in `eval`, with random numbers and conversations of its own."""
+def _evaluation_mode(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) -> Iterator[None]:
+    """While open, an agent acts in `eval`, with random numbers and conversations of its own.
+
+    Args:
+        agent: The agent.
+        ids: Environments whose conversations are dropped at both ends.
+        greedy: As for `Agent.eval`.
+        seed: Seed of the random numbers.
+    """
     actor = collector_of(agent).actor
     was_learning = actor.is_learning
     was_greedy = actor.is_greedy
     rng = agent.policy.rng
-    drawn = rng.get_state()
+    rng_state = rng.get_state()
     agent.eval(greedy)
     rng.manual_seed(seed % 2**63)
     try:
         with own_conversations(agent, ids), agent.policy.measuring():
             yield
     finally:
-        rng.set_state(drawn)
+        rng.set_state(rng_state)
         actor.is_learning = was_learning
         actor.is_greedy = was_greedy
 
 
 @contextmanager
 def own_conversations(agent: Agent, ids: Sequence[Hashable]) -> Iterator[None]:
-    """While open, these environments' conversations belong to it: new ones, which end with it, whatever happens."""
+    """Drops these environments' conversations when opened and, also after an exception, when closed."""
     actor = collector_of(agent).actor
     actor.discard_episodes(ids)
     try:

@@ -1,4 +1,4 @@
-"""Training: an agent, many copies of an environment, a progress bar, and checkpoints to resume from."""
+"""Training: an agent acts and learns in many environments, with a progress bar and checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
 from .evaluation import own_conversations
 from .interrupts import EXIT_CODE, Interrupts
-from .play import Play, Taken
-from .played import Judge, PlayedEpisode, success_rate
+from .play import Play, StepResult
+from .played import Judge, success_rate
 from .players import AgentPlayer
 from .progress import Progress
 from .report import write_report
@@ -37,8 +37,8 @@ from .tracking import MultiTracker, Tracker, trackers_of_run
 
 logger = logging.getLogger(__name__)
 
-# Passes with fewer rows are slower, and episodes of one copy follow from one another.
-_FEWEST_COPIES = 16
+# Forward passes over fewer environments take more time per turn, and episodes of one environment follow each other.
+_FEWEST_ENVS = 16
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TrainingResult:
 
     @property
     def success_rate(self) -> float | None:
-        """The share of successes."""
+        """Share of successful episodes."""
         return success_rate(self.successes)
 
 
@@ -96,67 +96,64 @@ def train(
     env_timeout: float | None = None,
     overlap: bool = False,
 ) -> TrainingResult:
-    """Let the agent act and learn for a number of episodes or turns, or for some time.
+    """Trains an agent for a number of episodes or turns, or for some time.
 
-    With a critic, and where a turn's context holds nothing from before, a batch takes episodes under way too, once one
-    has ended: the critic's estimate stands for their rest.
+    With a critic and `context="turn"`, a batch also uses the turns so far of unfinished episodes, once one episode has
+    ended; the critic's estimate replaces the rewards to come.
 
-    With `run_dir` or `checkpoint_dir` a run can be stopped at any moment and resumed. A resumed run computes, bit for
-    bit on a CPU, what it would have computed without the stop at its last checkpoint. Episodes under way continue where
-    an environment depends on its seed and on actions alone; elsewhere they start again, which is logged. An error of
-    the environment or of learning saves the state before the step that failed.
+    With `run_dir` or `checkpoint_dir`, a run can be stopped at any moment and resumed. A resumed run computes, bit for
+    bit on a CPU, what it would have computed if it had not been stopped at its last checkpoint. Unfinished episodes
+    continue if an environment depends on its seed and its actions only; otherwise they start again, which is logged.
+    An error of the environment or of learning saves the state before the step that failed.
 
-    Of several processes that learn together (`accelerate launch`), each calls this with the same arguments and acts in
-    `num_envs` copies of its own; episodes, updates, turns and returns are counted over all of them. Callbacks and
-    `on_update` are called in all, and any of them can end the training. The first alone writes: checkpoints, to a
-    tracker, to the terminal. An error in one ends all, which go on from the last checkpoint.
+    If several processes learn together (`accelerate launch`), each calls this with the same arguments and acts in
+    `num_envs` environments of its own. Episodes, updates, turns and returns are counted over all of them. Callbacks and
+    `on_update` are called in all processes, and each of them can end the training. Only the first process writes
+    checkpoints, to trackers and to the terminal. An error in one process ends all; resume from the last checkpoint.
 
     Args:
         agent: The agent to train; switched to `train()`.
         env: An environment's id, an environment, a function that makes one, or a `SyncVectorEnv` or `AsyncVectorEnv`
-            of any autoreset mode, wrapped or not. With `num_envs` > 1 an environment must have a spec to be copied
-            from. What is made here is closed at the end; what was passed stays open.
-        episodes: Stop when this many have ended; unfinished ones are dropped. None: no limit. Of several budgets
-            (`episodes`, `turns`, `minutes`) the one that is used up first ends the training. Budgets are those of this
-            call, whatever a resumed run did before (see `resume`).
-        num_envs: Number of environments that are stepped together. None: 1 for an environment that cannot be made
-            several times, else up to 64 in whole groups. Unless groups are compared or steps overlap, 16 of them run at
-            first, and after each update as many as a batch holds episodes, at least 16: with more, few episodes would
-            start per batch, and early turns would hardly be trained on.
+            of any autoreset mode, wrapped or not. With `num_envs` > 1, an environment must have a spec to make others
+            from. Environments made here are closed at the end; what was passed stays open.
+        episodes: Number of episodes; unfinished ones are dropped. None: no limit. Of several budgets (`episodes`,
+            `turns`, `minutes`), the first that is used up ends the training. A budget is that of this call, in addition
+            to what a resumed run has used before (see `resume`).
+        num_envs: Number of environments that are stepped together. None: 1 if the environment cannot be made several
+            times, else up to 64 in whole groups. Unless groups are compared or steps overlap, only 16 of them act at
+            first, and after each update as many as a batch holds episodes, at least 16. With more, few episodes would
+            start per batch, so early turns would hardly be trained on.
         seed: Base seed of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
-        on_update: Called with the statistics of each update, after callbacks and tracker; as with callbacks, returning
-            False ends the training.
-        tracker: Receives them with what callbacks added, and the minutes so far. An error of it is logged, and training
-            goes on, unless it has an attribute `stops_on_error` that is True.
-        group_size: Leave it out. The number of episodes that share a reset seed, in as many copies in a row, is the
-            learner's `group_size`; another number here is rejected.
-        turns: Stop at the step with which so many are taken, over all copies. None: no limit.
-        minutes: Stop when so many are over. None: no limit. The clock then also says when rates begin to fall
-            (`cooldown`): from there on two runs of one seed differ.
-        callbacks: Told of steps, episodes and updates; see `Callback`.
-        judge: Called with each episode that ends, before it is learned from (`PlayedEpisode` says what it sees). What
-            it returns is added to the rewards: a number to the last turn's, or a list with one for each turn. A second
-            model is such a function.
+        on_update: Called with the statistics of each update, after callbacks and tracker. Returning False ends the
+            training, as in callbacks.
+        tracker: Receives the statistics of each update, with those that callbacks added and the minutes so far. Its
+            errors are logged, unless it has an attribute `stops_on_error` that is True.
+        group_size: Leave it out: the learner's `group_size` applies, and another number is rejected.
+        turns: Number of turns over all environments, rounded up to whole steps. None: no limit.
+        minutes: Training time. None: no limit. Rates then begin to fall (`cooldown`) by the clock, so that two runs of
+            one seed differ from there on.
+        callbacks: Called after steps, episodes and updates; see `Callback`.
+        judge: Function that rewards each finished `PlayedEpisode` before it is learned from, such as a second model.
+            It returns a number for the last turn, or a list with one for each turn, which are added to the rewards.
         run_dir: Folder of the run, new, empty or that of the run to resume: `config.json`, `metrics.jsonl`,
             `transcripts.jsonl`, `checkpoints/` and, at the end, `report.html`. None writes none of these.
         log_with: With `run_dir`: other trackers for the statistics, as for `default_tracker`.
-        checkpoint_dir: Where checkpoints are written; None is `checkpoints` in `run_dir`, or nowhere without it.
-        checkpoint_every: Updates between two checkpoints; one is also written before the first step. Each drops all
-            caches, so observations that recur are processed again after it.
-        keep_checkpoints: How many are kept: the newest, and the best beside them.
-        resume: Whether to continue from the newest intact checkpoint; without any, training begins. The same budget as
-            that of a call that was interrupted continues where it stood; any other, and that of a call that had used
+        checkpoint_dir: Folder of the checkpoints; None is `checkpoints` in `run_dir`, or no checkpoints without it.
+        checkpoint_every: Number of updates between two checkpoints; one is also written before the first step. Each
+            drops all caches, so observations that recur are processed again after it.
+        keep_checkpoints: Number of newest checkpoints that are kept; the best is kept as well.
+        resume: Whether to continue from the newest intact checkpoint; if there is none, training begins. An interrupted
+            call's budget continues where it stood if it is passed again; any other budget, or that of a call that used
             its own up, is granted in full.
-        allow_changes: With `resume`: what may differ from the checkpoint, by the names that the error lists:
-            "learner.learning_rate" for an option, "learner" for all of them, "environment", "choices",
-            "model". In another environment, in another number of them, or if a judge is added or removed, the episodes
-            under way start again.
+        allow_changes: With `resume`: names of what may differ from the checkpoint, as the error lists them:
+            "learner.learning_rate" for an option, "learner" for all of them, "environment", "choices", "model". With
+            another environment, another number of them, or a judge added or removed, unfinished episodes start again.
         handle_signals: Whether the first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and logs how to
-            resume, and only a second one stops at once. Without a folder the checkpoint is written below `runs/`.
-            Without effect outside the main thread, since Python delivers signals there only.
-        env_timeout: Seconds that a step or reset may take, when episodes are played again too; copies then run in
-            processes of their own. None sets no limit, and steps them in this one unless `overlap` says otherwise.
-        overlap: For slow environments: copies run in processes of their own, in two halves, and the agent acts in one
+            resume, and only a second one stops immediately. Without a folder, the checkpoint is written below `runs/`.
+            Without effect outside the main thread, because Python delivers signals only there.
+        env_timeout: Seconds that a step or reset may take, also while episodes are replayed. Environments then run in
+            worker processes. None sets no limit, and environments run in this process unless `overlap` is True.
+        overlap: For slow environments: they run in worker processes, in two halves, and the agent acts in one half
             while the other steps. Episodes are the same; replies are drawn in another order.
 
     Returns:
@@ -164,8 +161,8 @@ def train(
 
     Raises:
         ConfigError: An argument is of the wrong type or out of range, `num_envs` is no multiple of the learner's
-            `group_size`, or `env` cannot be made or copied.
-        CheckpointError: There are checkpoints, and `resume` is False, none of them can be read, or the newest is of
+            `group_size`, or `env` cannot be made, or not several times.
+        CheckpointError: There are checkpoints although `resume` is False, none of them can be read, or the newest is of
             another model, agent or environment, or of a run with other options.
         EnvironmentTimeoutError: The environment took longer than `env_timeout`.
         SystemExit: A signal ended the training, with status 130; in an interactive session a KeyboardInterrupt.
@@ -187,55 +184,32 @@ def train(
             f"group_size={group_size}, but the agent's learner compares {size} episodes of each start (1: none). Leave "
             "it out here, and set it in the agent's learner=GRPOConfig(group_size=...)."
         )
-    finds_copies = num_envs is None and size == 1 and not overlap
+    adapts_num_envs = num_envs is None and size == 1 and not overlap
     num_envs = copies_for(env, num_envs, size)
-    if num_envs % size:
-        raise ConfigError(
-            f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
-            f"{size}, or another group_size in the agent's learner=GRPOConfig(...)."
-        )
-    if env_timeout is not None and not 0 < env_timeout < math.inf:
-        raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
-    if overlap and num_envs < 2 * size:
-        raise ConfigError(
-            f"overlap=True needs two halves, and num_envs={num_envs} is one group of {size}. Pass {2 * size} or more."
-        )
-    # An environment may change the working directory.
-    runs = user_path("runs")
-    run_dir = None if run_dir is None else user_folder(run_dir, "run_dir")
-    checkpoint_dir = None if checkpoint_dir is None else user_folder(checkpoint_dir, "checkpoint_dir")
-    if log_with and run_dir is None:
-        raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
-    if run_dir is not None and checkpoint_dir is None:
-        checkpoint_dir = run_dir / "checkpoints"
-    if resume and checkpoint_dir is None:
-        raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
-    if resume and run_dir is not None and checkpoint_dir is not None:
-        require_run_folder(run_dir)
-        require_same_run(run_dir, checkpoint_dir)
-    if checkpoint_dir is not None and not resume:
-        with distributed.main_process_first():
-            require_none(checkpoint_dir)
+    _check_environments(num_envs, size, env_timeout, overlap)
+    folders = _checked_folders(run_dir, checkpoint_dir, log_with, resume)
     agent.train()
     collector = collector_of(agent)
-    hooks = collector.actor.hooks
-    ids, half = list(range(num_envs)), num_envs // size // 2 * size
+    ids = list(range(num_envs))
+    half = num_envs // size // 2 * size
+    part_sizes = [half, num_envs - half] if overlap else [num_envs]
     with (
-        opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
+        opened(env, part_sizes, env_timeout, overlap) as parts,
         own_conversations(agent, ids),
         run.paces_learner(),
-        # A judge rewards turns at the end of their episode.
+        # A judge rewards turns only at the end of their episode.
         collector.cutting_episodes(ids) if judge is None else nullcontext(),
         ExitStack() as run_files,
         Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
-        # Left first: where a run cannot be resumed, the agent has its own state again.
+        # Exits first: if a run cannot be resumed, the agent has its own state again.
         ExitStack() as resuming,
     ):
         base_seed = collector.draw_seed() if seed is None else seed
-        play = Play(AgentPlayer(agent), parts, ids, base_seed, size, judge, (distributed.rank(), distributed.count()))
+        share = (distributed.rank(), distributed.count())
+        play = Play(AgentPlayer(agent), parts, ids, base_seed, size, judge, share)
 
-        def run_saved_in(folder: Path) -> SavedRun:
+        def saved_run_in(folder: Path) -> SavedRun:
             options = {
                 "num_envs": num_envs,
                 "group_size": size,
@@ -246,118 +220,331 @@ def train(
                 "chat_template": str(agent.tokenizer.chat_template),
                 "judge": judge is not None,
             }
-            run_id = _run_id(run_dir, tracker)
+            run_id = _run_id(folders.run_dir, tracker)
             return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes, run_id)
 
-        saved = None if checkpoint_dir is None else run_saved_in(checkpoint_dir)
-        saved_state = saved.read(resuming) if saved and resume else None
-        own_trackers = []
-        if run_dir is not None:
-            if saved_state is None:
-                _require_no_metrics(run_dir)
-            # Now that nothing can be wrong with the call: one that fails leaves no files.
-            settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
-            run_id = "" if saved is None else saved.run_id
-            run_trackers = _trackers_of_run(run_dir, agent, settings, log_with, run_id)
-            own_trackers.append(run_files.enter_context(closing(run_trackers)))
-        # What was passed is not closed here.
-        passed_trackers = [tracker] if tracker is not None and distributed.is_main_process() else []
-        trackers = MultiTracker(*own_trackers, *passed_trackers)
+        saved_run = None if folders.checkpoint_dir is None else saved_run_in(folders.checkpoint_dir)
+        saved_state = saved_run.read(resuming) if saved_run and resume else None
+        loop = _Loop(
+            agent=agent,
+            run=run,
+            play=play,
+            callbacks=all_callbacks,
+            progress=progress,
+            interrupts=interrupts,
+            folders=folders,
+            saved_run_in=saved_run_in,
+            saved_run=saved_run,
+            on_update=on_update,
+            adapts_num_envs=adapts_num_envs,
+        )
+        # Files are written only now that no argument can be rejected any more.
+        settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
+        loop.open_trackers(run_files, settings, log_with, tracker, is_new=saved_state is None)
         if saved_state is None:
-            if finds_copies:
-                play.rest(np.arange(num_envs) >= _FEWEST_COPIES)
-            play.begin()
+            loop.begin_episodes()
         else:
-            run.load_state_dict(saved_state)
-            progress.resume(run.returns, len(run.updates))
-            progress.note(f"resumed after {run}; {1 - run.progress:.0%} of the budget is left")
-        if play.awaits_free_text() and not (hooks.has_fallback or hooks.takes_any_reply):
-            logger.warning(
-                "Replies are free text; one that names no action will end the training. %s", hooks.no_action_advice()
-            )
-
-        has_warned = False
-
-        def take(taken: Taken) -> None:
-            nonlocal has_warned
-            taken = taken.with_others()
-            counted = run.take(taken.ended, taken.stats, taken.turns)
-            own_stats = dict(taken.stats)
-            _notify(all_callbacks, run, counted, taken.stats)
-            progress.advance([episode.total_reward for episode in counted], taken.stats)
-            if taken.stats:
-                if finds_copies:
-                    play.rest(np.arange(num_envs) >= _copies_for_batches(agent.learner, own_stats))
-                trackers.log({**taken.stats, "minutes": run.minutes}, len(run.returns))
-                if on_update is not None:
-                    answer = on_update(taken.stats)
-                    make_plain_(taken.stats, own_stats, "on_update")
-                    if is_false(answer):
-                        logger.warning("on_update returned False, which ends the training (in earlier versions: True).")
-                        run.stop()
-                    elif answer is True and not has_warned:
-                        has_warned = True
-                        logger.warning(
-                            "on_update returned True, which ended the training in earlier versions. Now False ends it, "
-                            "as in callbacks, and it goes on. Return False to end it, None to go on."
-                        )
-            all_callbacks.raise_error()
-
-        def save() -> None:
-            if saved is not None:
-                state = {**run.state_dict(), "tracker": trackers.position(), "callbacks": all_callbacks.state_dict()}
-                saved.write(state, run.turns, run.updates)
-
+            loop.restore_counts(saved_state)
+        loop.warn_if_replies_may_fail()
         with (
-            _notified(all_callbacks, run, saved_state, saved.state_file if saved else None, trackers),
-            saved_on_error(save if saved else None, checkpoint_dir),
+            loop.callbacks_notified(saved_state),
+            saved_on_error(loop.save if saved_run else None, folders.checkpoint_dir),
         ):
             resuming.close()
-            is_over = any(distributed.gather_objects(run.is_over))
-            if is_over:
-                logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
-            if saved_state is None:
-                # A run that is killed before its next checkpoint is resumed from here: what trackers wrote since is
-                # dropped, and what callbacks prepared is not lost.
-                save()
-                all_callbacks.raise_error()
-            while not is_over:
-                taken = play.step()
-                take(taken)
-                is_due = bool(taken.stats) and len(run.updates) % checkpoint_every == 0
-                is_over, stops = map(
-                    any, zip(*distributed.gather_objects((run.is_over, interrupts.stops)), strict=True)
-                )
-                if stops and saved is None:
-                    saved = run_saved_in(_folder_of_interrupted(runs, agent))
-                if saved is not None and (is_due or is_over or stops):
-                    for pending in play.end_steps():
-                        take(pending)
-                    save()
-                    all_callbacks.raise_error()
-                if stops and saved is not None:
-                    _stop_interrupted(run, run_dir, saved.root)
-        # An interrupt that came after the last step, such as during the last evaluation.
-        if any(distributed.gather_objects(interrupts.stops)):
-            if saved is None:
-                saved = run_saved_in(_folder_of_interrupted(runs, agent))
-                save()
-            _stop_interrupted(run, run_dir, saved.root)
+            loop.run_steps(checkpoint_every, is_new=saved_state is None)
+        loop.stop_if_interrupted()
         run.finish()
         if run.is_finished:
-            # A call that was stopped before this is continued, even if nothing but its end was missing.
-            save()
+            # Records the end, so that the next call has a budget of its own.
+            loop.save()
     message = "" if run.updates else collector.why_no_update()
     if message:
         logger.warning(message)
     report = None
-    if run_dir is not None and run.updates and distributed.is_main_process():
-        report = _report(run_dir)
+    if folders.run_dir is not None and run.updates and distributed.is_main_process():
+        report = _report(folders.run_dir)
     return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report)
 
 
+def _check_environments(num_envs: int, group_size: int, env_timeout: float | None, overlap: bool) -> None:
+    """Rejects a number of environments that is not whole groups, or a time limit that is not positive.
+
+    Raises:
+        ConfigError: The arguments of `train` are such, or too few environments overlap.
+    """
+    if num_envs % group_size:
+        raise ConfigError(
+            f"num_envs={num_envs} does not divide into groups of {group_size} episodes that start alike. Pass a "
+            f"multiple of {group_size}, or another group_size in the agent's learner=GRPOConfig(...)."
+        )
+    if env_timeout is not None and not 0 < env_timeout < math.inf:
+        raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
+    if overlap and num_envs < 2 * group_size:
+        raise ConfigError(
+            f"overlap=True needs two halves, and num_envs={num_envs} is one group of {group_size}. Pass "
+            f"{2 * group_size} or more."
+        )
+
+
+@dataclass(frozen=True)
+class _Folders:
+    """The folders that a call of `train` writes to; `runs` is for an interrupted run without the others."""
+
+    run_dir: Path | None
+    checkpoint_dir: Path | None
+    runs: Path
+
+
+def _checked_folders(
+    run_dir: str | Path | None, checkpoint_dir: str | Path | None, log_with: Sequence[str], resume: bool
+) -> _Folders:
+    """Returns the folders that the arguments of `train` name.
+
+    Raises:
+        ConfigError: A folder is missing, invalid, or of something else.
+        CheckpointError: The folder has checkpoints, and `resume` is False.
+    """
+    # Resolved now, since an environment may change the working directory.
+    runs = user_path("runs")
+    run_folder = None if run_dir is None else user_folder(run_dir, "run_dir")
+    checkpoints = None if checkpoint_dir is None else user_folder(checkpoint_dir, "checkpoint_dir")
+    if log_with and run_folder is None:
+        raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
+    if run_folder is not None and checkpoints is None:
+        checkpoints = run_folder / "checkpoints"
+    if resume and checkpoints is None:
+        raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
+    if resume and run_folder is not None and checkpoints is not None:
+        require_run_folder(run_folder)
+        require_same_run(run_folder, checkpoints)
+    if checkpoints is not None and not resume:
+        with distributed.main_process_first():
+            require_none(checkpoints)
+    return _Folders(run_folder, checkpoints, runs)
+
+
+@dataclass
+class _Loop:
+    """The steps of a training, and the objects that they work on.
+
+    Attributes:
+        saved_run_in: Function that returns the run's checkpoints in a folder.
+        saved_run: The run's checkpoints; None without a folder for them.
+        adapts_num_envs: Whether the number of environments that act follows the length of episodes.
+    """
+
+    agent: Agent
+    run: Run
+    play: Play
+    callbacks: Callbacks
+    progress: Progress
+    interrupts: Interrupts
+    folders: _Folders
+    saved_run_in: Callable[[Path], SavedRun]
+    saved_run: SavedRun | None
+    on_update: Callable[[Stats], bool | None] | None
+    adapts_num_envs: bool
+    trackers: MultiTracker = field(default_factory=MultiTracker)
+    _has_warned: bool = False
+
+    def open_trackers(
+        self,
+        run_files: ExitStack,
+        settings: Mapping[str, Any],
+        log_with: Sequence[str],
+        tracker: Tracker | None,
+        is_new: bool,
+    ) -> None:
+        """Opens the trackers of the run's folder, beside the user's.
+
+        Args:
+            run_files: Closes them; the user's stays open.
+            settings: Arguments of `train` to record in the folder.
+            log_with: As for `train`.
+            tracker: As for `train`.
+            is_new: Whether the run begins.
+
+        Raises:
+            ConfigError: The folder holds the metrics of another run.
+        """
+        opened_trackers = []
+        run_dir = self.folders.run_dir
+        if run_dir is not None:
+            if is_new:
+                _require_no_metrics(run_dir)
+            config = {"agent": type(self.agent).__name__, **settings, **self.agent.learner.config.given()}
+            run_id = "" if self.saved_run is None else self.saved_run.run_id
+            run_trackers = trackers_of_run(run_dir, config, agent=self.agent, log_with=log_with, run_id=run_id)
+            opened_trackers.append(run_files.enter_context(closing(run_trackers)))
+        passed_trackers = [tracker] if tracker is not None and distributed.is_main_process() else []
+        self.trackers = MultiTracker(*opened_trackers, *passed_trackers)
+
+    def begin_episodes(self) -> None:
+        """Starts the first episodes of a new run."""
+        if self.adapts_num_envs:
+            self._limit_acting_envs(_FEWEST_ENVS)
+        self.play.begin()
+
+    def _limit_acting_envs(self, count: int) -> None:
+        """Pauses all environments but the first `count`."""
+        self.play.pause(np.arange(self.play.num_envs) >= count)
+
+    def restore_counts(self, saved_state: dict[str, Any]) -> None:
+        """Continues the counts of a resumed run."""
+        self.run.load_state_dict(saved_state)
+        self.progress.resume(self.run.returns, len(self.run.updates))
+        self.progress.note(f"resumed after {self.run}; {1 - self.run.progress:.0%} of the budget is left")
+
+    def warn_if_replies_may_fail(self) -> None:
+        """Warns if a reply in free text may name no action, which would end the training."""
+        hooks = collector_of(self.agent).actor.hooks
+        if self.play.expects_free_text() and not (hooks.has_fallback or hooks.takes_any_reply):
+            logger.warning(
+                "Replies are free text; one that names no action will end the training. %s", hooks.no_action_advice()
+            )
+
+    @contextmanager
+    def callbacks_notified(self, saved_state: Mapping[str, Any] | None) -> Iterator[None]:
+        """Calls the callbacks when opened and, also after an exception, when closed.
+
+        Args:
+            saved_state: State of the loop that is resumed; None in a new run.
+
+        Raises:
+            CheckpointError: A callback cannot restore its state; trackers are unchanged.
+        """
+        if saved_state is not None:
+            # Before the callbacks, which may log at the start.
+            self.trackers.rewind(saved_state["tracker"])
+        try:
+            try:
+                self.callbacks.on_training_start(self.run)
+                self.callbacks.raise_error()
+                if saved_state is not None:
+                    self._load_callbacks(saved_state["callbacks"])
+            except BaseException:
+                self.trackers.undo_rewind()
+                raise
+            yield
+        except BaseException:
+            self.run.fail()
+            self.callbacks.on_training_end(self.run)
+            try:
+                self.callbacks.raise_error()
+            except Exception as error:  # the error that ended the training is the one to raise
+                logger.error("A callback has failed as well: %r", error)
+            raise
+        self.callbacks.on_training_end(self.run)
+        self.callbacks.raise_error()
+
+    def _load_callbacks(self, state: dict[str, Any]) -> None:
+        """Restores the callbacks' states; a CheckpointError names the file of the states."""
+        self.callbacks.load_state_dict(state)
+        try:
+            self.callbacks.raise_error()
+        except CheckpointError as error:
+            assert self.saved_run is not None
+            raise CheckpointError(f"{str(self.saved_run.state_file)!r}: {error}") from error
+
+    def run_steps(self, checkpoint_every: int, is_new: bool) -> None:
+        """Steps until the run is over.
+
+        Args:
+            checkpoint_every: Number of updates between two checkpoints.
+            is_new: Whether the run begins.
+
+        Raises:
+            SystemExit: A signal arrived; in an interactive session a KeyboardInterrupt.
+        """
+        run = self.run
+        is_over = any(distributed.gather_objects(run.is_over))
+        if is_over:
+            logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
+        if is_new:
+            # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and states of
+            # callbacks are restored.
+            self.save()
+            self.callbacks.raise_error()
+        while not is_over:
+            result = self.play.step()
+            self._take(result)
+            is_due = bool(result.stats) and len(run.updates) % checkpoint_every == 0
+            ends = distributed.gather_objects((run.is_over, self.interrupts.stops))
+            is_over = any(over for over, _ in ends)
+            is_interrupted = any(stops for _, stops in ends)
+            if is_interrupted and self.saved_run is None:
+                self.saved_run = self._saved_below_runs()
+            if self.saved_run is not None and (is_due or is_over or is_interrupted):
+                for pending in self.play.complete_steps():
+                    self._take(pending)
+                self.save()
+                self.callbacks.raise_error()
+            if is_interrupted and self.saved_run is not None:
+                _stop_interrupted(run, self.folders.run_dir, self.saved_run.root)
+
+    def _take(self, result: StepResult) -> None:
+        """Counts a step, calls the callbacks, and logs an update."""
+        result = result.over_all_processes()
+        stats = result.stats
+        counted = self.run.take(result.ended, stats, result.turns)
+        learner_stats = dict(stats)
+        answers = [self.callbacks.on_step(self.run)]
+        for episode in counted:
+            answers.append(self.callbacks.on_episode_end(self.run, episode))
+        if stats:
+            answers.append(self.callbacks.on_update(self.run, stats))
+        if not all(answers):
+            self.run.stop()
+        self.progress.advance([episode.total_reward for episode in counted], stats)
+        if stats:
+            if self.adapts_num_envs:
+                self._limit_acting_envs(_envs_for_batch(self.agent.learner, learner_stats))
+            self.trackers.log({**stats, "minutes": self.run.minutes}, len(self.run.returns))
+            if self.on_update is not None:
+                answer = self.on_update(stats)
+                make_plain_(stats, learner_stats, "on_update")
+                self._stop_if_false(answer)
+        self.callbacks.raise_error()
+
+    def _stop_if_false(self, answer: object) -> None:
+        """Ends the run if `on_update` returned False; warns if it returned True, which once had that meaning."""
+        if is_false(answer):
+            logger.warning("on_update returned False, which ends the training (in earlier versions: True).")
+            self.run.stop()
+        elif answer is True and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "on_update returned True, which ended the training in earlier versions. Now False ends it, as in "
+                "callbacks, and it goes on. Return False to end it, None to go on."
+            )
+
+    def save(self) -> None:
+        """Writes a checkpoint, if there is a folder for it."""
+        if self.saved_run is not None:
+            state = {
+                **self.run.state_dict(),
+                "tracker": self.trackers.position(),
+                "callbacks": self.callbacks.state_dict(),
+            }
+            self.saved_run.write(state, self.run.turns, self.run.updates)
+
+    def _saved_below_runs(self) -> SavedRun:
+        """Returns the checkpoints of an interrupted run without a folder, the same in all processes."""
+        name = f"{type(self.agent).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return self.saved_run_in(self.folders.runs / distributed.gather_objects(name)[0] / "checkpoints")
+
+    def stop_if_interrupted(self) -> None:
+        """Saves the run and ends the program if a signal arrived after the last step, as in a last evaluation."""
+        if not any(distributed.gather_objects(self.interrupts.stops)):
+            return
+        if self.saved_run is None:
+            self.saved_run = self._saved_below_runs()
+            self.save()
+        _stop_interrupted(self.run, self.folders.run_dir, self.saved_run.root)
+
+
 def _report(run_dir: Path) -> Path | None:
-    """Write the report of a run that is over; without room for it, the run has a result all the same."""
+    """Writes the report of a finished run; returns None, with a warning, if it cannot be written."""
     try:
         return write_report([run_dir], run_dir / "report.html")
     except (OSError, ConfigError) as error:
@@ -366,7 +553,7 @@ def _report(run_dir: Path) -> Path | None:
 
 
 def _require_no_metrics(run_dir: Path) -> None:
-    """Reject the folder of another run, whose metrics would be mixed with those of this one.
+    """Rejects the folder of another run, whose metrics would be mixed with those of this one.
 
     Raises:
         ConfigError: The folder holds metrics.
@@ -380,22 +567,14 @@ def _require_no_metrics(run_dir: Path) -> None:
 
 
 def _run_id(run_dir: Path | None, tracker: Tracker | None) -> str:
-    """The id of the run that a folder or a tracker belongs to, or a new id."""
-    own = None if run_dir is None else run_id_of(run_dir)
-    passed = tracker.run_id if isinstance(tracker, MultiTracker) else ""
-    return own or passed or new_run_id()
-
-
-def _trackers_of_run(
-    run_dir: Path, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str], run_id: str
-) -> MultiTracker:
-    """The trackers that write a run's folder."""
-    config = {"agent": type(agent).__name__, **settings, **agent.learner.config.given()}
-    return trackers_of_run(run_dir, config, agent=agent, log_with=log_with, run_id=run_id)
+    """Returns the id of the run that a folder or a tracker belongs to, or a new id."""
+    folder_id = None if run_dir is None else run_id_of(run_dir)
+    tracker_id = tracker.run_id if isinstance(tracker, MultiTracker) else ""
+    return folder_id or tracker_id or new_run_id()
 
 
 def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoReturn:
-    """Log how to continue an interrupted run that has been saved, and end the program or the cell."""
+    """Logs how to continue an interrupted run that has been saved, and ends the program or the notebook's cell."""
     folder = f"checkpoint_dir={str(checkpoints)!r}" if run_dir is None else f"run_dir={str(run_dir)!r}"
     script = "" if run_dir is None else f" (in a script with such options: --run-dir '{run_dir}' --resume)"
     logger.warning(
@@ -407,86 +586,13 @@ def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoRe
     raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
 
 
-def _folder_of_interrupted(runs: Path, agent: Agent) -> Path:
-    """Where an interrupted run without a folder is saved, below `runs`: the same folder in all processes."""
-    name = f"{type(agent).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return runs / distributed.gather_objects(name)[0] / "checkpoints"
-
-
 def _is_interactive() -> bool:
-    """Whether this is a Python prompt, which SystemExit would end, or a notebook, where it only prints a warning."""
+    """Whether this is a Python prompt, which SystemExit would end, or a notebook, which would only print a warning."""
     ipython = sys.modules.get("IPython")
     return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
-def _copies_for_batches(learner: Learner, stats: Stats) -> int:
-    """As many copies as a batch holds episodes of the length of the last batch's, in each process its share."""
+def _envs_for_batch(learner: Learner, stats: Stats) -> int:
+    """Returns the number of episodes that fill a batch, per process, if they are as long as those of the last batch."""
     length = stats["turns"] / stats["episodes"]
-    return max(_FEWEST_COPIES, math.ceil(learner.turns_wanted / length / distributed.count()))
-
-
-@contextmanager
-def _notified(
-    callbacks: Callbacks,
-    run: Run,
-    saved_state: Mapping[str, Any] | None,
-    state_file: Path | None,
-    trackers: MultiTracker,
-) -> Iterator[None]:
-    """Calls the callbacks at the start of the training and, whatever ends it, at its end.
-
-    Args:
-        callbacks: The callbacks.
-        run: The run.
-        saved_state: State of the loop that is resumed; None in a new run.
-        state_file: The file that holds it, for errors.
-        trackers: Trackers to rewind to that state.
-
-    Raises:
-        CheckpointError: A callback cannot take its state; trackers have what they had.
-    """
-    if saved_state is not None:
-        # First, since callbacks may log at the start.
-        trackers.rewind(saved_state["tracker"])
-    try:
-        try:
-            callbacks.on_training_start(run)
-            callbacks.raise_error()
-            if saved_state is not None:
-                _load_callbacks(callbacks, saved_state["callbacks"], state_file)
-        except BaseException:
-            trackers.undo_rewind()
-            raise
-        yield
-    except BaseException:
-        run.fail()
-        callbacks.on_training_end(run)
-        try:
-            callbacks.raise_error()
-        except Exception as error:  # the error that ended the training is the one to raise
-            logger.error("A callback has failed, too: %r", error)
-        raise
-    callbacks.on_training_end(run)
-    callbacks.raise_error()
-
-
-def _load_callbacks(callbacks: Callbacks, state: dict[str, Any], state_file: Path | None) -> None:
-    """Restores the callbacks' states; an error of a state names its file.
-
-    Raises:
-        CheckpointError: A callback cannot take its state.
-    """
-    callbacks.load_state_dict(state)
-    try:
-        callbacks.raise_error()
-    except CheckpointError as error:
-        raise CheckpointError(f"{str(state_file)!r}: {error}") from error
-
-
-def _notify(callbacks: Callbacks, run: Run, ended: Sequence[PlayedEpisode], stats: Stats) -> None:
-    """Call the callbacks after a step; all of them are called before one can end the training."""
-    answers = [callbacks.on_step(run), *(callbacks.on_episode_end(run, episode) for episode in ended)]
-    if stats:
-        answers.append(callbacks.on_update(run, stats))
-    if not all(answers):
-        run.stop()
+    return max(_FEWEST_ENVS, math.ceil(learner.turns_wanted / length / distributed.count()))

@@ -1,13 +1,13 @@
-"""Plays episodes in all copies of an environment, step by step.
+"""Plays episodes in many environments, step by step.
 
-Every episode starts from a reset seed of its own, derived from the run's and counted in one order, so that a run can be
-repeated and another seed plays other episodes. For learners that compare episodes of one start, `group_size` copies in
-a row share these seeds: each copy takes the next one of its row when its episode ends, whether the others have ended or
-not.
+Each episode has its own reset seed, derived from the run's base seed and a counter, so that a run can be repeated and
+another base seed plays other episodes. For learners that compare episodes with the same start, `group_size`
+consecutive environments share these seeds. Each of them takes the next seed when its episode ends, without waiting for
+the others.
 
-Copies may come in parts. Then the agent acts in one part while the others step.
+The environments may be split into parts that are stepped separately: the agent acts in one part while the others step.
 
-A copy can be told to rest: once its episode has ended it begins no other, and nothing is done in it.
+An environment can be paused: after its current episode it starts no other, and the agent does not act in it.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from .players import Player
 logger = logging.getLogger(__name__)
 
 
-class Taken(NamedTuple):
-    """A step of a part of the copies.
+class StepResult(NamedTuple):
+    """Result of a step in one part of the environments.
 
     Attributes:
-        turns: Actions that it took.
-        ended: The episodes that it ended.
-        stats: Statistics of an update; empty if there was none.
+        turns: Number of actions taken.
+        ended: The episodes that ended.
+        stats: Statistics of an update; empty if none ran.
     """
 
     turns: int
     ended: list[PlayedEpisode]
     stats: Stats
 
-    def with_others(self) -> Taken:
-        """The steps of all processes that learn together, which have had the same update."""
+    def over_all_processes(self) -> StepResult:
+        """Returns the results of all processes that learn together as one; an update is the same in all of them."""
         turns, ended = zip(*distributed.gather_objects((self.turns, self.ended)), strict=True)
-        return Taken(sum(turns), list(chain(*ended)), self.stats)
+        return StepResult(sum(turns), list(chain(*ended)), self.stats)
 
 
 class _Outcome(NamedTuple):
-    """What came of an action in a copy."""
+    """The values that an environment's step returned."""
 
     observation: Any
     reward: float
@@ -66,16 +66,22 @@ class _Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    """A part of the copies in the middle of a step: each copy's action, and what takes its turns back."""
+class _PendingStep:
+    """A step whose actions have been sent.
 
-    copies: Copies
+    Attributes:
+        envs: The part of the environments that it is in.
+        actions: The action in each environment that is not paused, by the environment's number.
+        undo: Undoes the step's turns when it exits with an exception.
+    """
+
+    envs: Copies
     actions: dict[int, Any]
     undo: ExitStack
 
 
 class Play:
-    """An agent in copies of an environment."""
+    """A player in its environments."""
 
     def __init__(
         self,
@@ -87,15 +93,15 @@ class Play:
         judge: Judge | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Prepare the first episodes.
+        """Prepares the first episodes; `begin` or `resume` starts them.
 
         Args:
             player: The agent or policy that acts.
-            parts: Where: copies of an environment, in parts that are stepped apart.
-            ids: The agent's names for the copies.
-            seed: Of the episodes' reset seeds; None draws one.
-            group_size: How many copies in a row share their seeds.
-            judge: Rewards episodes once they have ended.
+            parts: The environments, in parts that are stepped separately.
+            ids: The player's id of each environment.
+            seed: Base seed of the episodes' reset seeds; None draws one.
+            group_size: Number of consecutive environments that share reset seeds.
+            judge: Rewards each episode after its end.
             share: (rank, number of processes). Together they play the same episodes as one process with all
                 environments.
         """
@@ -103,181 +109,206 @@ class Play:
         self._player = player
         self._parts = parts
         self._ids = list(ids)
-        self._entropy: Any = np.random.SeedSequence(seed).entropy
+        self._base_seed: Any = np.random.SeedSequence(seed).entropy
         count = len(self._ids)
-        self._rank, self._ranks = share
-        self._group_size, self._rows = group_size, count // group_size
-        # The number of the group that each copy is in; a row's next group is as much further on as there are rows.
-        self._groups = self._groups_from(0)
-        # Copies whose episode has ended, until the next step resets them.
-        self._over = np.zeros(count, dtype=bool)
-        # Copies that are to rest, and those that do, since their episode has ended.
-        self._told_to_rest, self._at_rest = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
-        # What was done and earned in each copy since its reset.
+        self._rank, self._world_size = share
+        self._group_size = group_size
+        # Number of groups that this process plays at once.
+        self._concurrent_groups = count // group_size
+        # Number of the group that each environment's episode belongs to; episodes of one group share a reset seed.
+        self._groups = self._first_groups(0)
+        # Environments whose episode has ended; the next step resets them.
+        self._needs_reset = np.zeros(count, dtype=bool)
+        # Environments to pause once their episode has ended, and those that are paused.
+        self._to_pause = np.zeros(count, dtype=bool)
+        self._paused = np.zeros(count, dtype=bool)
+        # Actions and rewards of each environment since its reset.
         self._actions: list[list[Any]] = [[] for _ in self._ids]
         self._rewards: list[list[float]] = [[] for _ in self._ids]
         self._observations: list[Any] = [None] * count
         self._infos: list[Info] = [{}] * count
-        # How each episode began, where it cannot be played again.
-        self._firsts: list[tuple[Any, Info]] = [(None, {})] * count
-        # By the number of a group: how its first episode to end began, and how many have ended.
-        self._starts: dict[int, tuple[str, int]] = {}
+        # Observation and info that each episode began with, if it cannot be replayed.
+        self._initial: list[tuple[Any, Info]] = [(None, {})] * count
+        # By a group's number: the text that its first finished episode began with, and how many have finished.
+        self._group_starts: dict[int, tuple[str, int]] = {}
         self._has_warned = False
-        # Parts in the middle of a step, the one that began first in front.
-        self._pending: deque[_Pending] = deque()
+        # Pending steps, oldest first.
+        self._pending: deque[_PendingStep] = deque()
 
-    def _groups_from(self, first: int) -> Any:
-        """The groups of all copies where those of all processes begin with a number."""
-        return first + self._rank * self._rows + np.arange(len(self._ids)) // self._group_size
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return len(self._ids)
+
+    def _first_groups(self, first: int) -> Any:
+        """Returns the group numbers of all environments, if those of all processes start at `first`."""
+        return first + self._rank * self._concurrent_groups + np.arange(len(self._ids)) // self._group_size
 
     def begin(self) -> None:
-        """Start the first episodes."""
-        self._at_rest = self._told_to_rest.copy()
-        self._reset(np.ones(len(self._ids), dtype=bool), rests=self._at_rest)
+        """Starts the first episodes."""
+        self._paused = self._to_pause.copy()
+        self._reset(np.ones(len(self._ids), dtype=bool), paused=self._paused)
 
-    def rest(self, which: np.ndarray[Any, Any]) -> None:
+    def pause(self, which: np.ndarray[Any, Any]) -> None:
         """Pauses these environments; other paused ones start their next episode.
 
-        In each part one must go on. Environments that the caller made are never paused.
+        In each part at least one must go on. Environments that the caller made are never paused.
 
         Args:
             which: The environments to pause, bool (count,).
         """
         if self._parts[0].can_replay:
-            self._told_to_rest[:] = which
+            self._to_pause[:] = which
 
-    def step(self) -> Taken:
-        """Act in every part that is not in the middle of a step, then end the step that began first.
+    def step(self) -> StepResult:
+        """Acts in every part without a pending step, then completes the oldest pending step.
 
-        An update runs if that fills a batch. An error takes back all that is under way. A copy whose episode has ended
-        is reset at the next step: should that fail, this one has been taken.
+        An update runs if this fills a batch. An error undoes all pending steps. An environment whose episode has ended
+        is reset at the next step, so that an error in the reset does not undo this one.
         """
-        with self._taken_back_on_error():
-            busy = [pending.copies for pending in self._pending]
-            for copies in self._parts:
-                if copies not in busy:
-                    self._act(copies)
-            return self._end_step()
+        with self._undone_on_error():
+            busy = [pending.envs for pending in self._pending]
+            for envs in self._parts:
+                if envs not in busy:
+                    self._act(envs)
+            return self._complete_step()
 
-    def end_steps(self) -> Iterator[Taken]:
-        """End the steps under way one by one, without acting."""
+    def complete_steps(self) -> Iterator[StepResult]:
+        """Completes the pending steps one by one, without acting."""
         while self._pending:
-            with self._taken_back_on_error():
-                taken = self._end_step()
-            yield taken
+            with self._undone_on_error():
+                result = self._complete_step()
+            yield result
 
     @contextmanager
-    def _taken_back_on_error(self) -> Iterator[None]:
+    def _undone_on_error(self) -> Iterator[None]:
+        """While open, an exception undoes all pending steps."""
         try:
             yield
         except BaseException as error:
-            # The latest first, since each knows what there was before it.
+            # The latest first, since each restores the state before itself.
             while self._pending:
                 self._pending.pop().undo.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _act(self, copies: Copies) -> None:
-        """Act in a part, where an episode has ended in a new one; the part is in the middle of a step then."""
+    def _act(self, envs: Copies) -> None:
+        """Starts new episodes in a part where one has ended, and sends the player's actions."""
         player = self._player
-        rows = copies.rows
-        waiting, here = self._over | self._at_rest, np.zeros_like(self._over)
-        here[rows] = True
-        begins, rests = here & waiting & ~self._told_to_rest, here & self._over & self._told_to_rest
-        self._reset(begins | rests, rests=rests)
-        self._over[rows] = False
-        self._at_rest = (self._at_rest | rests) & ~begins
-        acting = np.flatnonzero(here & ~self._at_rest).tolist()
+        rows = envs.rows
+        in_part = np.zeros_like(self._needs_reset)
+        in_part[rows] = True
+        starting = in_part & (self._needs_reset | self._paused) & ~self._to_pause
+        pausing = in_part & self._needs_reset & self._to_pause
+        self._reset(starting | pausing, paused=pausing)
+        self._needs_reset[rows] = False
+        self._paused = (self._paused | pausing) & ~starting
+        acting = np.flatnonzero(in_part & ~self._paused).tolist()
         ids = [self._ids[i] for i in acting]
         with ExitStack() as undo:
             undo.enter_context(player.undone_on_error(ids))
             observations = [self._observations[i] for i in acting]
             infos = [self._infos[i] for i in acting]
             actions = dict(zip(acting, player.act_batch(observations, ids, infos), strict=True))
-            # A copy at rest does nothing, whatever it is sent.
-            copies.send([actions.get(i, actions[acting[0]]) for i in range(rows.start, rows.stop)])
-            self._pending.append(_Pending(copies, actions, undo.pop_all()))
+            # A paused environment ignores its action.
+            unused = actions[acting[0]]
+            envs.send([actions.get(i, unused) for i in range(rows.start, rows.stop)])
+            self._pending.append(_PendingStep(envs, actions, undo.pop_all()))
 
-    def _end_step(self) -> Taken:
-        """End the step that began first."""
+    def _complete_step(self) -> StepResult:
+        """Completes the oldest pending step: assigns its rewards and ends its episodes."""
         player = self._player
         pending = self._pending[0]
-        copies, actions = pending.copies, pending.actions
-        numbers = range(copies.rows.start, copies.rows.stop)
-        # By the copy's number, of all that do not rest.
-        outcomes = {
-            i: _Outcome(seen, float(reward), terminated, truncated, info)
-            for i, seen, reward, terminated, truncated, info in zip(numbers, *copies.receive(), strict=True)
-            if i in actions
-        }
+        actions = pending.actions
+        outcomes = self._outcomes(pending)
         player.assign_rewards([outcome.reward for outcome in outcomes.values()], [self._ids[i] for i in outcomes])
         done = [i for i, outcome in outcomes.items() if outcome.terminated or outcome.truncated]
-        cut = [not outcomes[i].terminated for i in done]
-        ended = [self._judged(self._played(i, actions[i], outcomes[i]), pending.undo) for i in done]
+        ended = [self._judged(self._played_episode(i, actions[i], outcomes[i]), pending.undo) for i in done]
         stats: Stats = {}
-        if done or self._ranks > 1:
-            groups = [episode.seed if self._group_size > 1 else None for episode in ended]
-            finals, infos = [outcomes[i].observation for i in done], [outcomes[i].info for i in done]
-            ids = [self._ids[i] for i in done]
-            stats = player.terminate_episodes(ids, cut, finals, groups, infos)
+        if done or self._world_size > 1:
+            stats = player.terminate_episodes(
+                [self._ids[i] for i in done],
+                [not outcomes[i].terminated for i in done],
+                [outcomes[i].observation for i in done],
+                [episode.seed if self._group_size > 1 else None for episode in ended],
+                [outcomes[i].info for i in done],
+            )
         self._pending.popleft().undo.close()
         for i, outcome in outcomes.items():
             self._actions[i].append(actions[i])
             self._rewards[i].append(outcome.reward)
-            self._observations[i], self._infos[i] = outcome.observation, outcome.info
+            self._observations[i] = outcome.observation
+            self._infos[i] = outcome.info
         for i, episode in zip(done, ended, strict=True):
             self._compare_starts(int(self._groups[i]), episode)
-            self._over[i] = True
-            self._groups[i] += self._rows * self._ranks
+            self._needs_reset[i] = True
+            self._groups[i] += self._concurrent_groups * self._world_size
             self._actions[i].clear()
             self._rewards[i].clear()
-        return Taken(len(outcomes), ended, stats)
+        return StepResult(len(outcomes), ended, stats)
 
-    def _played(self, copy: int, action: Any, last: _Outcome) -> PlayedEpisode:
-        """The episode that ends with an action."""
-        conversation = self._player.conversation(self._ids[copy])
+    def _outcomes(self, pending: _PendingStep) -> dict[int, _Outcome]:
+        """Receives the outcome of each action of a step, by the environment's number."""
+        rows = pending.envs.rows
+        received = zip(range(rows.start, rows.stop), *pending.envs.receive(), strict=True)
+        outcomes = {}
+        for i, observation, reward, terminated, truncated, info in received:
+            if i in pending.actions:
+                outcomes[i] = _Outcome(observation, float(reward), terminated, truncated, info)
+        return outcomes
+
+    def _played_episode(self, index: int, action: Any, last: _Outcome) -> PlayedEpisode:
+        """Returns the episode that ends with an action in the environment with this index."""
+        conversation = self._player.conversation(self._ids[index])
         was_cut = not last.terminated
         return PlayedEpisode(
-            copy,
-            self._seed(copy),
-            (*self._actions[copy], action),
-            (*self._rewards[copy], last.reward),
-            tuple(conversation.turns) if conversation else (),
-            tuple(conversation.messages) if conversation else (),
-            not was_cut,
-            was_cut,
-            last.info,
+            copy=index,
+            seed=self._reset_seed(index),
+            actions=(*self._actions[index], action),
+            rewards=(*self._rewards[index], last.reward),
+            turns=tuple(conversation.turns) if conversation else (),
+            messages=tuple(conversation.messages) if conversation else (),
+            terminated=not was_cut,
+            truncated=was_cut,
+            info=last.info,
         )
 
     def _compare_starts(self, group: int, episode: PlayedEpisode) -> None:
-        """Warn, once, if an episode began otherwise than another one that had the same reset seed."""
+        """Warns once if an episode began differently from another episode of its group."""
         start = next((message["content"] for message in episode.messages if message["role"] == "user"), None)
         if self._group_size == 1 or start is None:
             return
-        first, ended = self._starts.pop(group, (start, 0))
+        first, finished = self._group_starts.pop(group, (start, 0))
         if start != first and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "Two episodes with one reset seed began differently (%s), but are compared as if they began alike. "
                 "Let the environment's reset(seed=...) seed all its random numbers: call super().reset(seed=seed) and "
                 "draw from self.np_random. If that is impossible, use PPO (learner=PPOConfig()).",
-                _difference(first, start),
+                _excerpts_where_different(first, start),
             )
-        if ended + 1 < self._group_size:
-            self._starts[group] = first, ended + 1
+        if finished + 1 < self._group_size:
+            self._group_starts[group] = (first, finished + 1)
 
-    def _judged(self, episode: PlayedEpisode, undone: ExitStack) -> PlayedEpisode:
-        """An episode with what the judge gives its turns added to its rewards; an error to come takes that back."""
+    def _judged(self, episode: PlayedEpisode, undo: ExitStack) -> PlayedEpisode:
+        """Returns an episode with the judge's rewards added.
+
+        Args:
+            episode: The finished episode.
+            undo: Receives what takes these rewards back.
+        """
         if self._judge is None:
             return episode
-        given, env_id = verdict(self._judge, episode), self._ids[episode.copy]
-        if conversation := self._player.conversation(env_id):
-            undone.enter_context(conversation.rewards_undone_on_error())
-            for turn, reward in enumerate(given):
+        added = verdict(self._judge, episode)
+        env_id = self._ids[episode.copy]
+        conversation = self._player.conversation(env_id)
+        if conversation is not None:
+            undo.enter_context(conversation.rewards_undone_on_error())
+            for turn, reward in enumerate(added):
                 self._player.assign_rewards([reward], [env_id], [turn])
-        return replace(episode, rewards=tuple(map(sum, zip(episode.rewards, given, strict=True))))
+        return replace(episode, rewards=tuple(map(sum, zip(episode.rewards, added, strict=True))))
 
-    def awaits_free_text(self) -> bool:
-        """Whether the first copy's observation offers no choices."""
+    def expects_free_text(self) -> bool:
+        """Whether the player is an agent, and the first environment's observation offers no choices."""
         hooks = self._player.hooks
         return hooks is not None and hooks.choices(self._observations[0], self._infos[0]) is None
 
@@ -289,35 +320,33 @@ class Play:
         return hooks
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every copy stands, of which none is in the middle of a step; of an agent only."""
+        """Returns the state of an agent's environments; no step may be pending."""
+        has_no_episode = self._needs_reset | self._paused
         return {
-            "entropy": self._entropy,
+            "entropy": self._base_seed,
             "groups": self._groups.tolist(),
-            "ranks": self._ranks,
+            "ranks": self._world_size,
             "next_group": 1 + max(distributed.gather_objects(int(self._groups.max()))),
             "actions": [self._parts[0].saved_actions(actions) for actions in self._actions],
-            # Of an episode that has yet to begin nothing was seen.
-            "texts": [
-                None if over else text for text, over in zip(self._texts(), self._over | self._at_rest, strict=True)
-            ],
+            "texts": [None if skip else text for text, skip in zip(self._texts(), has_no_episode, strict=True)],
             "choices": self._choices_record(list(zip(self._observations, self._infos, strict=True))),
-            "first": None if self._parts[0].can_replay else self._first_record(),
-            "told_to_rest": self._told_to_rest.tolist(),
+            "first": None if self._parts[0].can_replay else self._initial_record(),
+            "told_to_rest": self._to_pause.tolist(),
         }
 
-    def _first_record(self) -> dict[str, Any]:
-        """What the episodes under way showed first, and the choices offered there."""
+    def _initial_record(self) -> dict[str, Any]:
+        """Returns the text and the choices that each episode under way began with."""
         return {
-            "texts": [self._hooks.text(*first) for first in self._firsts],
-            "choices": self._choices_record(self._firsts),
+            "texts": [self._hooks.text(*initial) for initial in self._initial],
+            "choices": self._choices_record(self._initial),
         }
 
     def check_actions(self, state: Mapping[str, Any], starts_again: bool) -> None:
         """Rejects saved actions that the environments cannot take.
 
         Args:
-            state: What `state_dict` returned.
-            starts_again: Whether all episodes start again, so that no action is taken.
+            state: A state from `state_dict`.
+            starts_again: Whether all episodes start again, so that no action is replayed.
 
         Raises:
             CheckpointError: An action cannot be converted to the action space.
@@ -334,20 +363,21 @@ class Play:
                 ) from error
 
     def resume(self, state: Mapping[str, Any], starts_again: bool = False, may_change_choices: bool = False) -> None:
-        """Bring the environments back to where they stood; where that fails, an episode starts again, which is logged.
+        """Restores the environments by replaying their actions; where that fails, the episode starts again.
 
         Args:
-            state: What `state_dict` returned.
-            starts_again: Whether all episodes start again, since these are other environments.
+            state: A state from `state_dict`.
+            starts_again: Whether all episodes start again, because these are other environments.
             may_change_choices: Whether the agent may offer other choices than before.
 
         Raises:
-            CheckpointError: The agent offers other choices, and `may_change_choices` is False.
+            CheckpointError: The agent offers other choices, and `may_change_choices` is False; or a saved action cannot
+                be replayed.
         """
-        self._entropy = state["entropy"]
-        if starts_again or state["ranks"] != self._ranks:
+        self._base_seed = state["entropy"]
+        if starts_again or state["ranks"] != self._world_size:
             logger.warning("Other environments or another number of processes: the episodes under way start again.")
-            self._groups = self._groups_from(state["next_group"])
+            self._groups = self._first_groups(state["next_group"])
             self.begin()
             if starts_again and not may_change_choices:
                 self._require_choices(state, is_replayed=False)
@@ -356,88 +386,103 @@ class Play:
         self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
         can_replay = self._parts[0].can_replay
         replay = dict(enumerate(self._actions)) if can_replay else None
-        self._told_to_rest[:] = state["told_to_rest"]
-        self._at_rest = self._told_to_rest & np.array([text is None for text in state["texts"]])
-        with _named_if_damaged(replay):
-            self._reset(np.ones(len(self._ids), dtype=bool), replay, self._at_rest)
-        if can_replay:
-            changed = np.array(
-                [then not in (now, None) for now, then in zip(self._texts(), state["texts"], strict=True)]
-            )
-        else:
-            changed = np.array([bool(actions) for actions in self._actions])
+        self._to_pause[:] = state["told_to_rest"]
+        self._paused = self._to_pause & np.array([text is None for text in state["texts"]])
+        with _replay_errors_named(replay):
+            self._reset(np.ones(len(self._ids), dtype=bool), replay, self._paused)
+        changed = self._changed_by_replay(state["texts"])
         if not may_change_choices:
             self._require_choices(state, can_replay)
-        # What was earned stands in the conversations, which were saved.
+        # The conversations were saved with their rewards.
         for rewards, env_id in zip(self._rewards, self._ids, strict=True):
             conversation = self._player.conversation(env_id)
             rewards[:] = [turn.reward for turn in conversation.turns] if conversation else []
-        if not changed.any():
-            return
+        if changed.any():
+            self._start_again(changed)
+
+    def _changed_by_replay(self, saved_texts: Sequence[str | None]) -> np.ndarray[Any, Any]:
+        """Returns where a replayed episode differs from the saved one, or could not be replayed; bool (count,)."""
+        if not self._parts[0].can_replay:
+            return np.array([bool(actions) for actions in self._actions])
+        pairs = zip(self._texts(), saved_texts, strict=True)
+        return np.array([saved is not None and saved != text for text, saved in pairs])
+
+    def _start_again(self, which: np.ndarray[Any, Any]) -> None:
+        """Starts these environments' episodes again, bool (count,)."""
         logger.warning(
             "%d of %d episodes under way begin again: played again from their seeds, they lead elsewhere.",
-            changed.sum(),
-            len(changed),
+            which.sum(),
+            len(which),
         )
-        for i in np.flatnonzero(changed).tolist():
+        for i in np.flatnonzero(which).tolist():
             self._player.discard_episodes([self._ids[i]])
             self._actions[i].clear()
             self._rewards[i].clear()
-        self._reset(changed)
+        self._reset(which)
 
     def _reset(
         self,
         which: np.ndarray[Any, Any],
         replay: dict[int, list[Any]] | None = None,
-        rests: np.ndarray[Any, Any] | None = None,
+        paused: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Begin new episodes in some copies, bool (count,), and play actions again there; or let them rest."""
-        at_rest = [] if rests is None else np.flatnonzero(rests).tolist()
-        for copies in self._parts:
-            mine = which[copies.rows]
-            if mine.any():
-                seeds = [self._seed(copies.rows.start + i) if is_reset else 0 for i, is_reset in enumerate(mine)]
-                observations, infos = copies.reset(seeds, None if mine.all() else mine, replay, at_rest)
-                for i in np.flatnonzero(mine).tolist():
-                    self._observations[copies.rows.start + i] = observations[i]
-                    self._infos[copies.rows.start + i] = infos[i]
-                    if not copies.can_replay:
-                        self._firsts[copies.rows.start + i] = (observations[i], infos[i])
-
-    def _texts(self) -> list[str]:
-        """What each copy shows, in words."""
-        return [self._hooks.text(*seen) for seen in zip(self._observations, self._infos, strict=True)]
-
-    def _choices_record(self, seen: Sequence[tuple[Any, Info]]) -> dict[str, Any]:
-        """The choices that each environment's observation offers: distinct lists, and the index of each one's list.
+        """Starts new episodes in some environments.
 
         Args:
-            seen: Each environment's observation and info.
+            which: The environments, bool (count,).
+            replay: Actions to replay after the reset, by the environment's number.
+            paused: Which of them are paused instead, bool (count,); None is none.
+        """
+        paused_numbers = [] if paused is None else np.flatnonzero(paused).tolist()
+        for envs in self._parts:
+            first = envs.rows.start
+            in_part = which[envs.rows]
+            if not in_part.any():
+                continue
+            seeds = [self._reset_seed(first + i) if is_reset else 0 for i, is_reset in enumerate(in_part)]
+            mask = None if in_part.all() else in_part
+            observations, infos = envs.reset(seeds, mask, replay, paused_numbers)
+            for i in np.flatnonzero(in_part).tolist():
+                self._observations[first + i] = observations[i]
+                self._infos[first + i] = infos[i]
+                if not envs.can_replay:
+                    self._initial[first + i] = (observations[i], infos[i])
+
+    def _texts(self) -> list[str]:
+        """Returns each environment's observation as text."""
+        observed = zip(self._observations, self._infos, strict=True)
+        return [self._hooks.text(observation, info) for observation, info in observed]
+
+    def _choices_record(self, observed: Sequence[tuple[Any, Info]]) -> dict[str, Any]:
+        """Returns the choices that each environment's observation offers: distinct lists, and the index of each one's.
+
+        Args:
+            observed: Each environment's observation and info.
         """
         distinct: dict[tuple[str, ...] | None, int] = {}
         indices: list[int | None] = []
-        for i, is_paused in enumerate(self._over | self._at_rest):
-            if is_paused:
+        for i, has_no_episode in enumerate(self._needs_reset | self._paused):
+            if has_no_episode:
                 indices.append(None)
                 continue
-            choices = self._hooks.choices(*seen[i])
+            choices = self._hooks.choices(*observed[i])
             key = None if choices is None else tuple(choices)
             indices.append(distinct.setdefault(key, len(distinct)))
         lists = [None if choices is None else list(choices) for choices in distinct]
         return {"lists": lists, "indices": indices}
 
     def _require_choices(self, state: Mapping[str, Any], is_replayed: bool) -> None:
-        """Reject an agent that offers other choices, or free text instead, than when the state was saved.
+        """Rejects an agent that offers other choices, or free text instead, than when the state was saved.
 
         Args:
-            state: What `state_dict` returned.
-            is_replayed: Whether the environments have been brought back to where they stood. Otherwise the beginnings
-                of episodes are compared, which have the same seeds.
+            state: A state from `state_dict`.
+            is_replayed: Whether the episodes have been replayed. Otherwise the beginnings of episodes are compared,
+                which have the same seeds.
 
         Raises:
             CheckpointError: The agent offers other choices.
         """
-        # Environments that cannot be played again are at the beginnings of their episodes.
+        # Environments that cannot replay are at the beginnings of their episodes.
         then = state if is_replayed or state["first"] is None else state["first"]
         saved = then["choices"]
         saved_texts = then["texts"]
@@ -455,18 +500,21 @@ class Play:
         if were_free and are_free and not were_free & are_free:
             _require_same_choices(saved["lists"][0], now["lists"][0])
 
-    def _seed(self, copy: int) -> int:
-        """The reset seed of a copy's episode; those of different runs have nothing to do with each other."""
-        sequence = np.random.SeedSequence(self._entropy, spawn_key=(int(self._groups[copy]),))
+    def _reset_seed(self, index: int) -> int:
+        """Returns the reset seed of an environment's episode, independent of those of other base seeds."""
+        sequence = np.random.SeedSequence(self._base_seed, spawn_key=(int(self._groups[index]),))
         return int(sequence.generate_state(1)[0])
 
 
 @contextmanager
-def _named_if_damaged(replay: Mapping[int, Sequence[Any]] | None) -> Iterator[None]:
-    """While open, actions that an environment cannot take are an error of the checkpoint that has them.
+def _replay_errors_named(replay: Mapping[int, Sequence[Any]] | None) -> Iterator[None]:
+    """While open, reports an error of the replay as one of the checkpoint.
+
+    Args:
+        replay: The actions that are replayed; None for no replay.
 
     Raises:
-        CheckpointError: An environment cannot play the saved actions again.
+        CheckpointError: An environment rejects a saved action.
     """
     try:
         yield
@@ -479,26 +527,29 @@ def _named_if_damaged(replay: Mapping[int, Sequence[Any]] | None) -> Iterator[No
         ) from error
 
 
-def _difference(one: str, other: str) -> str:
-    """Where two texts part.
+def _excerpts_where_different(text: str, other: str) -> str:
+    """Returns the passages of two texts around their first difference.
 
-    >>> _difference("You see 4 and 5.", "You see 7.")
+    >>> _excerpts_where_different("You see 4 and 5.", "You see 7.")
     "'You see 4 and 5.' and 'You see 7.'"
     """
-    same = next((place for place, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), 0)
-    first = max(0, same - 20)
-    return " and ".join(repr(text[first : first + 60]) for text in (one, other))
+    pairs = enumerate(zip(text, other, strict=False))
+    position = next((index for index, (char, other_char) in pairs if char != other_char), 0)
+    first = max(0, position - 20)
+    passage = slice(first, first + 60)
+    return f"{text[passage]!r} and {other[passage]!r}"
 
 
 def _require_same_choices(saved: list[str] | None, now: list[str] | None) -> None:
-    """Reject an agent that offers other choices than those of its checkpoint; None is free text.
+    """Rejects an agent that offers other choices than its checkpoint; None is free text.
 
     Raises:
-        CheckpointError: It does.
+        CheckpointError: The choices differ.
     """
     if saved == now:
         return
-    was, is_now = ("free text" if choices is None else str(choices) for choices in (saved, now))
+    was = "free text" if saved is None else str(saved)
+    is_now = "free text" if now is None else str(now)
     raise CheckpointError(
         f"The agent offers other choices than when the checkpoint was saved: {difference('choices', was, is_now)}. "
         "Offer those that were saved, begin another run in another folder, or pass allow_changes=['choices']."

@@ -1,4 +1,4 @@
-"""What plays in environments: agents, functions of an observation, and random actions, behind one interface."""
+"""Players: agents, functions of an observation, and random actions behind one interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Policy = Callable[..., Any] | Literal["random"]
 
 
 class Player(Protocol):
-    """Acts in environments, and learns or not.
+    """Acts in environments, and may learn from the rewards.
 
     Attributes:
         hooks: The methods of an agent that format observations and offer choices; None for other policies.
@@ -35,7 +35,7 @@ class Player(Protocol):
         """Returns one action per observation.
 
         Raises:
-            ActionParseError: There is none for an observation.
+            ActionParseError: The player has no action for an observation.
         """
 
     def assign_rewards(
@@ -64,7 +64,7 @@ class Player(Protocol):
 
 
 class AgentPlayer:
-    """An agent as a `Player`. What a subclass may override is called through the agent."""
+    """An agent as a `Player`; it calls the agent's own methods, which a subclass may override."""
 
     def __init__(self, agent: Agent) -> None:
         """Wraps an agent."""
