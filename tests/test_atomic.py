@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from llamagym import CheckpointError
-from llamagym.saving import atomic
-from llamagym.saving.atomic import bring_back, replace_file, verify, written_whole
+from llamagym.saving import atomic, file_operations
+from llamagym.saving.atomic import atomic_folder, replace_file, restore_backup, verify
 from llamagym.saving.file_operations import delete_folder
 from tests.killed import as_nobody
 
 
 def write(folder: Path, text: str) -> None:
-    with written_whole(folder, "checkpoint") as aside:
-        (aside / "a.txt").write_text(text)
+    with atomic_folder(folder, "checkpoint") as folder:
+        (folder / "a.txt").write_text(text)
 
 
 def content(folder: Path) -> str:
@@ -33,7 +33,7 @@ def content(folder: Path) -> str:
 def exchanges(request, monkeypatch):
     """With the system's exchange, where it has one, and without."""
     if not request.param:
-        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     return request.param
 
 
@@ -49,10 +49,10 @@ def test_linux_exchanges_two_folders(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    assert atomic._exchange(tmp_path / "one", tmp_path / "other")
+    assert atomic.exchange_folders(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "other").exists()
     assert (tmp_path / "other" / "one").exists()
-    assert not atomic._exchange(tmp_path / "one", tmp_path / "nothing")
+    assert not atomic.exchange_folders(tmp_path / "one", tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_linux_exchanges_two_folders(tmp_path):
 )
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, error, raised):
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     write(tmp_path / "now", "old")
     usual, calls = Path.rename, []
 
@@ -85,8 +85,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from llamagym import CheckpointError
-from llamagym.models import atomic
-atomic._exchange = lambda *_: False
+from llamagym.saving import atomic
+atomic.exchange_folders = lambda *_: False
 usual, calls = Path.rename, []
 def rename(path, target):
     calls.append(path)
@@ -94,8 +94,8 @@ def rename(path, target):
         os._exit(9)
     return usual(path, target)
 Path.rename = rename
-with atomic.written_whole(Path(sys.argv[1]), "checkpoint") as aside:
-    (aside / "a.txt").write_text("new")
+with atomic.atomic_folder(Path(sys.argv[1]), "checkpoint") as folder:
+    (folder / "a.txt").write_text("new")
 os._exit(0)
 """
 
@@ -107,7 +107,7 @@ def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "now"), str(nth)], check=False)
     assert killed.returncode == (0 if nth == 4 else 9)
     # Much later, when what was left aside counts as stale.
-    for left in tmp_path.glob(f"{atomic._SCRATCH}*"):
+    for left in tmp_path.glob(f"{atomic._SCRATCH_PREFIX}*"):
         aged(left)
     atomic.remove_stale(tmp_path)
     assert content(tmp_path / "now") == expected
@@ -119,14 +119,14 @@ def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
 def test_what_was_set_aside_never_takes_the_place_of_what_is_there(tmp_path):
     write(tmp_path / "now", "new")
     write(tmp_path / ".replaced-now", "old")
-    bring_back(tmp_path / "now")
+    restore_backup(tmp_path / "now")
     assert content(tmp_path / "now") == "new"
 
 
 def abandoned(folder: Path) -> Path:
     """A temporary folder of a process that was killed two hours ago."""
-    (folder / atomic._WHOLE).mkdir(parents=True)
-    (folder / atomic._OWNER).touch()
+    (folder / atomic._NEW).mkdir(parents=True)
+    (folder / atomic._MARKER).touch()
     return aged(folder)
 
 
@@ -167,9 +167,9 @@ def test_keeps_folders_whose_names_are_no_temporary_ones(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.skipif(atomic.fcntl is None, reason="needs locks")
+@pytest.mark.skipif(file_operations.fcntl is None, reason="needs locks")
 def test_a_save_that_takes_hours_is_not_removed_by_another(tmp_path):
-    with written_whole(tmp_path / "slow", "checkpoint") as whole:
+    with atomic_folder(tmp_path / "slow", "checkpoint") as whole:
         (whole / "a.txt").write_text("slow")
         aged(whole.parent)
         write(tmp_path / "quick", "quick")
@@ -178,8 +178,8 @@ def test_a_save_that_takes_hours_is_not_removed_by_another(tmp_path):
 
 
 def test_a_save_whose_files_are_new_is_not_removed_by_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic, "fcntl", None)
-    with written_whole(tmp_path / "slow", "checkpoint") as whole:
+    monkeypatch.setattr(file_operations, "fcntl", None)
+    with atomic_folder(tmp_path / "slow", "checkpoint") as whole:
         (whole / "a.txt").write_text("slow")
         aged(whole.parent)
         (whole / "a.txt").write_text("written just now")
@@ -215,7 +215,7 @@ def test_replacing_a_file_keeps_its_mode(tmp_path, monkeypatch, mode):
     replace_file(path, "old")
     path.chmod(mode)
     readable = []
-    monkeypatch.setattr(atomic, "_flush", lambda scratch: readable.append(scratch.stat().st_mode & 0o077))
+    monkeypatch.setattr(atomic, "flush", lambda scratch: readable.append(scratch.stat().st_mode & 0o077))
     replace_file(path, "new")
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == mode

@@ -23,9 +23,10 @@ import pytest
 import torch
 
 from llamagym import Callback, CheckpointError, ConfigError, EnvironmentTimeoutError, EpisodeError, train
-from llamagym.saving import atomic
-from llamagym.saving.atomic import MANIFEST, SCHEMA, verify, written_whole
-from llamagym.saving.checkpoints import best, check_options, difference, find, newest, path_of, prune
+from llamagym.saving import atomic, file_operations
+from llamagym.saving.atomic import atomic_folder, verify
+from llamagym.saving.checkpoints import best, check_options, checkpoint_path, describe_change, find, newest, prune
+from llamagym.saving.manifest import MANIFEST, SCHEMA
 from llamagym.saving.state_files import read_state, write_state
 from llamagym.training.tracking import JsonlTracker, MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
@@ -178,7 +179,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         learning(tmp_path, env=Twice)
     # That of the beginning.
-    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, 0)]
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 0)]
 
 
 def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
@@ -385,7 +386,7 @@ def test_a_tracker_s_lines_come_once(tmp_path):
 
 
 def write(folder: Path, content: str = "all") -> None:
-    with written_whole(folder, "checkpoint", {"run": "mine"}) as whole:
+    with atomic_folder(folder, "checkpoint", {"run": "mine"}) as whole:
         (whole / "a.txt").write_text(content)
         (whole / "inner").mkdir()
         (whole / "inner" / "b.txt").write_text(content)
@@ -402,6 +403,17 @@ def test_state_comes_back(tmp_path):
     (tmp_path / "state.safetensors").write_bytes(b"no")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_state(tmp_path, "state")
+
+
+def test_saves_tensors_that_share_memory(tmp_path):
+    whole = torch.arange(6.0)
+    state = {"one": whole, "same": whole, "tail": whole[2:], "middle": whole[1:4], "empty": whole[3:3]}
+    write_state(tmp_path, "state", state)
+    assert str(read_state(tmp_path, "state")) == str(state)
+    # Loaded tensors are views of one file.
+    (tmp_path / "again").mkdir()
+    write_state(tmp_path / "again", "state", read_state(tmp_path, "state"))
+    assert str(read_state(tmp_path / "again", "state")) == str(state)
 
 
 def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
@@ -498,13 +510,13 @@ DAMAGE = {
 def test_what_is_damaged_or_foreign_is_refused_and_an_older_one_taken(tmp_path, what, caplog):
     damage, message = DAMAGE[what]
     for turns in (1, 2):
-        write(path_of(tmp_path, turns))
-    damage(path_of(tmp_path, 2))
+        write(checkpoint_path(tmp_path, turns))
+    damage(checkpoint_path(tmp_path, 2))
     with pytest.raises(CheckpointError, match=message):
-        verify(path_of(tmp_path, 2), "checkpoint")
-    assert newest(tmp_path) == find(tmp_path) == path_of(tmp_path, 1)
+        verify(checkpoint_path(tmp_path, 2), "checkpoint")
+    assert newest(tmp_path) == find(tmp_path) == checkpoint_path(tmp_path, 1)
     assert "Taking an older one" in caplog.text
-    damage(path_of(tmp_path, 1))
+    damage(checkpoint_path(tmp_path, 1))
     with pytest.raises(CheckpointError, match=r"None of the 2 checkpoints.*pass another folder"):
         newest(tmp_path)
 
@@ -517,40 +529,40 @@ def test_a_folder_without_checkpoints_is_named(tmp_path):
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     for turns, score in ((1, 0.5), (2, 3.0), (3, 1.0), (4, 2.0), (5, None)):
-        with written_whole(path_of(tmp_path, turns), "checkpoint", {"return_mean": score, "run": "mine"}):
+        with atomic_folder(checkpoint_path(tmp_path, turns), "checkpoint", {"return_mean": score, "run": "mine"}):
             pass
-    prune(tmp_path, 2, path_of(tmp_path, 5), "mine")
-    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (2, 4, 5)]
-    assert best(tmp_path) == path_of(tmp_path, 2)
+    prune(tmp_path, 2, checkpoint_path(tmp_path, 5), "mine")
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, turns) for turns in (2, 4, 5)]
+    assert best(tmp_path) == checkpoint_path(tmp_path, 2)
 
 
 def test_a_damaged_checkpoint_of_more_turns_never_drives_out_a_good_one(tmp_path):
     for turns in (10, 40):
-        write(path_of(tmp_path, turns))
-    DAMAGE["a file"][0](path_of(tmp_path, 40))
-    write(path_of(tmp_path, 20))
-    prune(tmp_path, 1, path_of(tmp_path, 20), "mine")
-    assert newest(tmp_path) == path_of(tmp_path, 20)
+        write(checkpoint_path(tmp_path, turns))
+    DAMAGE["a file"][0](checkpoint_path(tmp_path, 40))
+    write(checkpoint_path(tmp_path, 20))
+    prune(tmp_path, 1, checkpoint_path(tmp_path, 20), "mine")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 20)
     # A byte of it is wrong, which only a checksum tells.
-    write(path_of(tmp_path, 50))
-    DAMAGE["a byte"][0](path_of(tmp_path, 50))
-    write(path_of(tmp_path, 30))
-    prune(tmp_path, 1, path_of(tmp_path, 30), "mine")
-    assert newest(tmp_path) == path_of(tmp_path, 30)
+    write(checkpoint_path(tmp_path, 50))
+    DAMAGE["a byte"][0](checkpoint_path(tmp_path, 50))
+    write(checkpoint_path(tmp_path, 30))
+    prune(tmp_path, 1, checkpoint_path(tmp_path, 30), "mine")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 30)
 
 
 def test_the_only_checkpoint_is_found_where_it_was_set_aside(tmp_path):
-    write(path_of(tmp_path, 1))
-    path_of(tmp_path, 1).rename(tmp_path / f".replaced-{path_of(tmp_path, 1).name}")
-    assert newest(tmp_path) == path_of(tmp_path, 1)
+    write(checkpoint_path(tmp_path, 1))
+    checkpoint_path(tmp_path, 1).rename(tmp_path / f".replaced-{checkpoint_path(tmp_path, 1).name}")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 1)
 
 
 def test_a_later_version_s_checkpoint_is_not_deleted(tmp_path):
     for turns in (1, 2, 3):
-        write(path_of(tmp_path, turns))
-    DAMAGE["a later version"][0](path_of(tmp_path, 1))
-    prune(tmp_path, 1, path_of(tmp_path, 3), "mine")
-    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (1, 3)]
+        write(checkpoint_path(tmp_path, turns))
+    DAMAGE["a later version"][0](checkpoint_path(tmp_path, 1))
+    prune(tmp_path, 1, checkpoint_path(tmp_path, 3), "mine")
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, turns) for turns in (1, 3)]
 
 
 def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):
@@ -576,7 +588,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
         agent.save_checkpoint(before)
     monkeypatch.undo()
     assert newest(tmp_path / "run") == before
-    assert not list((tmp_path / "run").glob(f"{atomic._SCRATCH}*"))
+    assert not list((tmp_path / "run").glob(f"{atomic._SCRATCH_PREFIX}*"))
     assert len(learning(tmp_path / "run", episodes=8, resume=True)[1].returns) == 20
 
 
@@ -605,10 +617,10 @@ def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_p
 @pytest.mark.parametrize("replaces", [False, True])
 def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path, monkeypatch, replaces):
     # Every tensor takes several writes, the manifest too.
-    monkeypatch.setattr(atomic, "_PIECE", 64)
+    monkeypatch.setattr(file_operations, "_BLOCK_BYTES", 64)
 
     def save(turns: int, number: float) -> None:
-        with written_whole(path_of(tmp_path, turns), "checkpoint") as whole:
+        with atomic_folder(checkpoint_path(tmp_path, turns), "checkpoint") as whole:
             write_state(whole, "state", {"a": torch.full((30,), number), "b": [number, torch.ones(3)]})
 
     save(1, 1.0)
@@ -691,7 +703,7 @@ def test_a_large_value_in_a_manifest_is_a_short_error(tmp_path, saved):
 
 def test_an_error_shows_where_long_lists_differ():
     one, other = list(range(1000)), [*range(998), 0, 999]
-    assert re.search(r"^a was \.\.\..* 998, 999\] and is now \.\.\..* 0, 999\]$", difference("a", one, other))
+    assert re.search(r"^a was \.\.\..* 998, 999\] and is now \.\.\..* 0, 999\]$", describe_change("a", one, other))
 
 
 class Terse(ChoiceAgent):

@@ -37,8 +37,8 @@ from llamagym import (
 )
 from llamagym.errors import LlamaGymError
 from llamagym.models.lora import freeze_and_extend_, has_frozen_half
-from llamagym.saving.atomic import MANIFEST
 from llamagym.saving.checkpoints import newest
+from llamagym.saving.manifest import MANIFEST
 from llamagym.saving.state_files import read_state, write_state
 from llamagym.training.tracking import default_tracker
 from tests.agents import ChoiceAgent, make_agent

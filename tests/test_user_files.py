@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from llamagym import AutoModelForCausalLMWithValueHead, CheckpointError, ConfigError, EvalCallback, train, write_report
-from llamagym.saving import atomic
-from llamagym.saving.atomic import MANIFEST, replace_file, verify, written_whole
-from llamagym.saving.checkpoints import best, newest, path_of
+from llamagym.saving import atomic, file_operations
+from llamagym.saving.atomic import atomic_folder, replace_file, verify
+from llamagym.saving.checkpoints import best, checkpoint_path, newest
+from llamagym.saving.manifest import MANIFEST
 from llamagym.saving.paths import file_inside, user_folder
 from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, default_tracker
@@ -112,7 +113,7 @@ def test_does_not_replace_an_agent_by_a_checkpoint_or_the_other_way_round(agent,
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
 def test_saving_again_keeps_files_that_the_user_added(save, tmp_path, monkeypatch, exchanges):
     if not exchanges:
-        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     folder = tmp_path / "saved"
     save(folder)
     (tmp_path / "elsewhere").mkdir()
@@ -134,12 +135,12 @@ def test_saving_again_keeps_files_that_the_user_added(save, tmp_path, monkeypatc
 
 
 def test_saving_again_does_not_overwrite_an_added_file_of_the_same_name(tmp_path):
-    with written_whole(tmp_path / "now", "agent") as whole:
+    with atomic_folder(tmp_path / "now", "agent") as whole:
         (whole / "a").write_text("1")
     (tmp_path / "now" / "README.md").write_text("mine")
     before = tree(tmp_path)
     message = r"'README.md' is in the way"
-    with pytest.raises(CheckpointError, match=message), written_whole(tmp_path / "now", "agent") as whole:
+    with pytest.raises(CheckpointError, match=message), atomic_folder(tmp_path / "now", "agent") as whole:
         (whole / "README.md").write_text("ours")
     assert tree(tmp_path) == before
 
@@ -196,18 +197,18 @@ def test_pruning_deletes_only_checkpoints_of_this_run(agent, tmp_path):
     other = newest(tmp_path / "other")
     before = tree(tmp_path)
     learning(None, episodes=4, checkpoint_dir=root, checkpoint_every=1, keep_checkpoints=1)
-    agent.save_checkpoint(path_of(root, 1))
-    (root / path_of(root, 2).name).symlink_to(other, target_is_directory=True)
-    (root / path_of(root, 3).name).symlink_to(precious, target_is_directory=True)
+    agent.save_checkpoint(checkpoint_path(root, 1))
+    (root / checkpoint_path(root, 2).name).symlink_to(other, target_is_directory=True)
+    (root / checkpoint_path(root, 3).name).symlink_to(precious, target_is_directory=True)
     learning(None, episodes=12, checkpoint_dir=root, checkpoint_every=1, keep_checkpoints=1, resume=True)
     assert before.items() <= tree(tmp_path).items()
-    assert (path_of(root, 1) / MANIFEST).is_file()
-    assert path_of(root, 2).is_symlink()
-    assert path_of(root, 3).is_symlink()
+    assert (checkpoint_path(root, 1) / MANIFEST).is_file()
+    assert checkpoint_path(root, 2).is_symlink()
+    assert checkpoint_path(root, 3).is_symlink()
     ours = [
         path
         for path in root.iterdir()
-        if not path.is_symlink() and path.name not in ("checkpoint-500", path_of(root, 1).name)
+        if not path.is_symlink() and path.name not in ("checkpoint-500", checkpoint_path(root, 1).name)
     ]
     assert 1 <= len(ours) <= 2
 
@@ -226,7 +227,7 @@ def test_pruning_keeps_what_the_user_added_to_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", ["../precious", "/{root}/precious", "inner/../../precious", "link/precious"])
 def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, name):
     (tmp_path / "precious").write_text("mine")
-    with written_whole(tmp_path / "own", "checkpoint") as whole:
+    with atomic_folder(tmp_path / "own", "checkpoint") as whole:
         (whole / "a").write_text("1")
     (tmp_path / "own" / "link").symlink_to(tmp_path)
     manifest = json.loads((tmp_path / "own" / MANIFEST).read_text())
@@ -234,7 +235,7 @@ def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, na
     (tmp_path / "own" / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="lies outside of that folder"):
         verify(tmp_path / "own", "checkpoint")
-    atomic.remove_own(tmp_path / "own")
+    atomic.remove_saved(tmp_path / "own")
     assert (tmp_path / "precious").read_text() == "mine"
     assert not (tmp_path / "own" / "a").exists()
 
@@ -283,7 +284,7 @@ def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, s
 
 def test_a_run_s_mark_is_recognized(tmp_path, monkeypatch):
     for version in ("unknown", "0.2.0", "1.0rc1.dev3+g12ab.d2026"):
-        monkeypatch.setattr("llamagym.training.run_folder.own_version", lambda version=version: version)
+        monkeypatch.setattr("llamagym.training.run_folder.llamagym_version", lambda version=version: version)
         default_tracker(tmp_path / version, {}).close()
         default_tracker(tmp_path / version, {}).close()
 
@@ -398,13 +399,13 @@ def test_a_checkpoint_that_is_a_link_is_neither_read_nor_replaced(tmp_path, capl
     learning(tmp_path / "downloaded", episodes=4)
     mine = newest(tmp_path / "mine" / "checkpoints")
     before = tree(tmp_path / "mine")
-    link = path_of(tmp_path / "downloaded" / "checkpoints", 10**6)
+    link = checkpoint_path(tmp_path / "downloaded" / "checkpoints", 10**6)
     link.symlink_to(f"../../mine/checkpoints/{mine.name}")
     assert newest(tmp_path / "downloaded" / "checkpoints") != link
     assert "lies outside of that folder" in caplog.text
     # The checkpoints that a run will write.
     for turns in range(1, 60):
-        path = path_of(tmp_path / "downloaded" / "checkpoints", turns)
+        path = checkpoint_path(tmp_path / "downloaded" / "checkpoints", turns)
         if not path.exists():
             path.symlink_to(f"../../mine/checkpoints/{mine.name}")
     with pytest.raises(CheckpointError, match="lies outside of that folder"):
@@ -501,7 +502,7 @@ def test_a_model_of_a_version_without_manifests_is_not_replaced(agent, tmp_path)
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_model_that_cannot_be_put_beside_a_tokenizer_leaves_no_manifest(agent, tmp_path, monkeypatch, nth):
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     agent.tokenizer.save_pretrained(str(tmp_path / "model"))
     before = tree(tmp_path)
     usual, calls = Path.rename, []
@@ -708,7 +709,7 @@ def test_a_full_disk_at_any_write_leaves_the_previous_save(save, tmp_path, monke
     if existed:
         save(folder)
     before = tree(tmp_path)
-    monkeypatch.setattr(atomic, "_PIECE", 4096)
+    monkeypatch.setattr(file_operations, "_BLOCK_BYTES", 4096)
     disk = SmallDisk(os.write)
     monkeypatch.setattr(os, "write", disk.write)
     while (error := raised_by(lambda: save(folder))) is not None:
@@ -737,9 +738,9 @@ def test_libraries_that_cannot_write_are_reported_with_path_and_reason(agent, tm
 
 def _save_often(folder: Path, text: str, exchanges: bool) -> None:
     if not exchanges:
-        atomic._exchange = lambda *_: False  # type: ignore[assignment]
+        atomic.exchange_folders = lambda *_: False  # type: ignore[assignment]
     for number in range(40):
-        with written_whole(folder, "checkpoint") as whole:
+        with atomic_folder(folder, "checkpoint") as whole:
             (whole / f"{text}.txt").write_text(text * number)
 
 
@@ -759,45 +760,45 @@ def test_two_processes_save_to_one_folder(tmp_path, exchanges):
 
 @pytest.mark.parametrize("saves", [True, False], ids=["save", "check"])
 def test_a_folder_is_checked_only_while_no_other_process_renames_it(tmp_path, monkeypatch, saves):
-    with written_whole(tmp_path / "now", "checkpoint") as whole:
+    with atomic_folder(tmp_path / "now", "checkpoint") as whole:
         (whole / "a.txt").write_text("a")
     events: list[str] = []
     is_locked = threading.Event()
 
     def rename() -> None:
-        with atomic._locked(tmp_path):
+        with file_operations.locked(tmp_path):
             (tmp_path / "now" / "manifest.json").rename(tmp_path / "aside")
             is_locked.set()
             time.sleep(0.3)
             (tmp_path / "aside").rename(tmp_path / "now" / "manifest.json")
             events.append("renamed")
 
-    usual = atomic._require_own
-    monkeypatch.setattr(atomic, "_require_own", lambda *args: events.append("looked") or usual(*args))
+    usual = atomic._check_replaceable
+    monkeypatch.setattr(atomic, "_check_replaceable", lambda *args: events.append("looked") or usual(*args))
     other = threading.Thread(target=rename)
     other.start()
     is_locked.wait()
     if saves:
-        with written_whole(tmp_path / "now", "checkpoint") as whole:
+        with atomic_folder(tmp_path / "now", "checkpoint") as whole:
             (whole / "a.txt").write_text("b")
     else:
-        atomic.require_own(tmp_path / "now", "checkpoint")
+        atomic.require_replaceable(tmp_path / "now", "checkpoint")
     other.join()
     assert events == ["renamed", "looked", "looked"][: 3 if saves else 2]
 
 
 def test_a_save_whose_last_flush_fails_is_reported_as_written(tmp_path, monkeypatch):
-    usual = atomic._flush
+    usual = atomic.flush
 
     def flush(path: Path) -> None:
         if path == tmp_path:
             raise OSError(errno.EIO, "Input/output error")
         usual(path)
 
-    monkeypatch.setattr(atomic, "_flush", flush)
+    monkeypatch.setattr(atomic, "flush", flush)
     with (
         pytest.raises(CheckpointError, match=r"now' is written, but the disk reports an error: .*Input/output"),
-        written_whole(tmp_path / "now", "agent") as whole,
+        atomic_folder(tmp_path / "now", "agent") as whole,
     ):
         (whole / "a").write_text("new")
     assert (tmp_path / "now" / "a").read_text() == "new"
@@ -807,10 +808,10 @@ def test_a_save_whose_last_flush_fails_is_reported_as_written(tmp_path, monkeypa
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_a_kill_between_two_renames_does_not_stop_later_saves(tmp_path, monkeypatch, is_edited):
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
 
     def write(text: str) -> None:
-        with written_whole(tmp_path / "now", "agent") as whole:
+        with atomic_folder(tmp_path / "now", "agent") as whole:
             (whole / "a").write_text(text)
 
     write("old")
@@ -836,7 +837,7 @@ def test_empty_folders_of_the_user_stay(save, tmp_path):
     (tmp_path / "saved" / "plots" / "later").mkdir(parents=True)
     save(tmp_path / "saved")
     assert (tmp_path / "saved" / "plots" / "later").is_dir()
-    atomic.remove_own(tmp_path / "saved")
+    atomic.remove_saved(tmp_path / "saved")
     assert [path.name for path in (tmp_path / "saved").rglob("*")] == ["plots", "later"]
 
 

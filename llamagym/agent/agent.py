@@ -28,8 +28,8 @@ from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
 from ..policy.policy import Policy
 from ..policy.saved import restore_choices
-from ..saving.atomic import written_whole
-from ..saving.state_files import named_on_error
+from ..saving.atomic import atomic_folder
+from ..saving.state_files import as_checkpoint_error
 from ..text.arguments import listed
 from ..text.chat_template import ChatTemplate, check_vocabulary, end_ids
 from ..text.demonstrations import read_demonstrations
@@ -232,7 +232,7 @@ class Agent(LearningActor):
         check_arguments(Agent.save_pretrained, {"environment": environment, "results": results, "merged": merged})
         if not distributed.is_main_process():
             return
-        with written_whole(folder, KIND) as whole:
+        with atomic_folder(folder, KIND) as whole:
             write_export(self, whole, self._options, environment, results, merged)
 
     @classmethod
@@ -262,8 +262,8 @@ class Agent(LearningActor):
         check_arguments(Agent.load, {"device": device, "dtype": dtype, "model": model})
         device = resolve_device(device)
         # What the caller passes may be invalid, too.
-        passes = (MissingBaseError, *((ConfigError,) if options or dtype != "auto" else ()))
-        with named_on_error(folder, passes=passes):
+        unchanged = (MissingBaseError, *((ConfigError,) if options or dtype != "auto" else ()))
+        with as_checkpoint_error(folder, unchanged=unchanged):
             model, tokenizer, state = read_export(folder, device, dtype, model)
             agent = cls(model, tokenizer, **{**state["options"], **options})
             restore_choices(agent.policy, state, agent.policy.calibrates == state["options"]["calibrate_choices"])

@@ -23,9 +23,8 @@ from ..models.quantization import computing_dtype
 from ..options import as_json, as_number, check_arguments, user_path
 from ..policy.policy import Policy
 from ..saving import checkpoints
-from ..saving.atomic import written_whole
-from ..saving.saveable import saveable_state
-from ..saving.state_files import check_alike, named_on_error, read_state, write_state
+from ..saving.atomic import atomic_folder
+from ..saving.state_files import as_checkpoint_error, check_same_types, read_state, saveable_state, write_state
 from ..text.arguments import check_flags, environment_ids, informed, listed, one_each, plain_keys
 from ..text.chat_template import ChatTemplate
 from ..text.episode import Context, Conversation, Episode, commonest_reply, renumbered
@@ -155,7 +154,7 @@ class LearningActor(Actor):
         own = {"acting": self.own_state_dict(), "version": version, "rng": rng, "loop": loop_state}
         of_others = distributed.gather_objects(own)[1:]
         if distributed.is_main_process():
-            with written_whole(folder, checkpoints.KIND, about) as whole:
+            with atomic_folder(folder, checkpoints.KIND, about) as whole:
                 write_state(whole, _STATE, {"agent": self.state_dict(), "loop": own["loop"], "others": of_others})
         distributed.gather_objects(None)
 
@@ -206,13 +205,13 @@ class LearningActor(Actor):
         folder = user_path(folder, "folder")
         given = {"keep_episodes": keep_episodes, "allow_changes": allow_changes}
         check_arguments(LearningActor.load_checkpoint, given)
-        with named_on_error(folder):
+        with as_checkpoint_error(folder):
             folder = checkpoints.find(folder)
         checkpoints.check_options(folder, "options", self._identity, _FREE, _FIXED, allow_changes)
         state = read_state(folder, _STATE)
         with self._unchanged_on_error():
-            with named_on_error(folder, f"{_STATE}.json"), self.lock:
-                check_alike(state["agent"], self.state_dict())
+            with as_checkpoint_error(folder, f"{_STATE}.json"), self.lock:
+                check_same_types(state["agent"], self.state_dict())
                 self.check_state(state["agent"], "model" in allow_changes)
                 self.load_state_dict(state["agent"])
                 loop = self._take_own_share(state)

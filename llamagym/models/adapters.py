@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ModelLoadError, excerpt
-from ..saving.atomic import reason_of
+from ..errors import ModelLoadError, excerpt, reason_of
 
 # Not AdaLoRA, whose ranks change by calls in a training loop, nor Lily, whose router looks at all tokens of a pass.
 SUPPORTED = frozenset(

@@ -37,9 +37,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import ModelLoadError, excerpt
-from ..saving.atomic import bring_back, reason_of
-from ..saving.paths import is_plain
+from ..errors import ModelLoadError, excerpt, reason_of
+from ..saving.atomic import restore_backup
+from ..saving.paths import is_relative_inside
 from .registry import EMBEDDED_NAME
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def local_path(name: str | Path) -> Path | None:
         raise ModelLoadError(f"the name of the model is empty: {text!r}. Pass a registered name, a folder or a hub id.")
     # This leaves the home of an unknown user as it is, and Path.expanduser raises.
     path = Path(os.path.expanduser(text))
-    bring_back(path)
+    restore_backup(path)
     # Unlike Path.exists, this is False also where a name is too long or a folder may not be read.
     if os.path.exists(path):
         return path
@@ -199,7 +199,7 @@ def check_indexes(folder: Path) -> None:
                     f"the index {str(index)!r} cannot be read ({reason_of(error)}). Download or save the model again."
                 ) from error
             for name in names:
-                if not is_plain(name):
+                if not is_relative_inside(name):
                     raise ModelLoadError(
                         f"the index {str(index)!r} names weights in {excerpt(name)}, which is outside of its folder or "
                         "not a file's name. Nothing was read there. Download the model again."

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean, excerpt
 from ..options import check_arguments, shortened, user_path
-from ..saving.atomic import written_whole
+from ..saving.atomic import atomic_folder
 from ..text.chat_template import invocation_tokens
 from .adapters import read_adapter_config
 from .hardware import PACKED_SHARE, memory_bytes
@@ -265,7 +265,7 @@ def _converted(gguf: Path, name: str) -> Path:
         return folder
     logger.info("Converting %s into %s; this happens once. 135 million weights take half a minute.", gguf.name, folder)
     try:
-        with written_whole(folder, "converted model", replace=False) as whole, loading_quietly(reads_gguf=True):
+        with atomic_folder(folder, "converted model", replace=False) as whole, loading_quietly(reads_gguf=True):
             _convert(gguf, whole)
     except (CheckpointError, ConfigError) as error:
         if not folder.is_dir():  # else another process was faster

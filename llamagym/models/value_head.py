@@ -29,8 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt
-from ..saving.atomic import SCHEMA, check_files, read_manifest, reason_of, written_whole
+from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt, reason_of
+from ..saving.atomic import atomic_folder
+from ..saving.manifest import SCHEMA, check_files, read_manifest
 from ..saving.paths import user_folder
 from .adapters import read_adapter_config
 from .hub import (
@@ -296,7 +297,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         folder = user_folder(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
-        with written_whole(folder, KIND) as whole:
+        with atomic_folder(folder, KIND) as whole:
             self.write_files(whole, **kwargs)
 
     def write_files(self, folder: Path, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from ..agent.text_interface import no_action_advice
 from ..errors import CheckpointError, ConfigError
 from ..learners.base import Learner, Stats
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, user_path
-from ..saving.checkpoints import require_none
+from ..saving.checkpoints import require_no_checkpoints
 from ..saving.paths import user_folder
 from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
@@ -215,7 +215,7 @@ def train(
         require_same_run(run_dir, checkpoint_dir)
     if checkpoint_dir is not None and not resume:
         with distributed.main_process_first():
-            require_none(checkpoint_dir)
+            require_no_checkpoints(checkpoint_dir)
     agent.train()
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
