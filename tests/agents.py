@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from llamagym import Agent
-from llamagym.models.lora import settle_depth_
+from llamagym.models.lora import set_lora_depth_
 from llamagym.policy.calibration import Calibration
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -63,7 +63,7 @@ def make_agent(
     for weight in model.parameters():
         weight.data = weight.data if weight.requires_grad else weight.data.to(dtype)
     # While it is fresh.
-    settle_depth_(model, sees_one_turn=options.get("context") == "turn")
+    set_lora_depth_(model, sees_one_turn=options.get("context") == "turn")
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -12,13 +12,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from llamagym.models.lora import (
-    aim_,
-    directions_of_difference,
     freeze_and_extend_,
     fresh_rows,
+    initialize_rows_,
     is_activated,
     is_fresh,
     latest_inputs,
+    within_group_components,
 )
 from llamagym.models.peft_internals import acting_on_every_token
 from tests.agents import ChoiceAgent, make_agent
@@ -30,15 +30,15 @@ def test_directions_are_the_centred_components_orthogonal_to_the_mean() -> None:
     mean = torch.tensor([100.0, 0.0, 0.0, 0.0])
     spread = torch.diag(torch.tensor([50.0, 3.0, 1.0, 0.0]))
     inputs = mean + torch.randn(4000, 4, generator=rng) @ spread
-    directions, deviations = directions_of_difference(inputs, torch.zeros(4000, dtype=torch.long), 3)
+    directions, deviations = within_group_components(inputs, torch.zeros(4000, dtype=torch.long), 3)
     # The largest spread lies along the mean and is left out; the last dimension does not vary at all.
     assert directions.abs().tolist() == [pytest.approx([0, 1, 0, 0], abs=0.05), pytest.approx([0, 0, 1, 0], abs=0.05)]
     assert deviations.tolist() == pytest.approx([3.0, 1.0], rel=0.05)
-    assert len(directions_of_difference(mean.expand(5, 4), torch.zeros(5, dtype=torch.long), 3)[0]) == 0
+    assert len(within_group_components(mean.expand(5, 4), torch.zeros(5, dtype=torch.long), 3)[0]) == 0
     # Of what sets the groups apart, nothing is left either.
     groups = torch.arange(4000) % 2
     inputs[:, 2] += 20.0 * groups
-    directions, _ = directions_of_difference(inputs, groups, 3)
+    directions, _ = within_group_components(inputs, groups, 3)
     assert directions.abs().tolist() == [pytest.approx([0, 1, 0, 0], abs=0.05)]
 
 
@@ -47,7 +47,7 @@ def test_aiming_makes_every_direction_count_the_same() -> None:
     length = layer.weight.norm(dim=1).mean().item()
     inputs = 5.0 + torch.randn(500, 6) @ torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1, 0.1, 0.1]))
     size = inputs.square().mean().sqrt().item()
-    aim_(layer, torch.arange(2), inputs, torch.zeros(500, dtype=torch.long))
+    initialize_rows_(layer, torch.arange(2), inputs, torch.zeros(500, dtype=torch.long))
     outputs = layer(inputs)
     assert outputs.std(dim=0, correction=0).tolist() == pytest.approx([length * size] * 2, rel=1e-3)
     assert (outputs.mean(0).abs() < 0.05 * length * size).all()
@@ -111,7 +111,8 @@ def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
     assert sorted(map(len, fresh_rows(model).values())) == [rank - 1, rank - 1, rank, rank]
     layer = next(layer for layer, rows in fresh_rows(model).items() if len(rows) < rank)
     before = layer.weight.clone()
-    aim_(layer, fresh_rows(model)[layer], torch.randn(50, layer.in_features), torch.zeros(50, dtype=torch.long))
+    inputs = torch.randn(50, layer.in_features)
+    initialize_rows_(layer, fresh_rows(model)[layer], inputs, torch.zeros(50, dtype=torch.long))
     moved = (layer.weight != before).any(dim=1)
     assert moved.nonzero()[:, 0].tolist() == fresh_rows(model)[layer].tolist()
 

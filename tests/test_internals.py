@@ -26,12 +26,12 @@ def test_the_bar_of_reading_a_gguf_file_is_hidden_and_comes_back(monkeypatch):
     from transformers import modeling_gguf_pytorch_utils as reader
 
     usual = reader.tqdm
-    with transformers_internals.gguf_bar_hidden():
+    with transformers_internals.gguf_progress_hidden():
         assert reader.tqdm([1]).disable
     assert reader.tqdm is usual
     # Of a version without the bar nothing is expected.
     monkeypatch.delattr(reader, "tqdm")
-    with transformers_internals.gguf_bar_hidden():
+    with transformers_internals.gguf_progress_hidden():
         pass
     assert not hasattr(reader, "tqdm")
 
@@ -47,7 +47,7 @@ def test_hooks_that_capture_outputs_are_told_from_others():
 
 def test_lora_is_taken_off_layers():
     model = tiny_model("llama").pretrained_model
-    peft_internals.keep_layers_(model, {3})
+    peft_internals.restrict_lora_to_layers_(model, {3})
     found = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert found == {f"base_model.model.{name}" for name in model.base_model.targeted_module_names}
     assert {name.split(".layers.")[1][0] for name in found} == {"3"}
@@ -77,8 +77,8 @@ def test_an_activated_lora_has_a_variant_and_a_plain_one_has_none():
 
 def test_active_lora_is_counted_and_its_rank_doubled():
     model = tiny_model("llama").pretrained_model
-    pairs = peft_internals.projections(model)
-    assert len(pairs) == peft_internals.count_active(model) > 0
+    pairs = peft_internals.lora_matrices(model)
+    assert len(pairs) == peft_internals.count_active_lora(model) > 0
     ranks = [dict(layer.r) for layer in peft_internals.lora_layers(model)]
     peft_internals.double_ranks_(model)
     assert [layer.r for layer in peft_internals.lora_layers(model)] == [{"default": 2 * of["default"]} for of in ranks]
@@ -120,14 +120,14 @@ def test_what_adapters_do_is_seen():
 def test_low_rank_matrices_are_known_by_name():
     model = tiny_model("llama").pretrained_model
     names = {id(weight): name for name, weight in model.named_parameters()}
-    pairs = peft_internals.projections(model)
-    assert all(peft_internals.is_down(names[id(down.weight)]) for down, _ in pairs)
-    assert all(peft_internals.is_up(names[id(up.weight)]) for _, up in pairs)
-    assert sum(map(peft_internals.is_low_rank, names.values())) == 2 * len(pairs) < len(names)
+    pairs = peft_internals.lora_matrices(model)
+    assert all(peft_internals.is_lora_a(names[id(down.weight)]) for down, _ in pairs)
+    assert all(peft_internals.is_lora_b(names[id(up.weight)]) for _, up in pairs)
+    assert sum(map(peft_internals.is_lora_weight, names.values())) == 2 * len(pairs) < len(names)
 
 
 def test_embeddings_have_names():
-    assert "embed_tokens" in peft_internals.names_of_embeddings()
+    assert "embed_tokens" in peft_internals.embedding_layer_names()
 
 
 def test_a_trainer_takes_its_loss_from_elsewhere(tmp_path):
@@ -150,14 +150,14 @@ def test_a_trainer_takes_its_loss_from_elsewhere(tmp_path):
 
 def test_attention_functions_are_known_by_name():
     config = tiny_model("llama").pretrained_model.config
-    assert transformers_internals.attention_of(config) == "sdpa"
+    assert transformers_internals.attention_name(config) == "sdpa"
     assert transformers_internals.has_attention("sdpa")
     assert not transformers_internals.has_attention("nothing of this name")
     transformers_internals.register_attention("ours", len)
     assert transformers_internals.attention_function("ours") is len
-    with transformers_internals.attending_by(config, "ours"):
-        assert transformers_internals.attention_of(config) == "ours"
-    assert transformers_internals.attention_of(config) == "sdpa"
+    with transformers_internals.using_attention(config, "ours"):
+        assert transformers_internals.attention_name(config) == "ours"
+    assert transformers_internals.attention_name(config) == "sdpa"
 
 
 @pytest.mark.numerical
@@ -220,11 +220,11 @@ def test_changes_in_place_and_hooks_are_seen():
     with torch.no_grad():
         layer.weight.add_(1)
     assert torch_internals.versions_of([layer.weight]) > before
-    assert layer.weight in torch_internals.held_by(layer)[1].values()
-    assert layer in torch_internals.held_by(nn.Sequential(layer))[0].values()
-    assert not any(torch_internals.hooks_of(layer))
+    assert layer.weight in torch_internals.containers_of(layer)[1].values()
+    assert layer in torch_internals.containers_of(nn.Sequential(layer))[0].values()
+    assert not any(torch_internals.forward_hooks_of(layer))
     layer.register_forward_pre_hook(print)
-    assert any(torch_internals.hooks_of(layer))
+    assert any(torch_internals.forward_hooks_of(layer))
 
 
 def test_a_shallow_copy_shares_parameters_and_not_modules():

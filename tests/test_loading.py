@@ -381,7 +381,7 @@ def test_a_model_s_first_agent_settles_its_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_layer_fraction": 0.0}, "expected a share"),
+        ({"lora_layer_fraction": 0.0}, "expected a fraction"),
         ({"lora_layer_fraction": "all"}, "must be a number"),
         ({"lora_layer_fraction": 1.0, "peft_config": False}, "cannot be combined with peft_config"),
     ],

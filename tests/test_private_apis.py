@@ -35,7 +35,7 @@ from llamagym.errors import ModelLoadError
 from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
 from llamagym.models.lora import freeze_and_extend_
-from llamagym.models.private_apis import DECLARED, PrivateApi, changed
+from llamagym.models.private_apis import DECLARED, PrivateApi, changed_apis
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -184,7 +184,7 @@ def check_warning(caplog, api):
     assert record.levelno == logging.WARNING
     assert api.name in record.message
     assert f"{api.package} {version(api.package)}" in record.message
-    assert changed() == [f"{api.package} {version(api.package)}: {api.name}"]
+    assert changed_apis() == [f"{api.package} {version(api.package)}: {api.name}"]
 
 
 def act_and_learn(agent):

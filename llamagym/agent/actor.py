@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from ..errors import ConfigError, EpisodeError, did_you_mean
-from ..models.lock import alone
+from ..models.lock import with_model_lock
 from ..models.trained_weights import check_fits
 from ..options import check_arguments
 from ..policy.policy import NOT_PICKLED, Policy
@@ -70,7 +70,7 @@ class Actor(TextInterface):
         self._learning, self._greedy = True, False
         self._acting_s, self._acted_tokens = 0.0, 0
 
-    @alone
+    @with_model_lock
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An agent with its own copy of the model, which acts and learns in the same way."""
         copied = type(self).__new__(type(self))
@@ -146,7 +146,7 @@ class Actor(TextInterface):
         """Chooses an action in one environment; `act_batch` for a single observation."""
         return self.act_batch([observation], [0], [info])[0]
 
-    @alone
+    @with_model_lock
     def act_batch(
         self,
         observations: Sequence[Any],
@@ -296,7 +296,7 @@ class Actor(TextInterface):
             restore_conversation(self.conversation(key_from(env_id)), record, table)
         self._acting_s, self._acted_tokens = state["acting_s"], state["acted_tokens"]
 
-    @alone
+    @with_model_lock
     def action_probabilities(
         self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any] | None] | None = None
     ) -> list[dict[str, float]]:

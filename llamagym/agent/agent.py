@@ -22,8 +22,8 @@ from ..learners.replay import ReplayConfig
 from ..models.generation import GenerationConfig
 from ..models.hub import upload
 from ..models.loading import MissingBaseError, move_, resolve_device
-from ..models.lock import alone
-from ..models.lora import redraw_, settle_depth_
+from ..models.lock import with_model_lock
+from ..models.lora import seed_lora_, set_lora_depth_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
 from ..policy.policy import Policy
@@ -128,10 +128,10 @@ class Agent(LearningActor):
         template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             move_(model, resolve_device(device))
-        settle_depth_(model, sees_one_turn=context == "turn")
+        set_lora_depth_(model, sees_one_turn=context == "turn")
         policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed)
         if seed is not None and not policy.is_initialized_from_data:
-            redraw_(model.pretrained_model, seed)
+            seed_lora_(model.pretrained_model, seed)
         options = {"ppo": ppo_config_dict, "grpo": grpo_config_dict, "reinforce": reinforce_config_dict}
         learner = make_learner(policy, algorithm, options, seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
@@ -153,7 +153,7 @@ class Agent(LearningActor):
         if sft_warm_start:
             self.sft_from_jsonl()
 
-    @alone
+    @with_model_lock
     def sft_from_jsonl(self, path: str | Path | None = None, **options: Any) -> Stats:
         """Learn from demonstrated replies, before learning from rewards; see `demonstrations` and `sft`.
 
@@ -204,7 +204,7 @@ class Agent(LearningActor):
         """Save the agent for use; see `save_pretrained`, and `save_checkpoint` to go on learning."""
         self.save_pretrained(folder)
 
-    @alone
+    @with_model_lock
     def save_pretrained(
         self,
         folder: str | Path,

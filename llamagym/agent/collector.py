@@ -17,8 +17,8 @@ from ..errors import ConfigError, EpisodeError, excerpt
 from ..learners.base import Learner, Stats
 from ..learners.checks import check_end, check_reward, warn_if_shared
 from ..learners.replay import Replay, ReplayConfig
-from ..models.lock import alone
-from ..models.lora import extension_undone_on_error
+from ..models.lock import with_model_lock
+from ..models.lora import undo_extension_on_error
 from ..models.quantization import computing_dtype
 from ..options import as_json, as_number, check_arguments, user_path
 from ..policy.policy import Policy
@@ -114,7 +114,7 @@ class LearningActor(Actor):
         self._alarms.load_state_dict(state["alarms"])
         self._buffer[:] = [episode_from(record, table) for record in state["buffer"]]
 
-    @alone
+    @with_model_lock
     def save_checkpoint(
         self, folder: str | Path, loop: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None
     ) -> None:
@@ -243,7 +243,7 @@ class LearningActor(Actor):
         with self.lock:
             before = deepcopy(self.state_dict())
         try:
-            with extension_undone_on_error(self.policy.model.pretrained_model):
+            with undo_extension_on_error(self.policy.model.pretrained_model):
                 yield
         except BaseException:
             with self.lock:
@@ -317,7 +317,7 @@ class LearningActor(Actor):
         for reward, env_id, place in zip(given, ids, places, strict=True):
             self.conversation(env_id).reward(as_number(reward), int(place))
 
-    @alone
+    @with_model_lock
     def terminate_episodes(
         self,
         env_ids: Sequence[Hashable],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from ..models.private_apis import changed
+from ..models.private_apis import changed_apis
 from .collector import LearningActor
 from .probes import FaultError, OutOfTimeError, Probes
 
@@ -119,7 +119,7 @@ def _untouched(actor: LearningActor) -> Iterator[None]:
 
 
 def _versions() -> str:
-    if broken := changed():
+    if broken := changed_apis():
         raise FaultError(
             f"These private APIs have changed, and what they make faster is switched off: {'; '.join(broken)}. Install "
             "versions that this version of llamagym was tested with, or a later llamagym."

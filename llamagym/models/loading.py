@@ -34,7 +34,7 @@ from .hub import (
     ADAPTER_CONFIG,
     EMBEDDED_PACKAGE,
     INSTALL_EMBEDDED,
-    ask_hub,
+    check_hub,
     check_model_file,
     check_model_folder,
     find_file,
@@ -342,7 +342,7 @@ def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
         check_model_file(path)
         return str(_gguf_folder(path)), {}
     hub_id = entry.hub_id if entry is not None and entry.hub_id else name
-    return hub_id, ask_hub(hub_id, token)
+    return hub_id, check_hub(hub_id, token)
 
 
 def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:

@@ -45,7 +45,7 @@ from .hub import (
     tensor_files,
     upload,
 )
-from .peft_internals import names_of_embeddings
+from .peft_internals import embedding_layer_names
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
 
@@ -310,7 +310,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         if self.is_peft_model:
             # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.
             targets = getattr(self.pretrained_model.active_peft_config, "target_modules", None) or ()
-            kwargs.setdefault("save_embedding_layers", not names_of_embeddings().isdisjoint(targets))
+            kwargs.setdefault("save_embedding_layers", not embedding_layer_names().isdisjoint(targets))
         self.pretrained_model.save_pretrained(str(folder), **kwargs)
         head = {_PREFIX + key: value.detach().cpu().contiguous() for key, value in self.v_head.state_dict().items()}
         save_file(head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})

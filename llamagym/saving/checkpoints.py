@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -221,7 +220,9 @@ def _around(text: str, other: str) -> str:
     """An excerpt of a long text around its first difference from another text."""
     if len(text) <= _EXCERPT_CHARS:
         return text
-    common = len(os.path.commonprefix([text, other]))
+    common = 0
+    while common < min(len(text), len(other)) and text[common] == other[common]:
+        common += 1
     start = max(0, common - _EXCERPT_CHARS // 2)
     end = start + _EXCERPT_CHARS
     before = "..." if start else ""
