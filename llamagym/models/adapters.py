@@ -18,69 +18,19 @@ from ..errors import ModelLoadError, excerpt, reason_of
 
 # Not AdaLoRA, which needs calls in the training loop to change its ranks, nor Lily, whose router sees all tokens of a
 # pass.
-SUPPORTED = frozenset(
-    {
-        "BEFT",
-        "BOFT",
-        "C3A",
-        "DEFT",
-        "DELORA",
-        "FOURIERFT",
-        "FROD",
-        "GLORA",
-        "GRALORA",
-        "HIRA",
-        "HRA",
-        "IA3",
-        "LN_TUNING",
-        "LOHA",
-        "LOKR",
-        "LORA",
-        "MISS",
-        "OFT",
-        "OSF",
-        "PEANUT",
-        "PSOFT",
-        "PVERA",
-        "RANDLORA",
-        "ROAD",
-        "SHIRA",
-        "SUPERTUNING",
-        "TINYLORA",
-        "TRAINABLE_TOKENS",
-        "UNILORA",
-        "VBLORA",
-        "VERA",
-        "WAVEFT",
-    }
-)
+SUPPORTED = frozenset({
+    "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3",
+    "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD",
+    "SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+})  # fmt: skip
 """The `peft_type` of each supported method."""
 
-LORA_OPTIONS = frozenset(
-    {
-        "alora_invocation_tokens",
-        "alpha_pattern",
-        "ensure_weight_tying",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "monteclora_config",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "target_parameters",
-        "trainable_token_indices",
-        "use_dora",
-        "use_rslora",
-        "velora_config",
-    }
-)
+LORA_OPTIONS = frozenset({
+    "alora_invocation_tokens", "alpha_pattern", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
+    "modules_to_save", "monteclora_config", "r", "rank_pattern", "target_modules", "target_parameters",
+    "trainable_token_indices", "use_dora", "use_rslora", "velora_config",
+})  # fmt: skip
 """Supported options of LoRA; all others must have PEFT's default."""
 
 # Other initializations change the base, which is the reference policy.

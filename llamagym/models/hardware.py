@@ -40,8 +40,8 @@ def _processor_has_bfloat16() -> bool:
     capabilities = torch.cpu.get_capabilities()
     if capabilities.get("amx_bf16", False):
         return True
-    # Intel processors since Sapphire Rapids, which have AVX512-FP16, are fast in bfloat16 by AMX only. A virtual machine
-    # may hide AMX; then bfloat16 is up to 1.8 times as slow as float32.
+    # Intel processors with AVX512-FP16 (since Sapphire Rapids) are fast in bfloat16 by AMX only. If a virtual machine
+    # hides AMX, bfloat16 takes up to 1.8 times as long as float32.
     needs_amx = "Intel" in capabilities.get("cpu_name", "") and capabilities.get("avx512_fp16", False)
     return capabilities.get("avx512_bf16", False) and not needs_amx
 

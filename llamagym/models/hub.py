@@ -205,14 +205,6 @@ def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | 
     """Returns a file of a local folder or of a hub repository, or None if it has no such file.
 
     Offline (`local_files_only` or HF_HUB_OFFLINE), a file that is not cached counts as absent.
-
-    Args:
-        source: A folder or a hub id.
-        filename: Name of the file.
-        hub: Options for the hub.
-
-    Raises:
-        ModelLoadError: The repository cannot be reached or read.
     """
     if Path(source).is_dir():
         path = Path(source) / filename
@@ -236,14 +228,7 @@ def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | 
 
 
 def check_hub(hub_id: str, token: str | None) -> dict[str, Any]:
-    """Asks the hub once whether it has a repository; if it cannot be reached, a cached copy is used.
-
-    Returns:
-        Options for the hub, to load from the repository.
-
-    Raises:
-        ModelLoadError: The repository is missing or closed, or the hub cannot be reached and nothing is cached.
-    """
+    """Asks the hub once for a repository, and returns the options to load it; unreachable, a cached copy is used."""
     if constants.HF_HUB_OFFLINE:
         return _use_cache(hub_id, "HF_HUB_OFFLINE is set")
     try:

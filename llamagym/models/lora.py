@@ -170,10 +170,7 @@ def has_frozen_half(model: nn.Module) -> bool:
 
 
 def mask_frozen_gradients_(model: nn.Module) -> None:
-    """Adds hooks that zero the gradients of LoRA's frozen half, unless the weights have them.
-
-    To be called again for a deep copy of a model, whose weights have none.
-    """
+    """Adds hooks that zero the gradients of LoRA's frozen half; a deep copy of a model needs them again."""
     down: Any
     for down, up in lora_matrices(model):
         if hasattr(down, "is_trained") and getattr(down, "masked_weight", None) != id(down.weight):

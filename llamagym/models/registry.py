@@ -263,7 +263,7 @@ def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
 
 
 def _count_parameters(config: PretrainedConfig) -> int | None:
-    """The exact number of weights, from a model on the meta device; None if it cannot be built, which loading reports."""
+    """The number of weights, from a model on the meta device; None if it cannot be built, which loading reports."""
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)

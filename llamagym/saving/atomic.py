@@ -244,10 +244,7 @@ def _is_in_use(scratch: Path) -> bool:
 
 
 def _remove_scratch(scratch: Path) -> None:
-    """Deletes a temporary folder.
-
-    The marker is deleted last, so that a later process can finish an interrupted deletion.
-    """
+    """Deletes a temporary folder, its marker last, so that a later process can finish an interrupted deletion."""
     subfolders = [scratch / _NEW, scratch / _OLD]
     with suppress(OSError):
         for folder in subfolders:
@@ -266,11 +263,7 @@ def _clean_up(scratch: Path | None, created_parents: Iterable[Path]) -> None:
 
 
 def _reject_working_directory(folder: Path, kind: str) -> None:
-    """Rejects the current working directory and those above it: they cannot be replaced as a whole.
-
-    Raises:
-        ConfigError: It is one of them.
-    """
+    """Rejects the current working directory and those above it: they cannot be replaced as a whole."""
     try:
         here = Path.cwd().resolve()
     except OSError:  # it has been deleted
@@ -325,11 +318,7 @@ def _is_in_the_way(path: Path) -> bool:
 
 
 def _require_writable(folder: Path) -> None:
-    """Rejects a read-only folder, and one in a read-only folder, where it cannot be renamed.
-
-    Raises:
-        PermissionError: It is such a folder.
-    """
+    """Raises a PermissionError for a read-only folder, and for one in a read-only folder, where no rename works."""
     for path in (folder.parent, folder):
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(
@@ -379,14 +368,7 @@ def _install(new: Path, folder: Path, kind: str, replace: bool) -> None:
 
 
 def _exchange_by_renames(new: Path, folder: Path, kind: str, is_listed: bool) -> None:
-    """Exchanges a new folder and an old one by three renames; an error leaves the old one in place.
-
-    Args:
-        new: The new folder.
-        folder: The old folder.
-        kind: Their kind.
-        is_listed: Whether the old folder has a manifest.
-    """
+    """Exchanges a new folder and an old one, with or without a manifest; an error leaves the old one in place."""
     backup = _backup_of(folder)
     try:
         if not is_listed:
@@ -406,12 +388,12 @@ def _exchange_by_renames(new: Path, folder: Path, kind: str, is_listed: bool) ->
 
 
 def _discard_backup(backup: Path, folder: Path, scratch: Path) -> None:
-    """Moves the backup of a killed process to the temporary folder, or to a name of its own.
+    """Moves the backup of a killed process to a temporary folder, or to a new name if it has other files of the user.
 
     Args:
         backup: The folder that was replaced.
         folder: The folder that replaced it, with links to the files of the user.
-        scratch: The temporary folder, which is deleted at the end.
+        scratch: The temporary folder.
     """
     listed = {MANIFEST, *read_manifest(backup)["files"]}
     if all(are_equal(backup / name, folder / name) for name in _unlisted(backup, listed)):

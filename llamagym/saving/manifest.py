@@ -91,19 +91,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def check_manifest(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]:
-    """Reads a folder's manifest, and checks that its files are those that were written.
-
-    Args:
-        folder: The folder.
-        kind: The expected kind.
-        checksums: Whether to compare the content of all files, and not their sizes alone.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: The folder is missing, damaged, of another kind, or of another version.
-    """
+    """Reads a folder's manifest and checks its files, as `atomic.verify` describes."""
     if not folder.is_dir():
         found = "a file, not a folder" if folder.exists() else "missing"
         raise CheckpointError(f"cannot load a saved {kind}: {str(folder)!r} is {found}. Check the path.")
