@@ -292,7 +292,8 @@ def tensor_files(
             if index is not None:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 shards = {shard for key, shard in weight_map.items() if key.startswith(prefix)}
-            files += [find_file(source, shard, cached) for shard in sorted(shards)]
+            for shard in sorted(shards):
+                files.append(find_file(source, shard, cached))
     return [file for file in files if file is not None]
 
 
@@ -300,8 +301,11 @@ def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """Reads the tensors of a file whose names begin with `prefix`, by their names without it."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            tensors = {}
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if name.startswith(prefix):
+                    tensors[name.removeprefix(prefix)] = file.get_tensor(name)
+            return tensors
     # Memory-mapped tensors stay on the disk until used. Files from before torch 1.6 are not zip archives, and cannot be
     # mapped.
     state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))

@@ -185,7 +185,9 @@ def load_model_and_tokenizer(
         model.lora_depth_is_open = peft_config is None and lora_layer_fraction is None
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _set_base_id_(model, entry.hub_id)
-    return model if quantization else model.to(target), tokenizer, target
+    if not quantization:
+        model = model.to(target)
+    return model, tokenizer, target
 
 
 def load_needs_gib(
@@ -206,10 +208,13 @@ def load_needs_gib(
         trains_all: Whether all weights are trained, not an adapter alone.
         device_type: Type of the device, e.g. "cpu".
     """
-    weights = entry.memory_gib(dtype, quantization) * (_COPIES_TO_TRAIN if trains_all else 1)
+    weights = entry.memory_gib(dtype, quantization)
+    packed = _PACKED_COPIES.get(dtype, 0.0) * weights
+    if trains_all:
+        weights *= _COPIES_TO_TRAIN
+        packed = 0.0
     if device_type != "cpu":
         return weights
-    packed = 0.0 if trains_all else _PACKED_COPIES.get(dtype, 0.0) * weights
     most_packed = PACKED_SHARE * memory_bytes(torch.device("cpu")) / 2**30
     return weights + min(packed, most_packed) + BESIDE_WEIGHTS_GIB
 
@@ -349,7 +354,9 @@ def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
     if path is not None:
         check_model_file(path)
         return str(_gguf_folder(path)), {}
-    hub_id = entry.hub_id if entry is not None and entry.hub_id else name
+    hub_id = name
+    if entry is not None and entry.hub_id:
+        hub_id = entry.hub_id
     return hub_id, check_hub(hub_id, token)
 
 

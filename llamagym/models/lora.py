@@ -69,8 +69,12 @@ def is_activated(model: nn.Module) -> bool:
 
 def fresh_rows(model: nn.Module) -> dict[nn.Linear, Tensor]:
     """The rows of each A matrix whose columns of B are still zero, int64; matrices without such rows are left out."""
-    rows = {down: (~up.weight.any(dim=0)).nonzero()[:, 0] for down, up in lora_matrices(model)}
-    return {down: indices for down, indices in rows.items() if len(indices)}
+    rows = {}
+    for down, up in lora_matrices(model):
+        indices = (~up.weight.any(dim=0)).nonzero()[:, 0]
+        if len(indices):
+            rows[down] = indices
+    return rows
 
 
 def is_fresh(model: nn.Module) -> bool:

@@ -82,5 +82,8 @@ class PrivateApi:
 
 def changed_apis() -> list[str]:
     """The private APIs that were checked and have changed, each as "package version: name"."""
-    broken = [api for api in DECLARED if not vars(api).get("works", True)]
-    return [f"{api.package} {version(api.package)}: {api.name}" for api in broken]
+    names = []
+    for api in DECLARED:
+        if not vars(api).get("works", True):
+            names.append(f"{api.package} {version(api.package)}: {api.name}")
+    return names

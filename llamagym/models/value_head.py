@@ -208,7 +208,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 f"peft_config must be a configuration of PEFT or None, got {excerpt(peft_config)} "
                 f"({type(peft_config).__name__}). Pass one such as peft.LoraConfig()."
             )
-        kwargs = {key: value for key, value in kwargs.items() if key != "token" or value is not None}
+        if kwargs.get("token") is None:
+            kwargs.pop("token", None)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if is_quantized(load_in_8bit, load_in_4bit, device_type, peft_config):
             dtype = kwargs.get("dtype", torch.bfloat16)
@@ -231,7 +232,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 else:
                     model = _load_adapter(source, read_adapter_config(adapter), base_model, kwargs, hub)
                 files = tensor_files(source, VALUE_HEAD_FILE, _PREFIX, hub, is_adapter=adapter is not None)
-                v_head = {key: value for file in files for key, value in read_tensors(file, _PREFIX).items()}
+                for file in files:
+                    v_head.update(read_tensors(file, _PREFIX))
         if peft_config is not None:
             with loading_quietly():
                 model = _add_adapter(model, peft_config)
@@ -472,7 +474,8 @@ def _load_adapter(
         if not where:
             raise ModelLoadError(f"the adapter in {str(source)!r} does not name its base. Pass base_model.")
         # The caller's revision is one of the adapter's repository; the adapter's configuration has its base's.
-        options = {key: value for key, value in kwargs.items() if key != "revision"}
+        options = dict(kwargs)
+        options.pop("revision", None)
         if config.get("revision") and not base_model:
             options["revision"] = config["revision"]
         try:

@@ -94,11 +94,19 @@ def check_options(
     """
     saved = verify(folder, KIND, checksums=False).get(name, {})
     differences = dict(_differences("", saved, options, ignored))
-    accepted = [path for path in differences if _is_allowed(path, allowed) and not _is_fixed(path, fixed)]
-    rejected = [path for path in differences if path not in accepted]
+    accepted = []
+    rejected = []
+    changeable = []
+    for path in differences:
+        is_fixed = path.split(".")[-1] in fixed
+        if _is_allowed(path, allowed) and not is_fixed:
+            accepted.append(path)
+        else:
+            rejected.append(path)
+            if not is_fixed:
+                changeable.append(path)
     if not rejected:
         return accepted
-    changeable = [path for path in rejected if not _is_fixed(path, fixed)]
     hint = ""
     if changeable:
         hint = f" To continue with the new values, pass allow_changes={changeable}."
@@ -113,10 +121,6 @@ def _is_allowed(path: str, allowed: Collection[str]) -> bool:
     """Whether a name such as "ppo_config_dict.gamma", or a first part of it, is among those that are allowed."""
     parts = path.split(".")
     return any(".".join(parts[:count]) in allowed for count in range(1, len(parts) + 1))
-
-
-def _is_fixed(path: str, fixed: Collection[str]) -> bool:
-    return path.split(".")[-1] in fixed
 
 
 def newest(root: Path) -> Path | None:
@@ -153,9 +157,8 @@ def _best(manifests: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
     scored = []
     for path, manifest in manifests:
         return_mean = manifest.get("return_mean")
-        score = as_number(return_mean) if isinstance(return_mean, (int, float)) else math.nan
-        if not math.isnan(score):
-            scored.append((score, path))
+        if isinstance(return_mean, (int, float)) and not math.isnan(as_number(return_mean)):
+            scored.append((as_number(return_mean), path))
     for _, path in sorted(scored, reverse=True):
         with suppress(CheckpointError):
             verify(path, KIND)

@@ -90,7 +90,8 @@ def is_locked(path: Path) -> bool:
 
 def exchange_folders(one: Path, other: Path) -> bool:
     """Exchanges two folders in one step; returns False where the system or the file system cannot."""
-    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+    at_cwd = -100  # AT_FDCWD of renameat2(2)
+    exchange = 2  # RENAME_EXCHANGE
     try:
         renameat2 = ctypes.CDLL(None).renameat2
     except (OSError, AttributeError, TypeError):

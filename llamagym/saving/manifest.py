@@ -68,11 +68,13 @@ def read_manifest(folder: Path, kind: str = "save") -> dict[str, Any]:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        files = {name: (size, checksum) for name, (size, checksum) in manifest["files"].items()}
-        types_of_texts = {type(manifest["kind"]), *(type(checksum) for _, checksum in files.values())}
-        types_of_numbers = {type(manifest["schema"]), *(type(size) for size, _ in files.values())}
-        if types_of_texts != {str} or types_of_numbers != {int}:
-            raise ValueError("an entry is of another type")
+        if type(manifest["kind"]) is not str or type(manifest["schema"]) is not int:
+            raise ValueError("its kind or schema is of another type")
+        files = {}
+        for name, (size, checksum) in manifest["files"].items():
+            if type(size) is not int or type(checksum) is not str:
+                raise ValueError("a size or checksum is of another type")
+            files[name] = (size, checksum)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{str(folder)!r} holds no {kind} of llamagym, or a damaged one: its {MANIFEST} cannot be read "
