@@ -25,7 +25,7 @@ from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model
 
 
-def test_directions_are_the_centred_components_orthogonal_to_the_mean() -> None:
+def test_components_are_centered_and_orthogonal_to_the_mean() -> None:
     rng = torch.Generator().manual_seed(0)
     mean = torch.tensor([100.0, 0.0, 0.0, 0.0])
     spread = torch.diag(torch.tensor([50.0, 3.0, 1.0, 0.0]))
@@ -42,7 +42,7 @@ def test_directions_are_the_centred_components_orthogonal_to_the_mean() -> None:
     assert directions.abs().tolist() == [pytest.approx([0, 1, 0, 0], abs=0.05)]
 
 
-def test_aiming_makes_every_direction_count_the_same() -> None:
+def test_initialization_gives_all_components_the_same_deviation() -> None:
     layer = nn.Linear(6, 2, bias=False)
     length = layer.weight.norm(dim=1).mean().item()
     inputs = 5.0 + torch.randn(500, 6) @ torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1, 0.1, 0.1]))
@@ -54,7 +54,7 @@ def test_aiming_makes_every_direction_count_the_same() -> None:
 
 
 @pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
-def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activated: bool) -> None:
+def test_initialization_keeps_the_policy_and_happens_once(family: str, activated: bool) -> None:
     options = {"context": "turn", "calibrate_choices": False, "ppo": {"batch_size": 12, "learning_rate": 0.0}}
     agent = make_agent(ChoiceAgent, family, activated, **options)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activat
     assert not any(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
 
 
-def test_gradients_tell_observations_apart_once_aimed() -> None:
+def test_initialized_gradients_distinguish_observations() -> None:
     """The reason for it: how alike are the gradients of two observations' choices?"""
     alike = {}
     for aimed in (False, True):
@@ -99,7 +99,7 @@ def test_gradients_tell_observations_apart_once_aimed() -> None:
     assert alike[True] < 0.5 * alike[False]
 
 
-def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
+def test_only_fresh_rows_are_initialized() -> None:
     model = tiny_model("llama").pretrained_model
     assert len(fresh_rows(model)) == 6
     for name, weight in model.named_parameters():
@@ -118,7 +118,7 @@ def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
 
 
 @pytest.mark.parametrize("activated", [True, False])
-def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: bool, tmp_path: Path) -> None:
+def test_the_trained_half_is_frozen_and_the_fresh_half_learns(activated: bool, tmp_path: Path) -> None:
     options = {"batch_size": 4, "learning_rate": 0.01, "warmup_steps": 1, "target_kl": None}
     agent = make_agent(ChoiceAgent, "llama", activated, context="turn", ppo=options)
     model = agent.policy.model.pretrained_model
@@ -175,7 +175,7 @@ def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: 
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
-def test_latest_inputs_are_those_of_the_last_pass_and_no_more() -> None:
+def test_latest_inputs_are_those_of_the_last_pass() -> None:
     layer = nn.Linear(2, 2)
     with latest_inputs([layer]) as inputs:
         layer(torch.zeros(3, 2))
@@ -184,7 +184,7 @@ def test_latest_inputs_are_those_of_the_last_pass_and_no_more() -> None:
     assert inputs[layer].tolist() == [[1.0, 1.0]]
 
 
-def test_what_counts_as_activated() -> None:
+def test_is_activated_needs_an_invocation_and_lora_alone() -> None:
     assert is_activated(tiny_model("llama").pretrained_model)
     assert not is_activated(tiny_model("llama", activated=False).pretrained_model)
     assert not is_activated(tiny_base_model("llama"))
@@ -195,7 +195,7 @@ def test_what_counts_as_activated() -> None:
     assert not is_activated(get_peft_model(tiny_base_model("llama"), config))
 
 
-def test_an_activated_adapter_acts_only_while_it_is_told_to() -> None:
+def test_an_activated_adapter_acts_only_inside_its_context() -> None:
     agent = make_agent(ChoiceAgent, "llama")
     lm = agent.policy.model.pretrained_model.get_base_model()
     ids = torch.tensor([[1, 2, 3]])

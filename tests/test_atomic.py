@@ -37,7 +37,7 @@ def exchanges(request, monkeypatch):
     return request.param
 
 
-def test_a_folder_is_replaced_and_nothing_else_is_left(tmp_path, exchanges):
+def test_replacing_a_folder_leaves_no_other_files(tmp_path, exchanges):
     for text in ("old", "new", "newest"):
         write(tmp_path / "now", text)
         assert content(tmp_path / "now") == text
@@ -61,7 +61,7 @@ def test_linux_exchanges_two_folders(tmp_path):
     ids=["error", "Ctrl-C"],
 )
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, error, raised):
+def test_a_failing_rename_keeps_the_old_folder(tmp_path, monkeypatch, nth, error, raised):
     monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     write(tmp_path / "now", "old")
     usual, calls = Path.rename, []
@@ -102,7 +102,7 @@ os._exit(0)
 
 @pytest.mark.long
 @pytest.mark.parametrize(("nth", "expected"), [(1, "old"), (2, "old"), (3, "new"), (4, "new")])
-def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
+def test_a_kill_at_a_rename_leaves_the_old_or_the_new_folder(tmp_path, nth, expected):
     write(tmp_path / "now", "old")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "now"), str(nth)], check=False)
     assert killed.returncode == (0 if nth == 4 else 9)
@@ -116,7 +116,7 @@ def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
     assert [path.name for path in tmp_path.iterdir()] == ["now"]
 
 
-def test_what_was_set_aside_never_takes_the_place_of_what_is_there(tmp_path):
+def test_a_backup_never_replaces_an_existing_folder(tmp_path):
     write(tmp_path / "now", "new")
     write(tmp_path / ".replaced-now", "old")
     restore_backup(tmp_path / "now")
@@ -143,7 +143,7 @@ def test_removes_abandoned_temporary_folders(tmp_path):
 
 
 @pytest.mark.parametrize("mark", ["folder", "text", "link", "missing"])
-def test_keeps_folders_of_the_user_that_are_named_like_temporary_ones(tmp_path, mark):
+def test_keeps_user_folders_named_like_temporary_ones(tmp_path, mark):
     folder = abandoned(tmp_path / ".writing-chapters")
     (folder / "llamagym").unlink()
     if mark == "folder":
@@ -160,7 +160,7 @@ def test_keeps_folders_of_the_user_that_are_named_like_temporary_ones(tmp_path, 
     assert os.path.lexists(folder / "llamagym") == (mark != "missing")
 
 
-def test_keeps_folders_whose_names_are_no_temporary_ones(tmp_path):
+def test_keeps_folders_with_other_names_than_temporary_ones(tmp_path):
     for name in (".writing-drafts", ".writing-A-Letter", ".writing-chapters2"):
         abandoned(tmp_path / name)
     write(tmp_path / "now", "new")
@@ -168,7 +168,7 @@ def test_keeps_folders_whose_names_are_no_temporary_ones(tmp_path):
 
 
 @pytest.mark.skipif(file_operations.fcntl is None, reason="needs locks")
-def test_a_save_that_takes_hours_is_not_removed_by_another(tmp_path):
+def test_keeps_the_locked_temporary_folder_of_a_slow_save(tmp_path):
     with atomic_folder(tmp_path / "slow", "checkpoint") as whole:
         (whole / "a.txt").write_text("slow")
         aged(whole.parent)
@@ -177,7 +177,7 @@ def test_a_save_that_takes_hours_is_not_removed_by_another(tmp_path):
     assert content(tmp_path / "slow") == "slow"
 
 
-def test_a_save_whose_files_are_new_is_not_removed_by_another(tmp_path, monkeypatch):
+def test_keeps_a_temporary_folder_with_recently_changed_files(tmp_path, monkeypatch):
     monkeypatch.setattr(file_operations, "fcntl", None)
     with atomic_folder(tmp_path / "slow", "checkpoint") as whole:
         (whole / "a.txt").write_text("slow")
@@ -240,7 +240,7 @@ needs_permissions = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs th
 
 
 @needs_permissions
-def test_read_only_folders_of_the_user_are_kept_and_leave_no_temporary_folder(open_folder, exchanges):
+def test_keeps_read_only_user_folders_and_leaves_no_temporary_folder(open_folder, exchanges):
     def save() -> None:
         write(open_folder / "now", "old")
         (open_folder / "now" / "plots").mkdir()
@@ -258,7 +258,7 @@ def test_read_only_folders_of_the_user_are_kept_and_leave_no_temporary_folder(op
 
 @needs_permissions
 @pytest.mark.parametrize("text", ["old", None], ids=["older save", "empty"])
-def test_a_read_only_folder_is_not_replaced(open_folder, exchanges, text):
+def test_rejects_a_read_only_folder(open_folder, exchanges, text):
     def save() -> None:
         if text is None:
             (open_folder / "now").mkdir()
@@ -275,7 +275,7 @@ def test_a_read_only_folder_is_not_replaced(open_folder, exchanges, text):
 
 
 @needs_permissions
-def test_a_folder_in_a_read_only_one_cannot_be_replaced(open_folder):
+def test_rejects_a_folder_inside_a_read_only_one(open_folder):
     def save() -> None:
         (open_folder / "shared" / "out").mkdir(parents=True)
         (open_folder / "shared").chmod(0o555)
@@ -285,7 +285,7 @@ def test_a_folder_in_a_read_only_one_cannot_be_replaced(open_folder):
     as_nobody(save)
 
 
-def test_a_temporary_folder_that_cannot_be_deleted_keeps_its_mark(tmp_path, monkeypatch):
+def test_a_temporary_folder_that_cannot_be_deleted_keeps_its_marker(tmp_path, monkeypatch):
     scratch = abandoned(tmp_path / ".writing-abcd_123")
     usual = shutil.rmtree
 

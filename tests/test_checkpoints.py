@@ -54,7 +54,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_computes_what_it_would_have_computed(runs, name):
+def test_a_resumed_run_equals_an_uninterrupted_one(runs, name):
     whole, first, resumed = (run[name] for run in runs)
     assert first["stats"] == whole["stats"][:1]
     assert first["weights"] != whole["weights"]
@@ -69,14 +69,14 @@ def learning(folder: Path, agent: Any = None, env: Any = DiceEnv, episodes: int 
     return agent, train(agent, env, episodes=episodes, **options)
 
 
-def test_a_run_that_is_over_is_extended_when_it_is_resumed(tmp_path):
+def test_resuming_extends_a_finished_run(tmp_path):
     _, done = learning(tmp_path)
     _, more = learning(tmp_path, episodes=8, resume=True)
     assert more.returns[:12] == done.returns
     assert len(more.returns) == 20
 
 
-def test_without_a_checkpoint_a_run_begins(tmp_path):
+def test_resuming_without_a_checkpoint_starts_a_run(tmp_path):
     _, done = learning(tmp_path / "new", resume=True)
     assert len(done.returns) == 12
     with pytest.raises(ConfigError, match="needs the run_dir or checkpoint_dir"):
@@ -90,14 +90,14 @@ class Fickle(DiceEnv):
         return super().reset(seed=int(np.random.default_rng().integers(2**31)))
 
 
-def test_episodes_that_cannot_be_played_again_begin_anew_and_that_is_said(tmp_path, caplog):
+def test_episodes_that_cannot_be_replayed_restart_with_a_warning(tmp_path, caplog):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 1, env=Fickle)
     learning(tmp_path, env=Fickle, resume=True)
     assert "begin again" in caplog.text
 
 
-def test_an_agent_in_one_s_own_loop_goes_on(tmp_path):
+def test_an_agent_in_a_custom_loop_continues(tmp_path):
     def play(agent: Any, turns: int) -> list[Any]:
         said = []
         for turn in range(turns):
@@ -154,7 +154,7 @@ def stop_after_steps(folder: Path, steps: int, number: signal.Signals = signal.S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_step_end_saves_and_exits(tmp_path, number, caplog):
+def test_a_signal_finishes_the_step_saves_and_exits(tmp_path, number, caplog):
     with pytest.raises(SystemExit) as exit_:
         stop_after_steps(tmp_path, 7, number)
     assert exit_.value.code == 130
@@ -169,7 +169,7 @@ def test_a_signal_lets_the_step_end_saves_and_exits(tmp_path, number, caplog):
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_a_second_signal_stops_at_once(tmp_path):
+def test_a_second_signal_stops_immediately(tmp_path):
     class Twice(DiceEnv):
         def step(self, action: int) -> Any:
             for _ in range(2):
@@ -182,7 +182,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 0)]
 
 
-def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
+def test_handle_signals_false_leaves_signals_alone(tmp_path):
     class Stopped(Interrupting):
         steps = 3
 
@@ -191,7 +191,7 @@ def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path):
     """The short version of scripts/reliability/kill_and_resume.py."""
     command = [sys.executable, "-m", "tests.endless_run", str(tmp_path / "run")]
     updates = []
@@ -236,7 +236,7 @@ def broken(**attributes: Any) -> Any:
 
 
 @pytest.mark.parametrize("steps", [1, 9])
-def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_path, steps, caplog):
+def test_a_failing_environment_is_named_and_the_run_can_continue(tmp_path, steps, caplog):
     with pytest.raises(ValueError, match="out of cards"):
         learning(tmp_path, env=broken(fails_at=steps))
     assert "failed in copy 1 of the environment; the last complete state is saved in" in caplog.text
@@ -247,7 +247,7 @@ def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
+def test_a_hanging_environment_is_named_and_the_run_is_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
         learning(
@@ -259,7 +259,7 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
+def test_an_environment_that_hangs_during_replay_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
     hangs = type("DiceEnv", (Broken,), {"fails_at": 1, "hangs": True})
@@ -270,7 +270,7 @@ def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
+def test_environments_in_processes_play_the_same(tmp_path):
     agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
     here = train(agents[0], DiceEnv, episodes=8, num_envs=2, seed=0)
     there = train(agents[1], DiceEnv, episodes=8, num_envs=2, seed=0, env_timeout=60.0)
@@ -308,7 +308,7 @@ class LockedError(ValueError):
     ],
     ids=["a format", "a per cent", "other arguments", "not to be pickled"],
 )
-def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, caplog, recwarn):
+def test_an_error_in_an_environment_process_keeps_its_type(error, raised, text, caplog, recwarn):
     failing = type("DiceEnv", (Broken,), {"fails_at": 1, "error": error})
     with pytest.raises(raised) as caught:
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), episodes=4, num_envs=1, seed=0, env_timeout=60.0)
@@ -320,7 +320,7 @@ def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, ca
     assert not recwarn.list
 
 
-def test_memory_that_runs_out_makes_microbatches_smaller_until_they_fit(monkeypatch, caplog):
+def test_out_of_memory_halves_microbatches_until_they_fit(monkeypatch, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES)
     evaluate = agent.policy.evaluate
 
@@ -353,7 +353,7 @@ class Failing:
         pass
 
 
-def test_a_tracker_that_fails_ends_nothing(tmp_path, caplog):
+def test_a_failing_tracker_does_not_stop_a_run(tmp_path, caplog):
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as jsonl:
         agent = make_agent(ChoiceAgent, ppo=SIZES)
         result = train(agent, DiceEnv, episodes=12, num_envs=2, seed=0, tracker=MultiTracker(Failing(), jsonl))
@@ -369,7 +369,7 @@ def test_a_tracker_that_fails_ends_nothing(tmp_path, caplog):
     )
 
 
-def test_a_tracker_s_lines_come_once(tmp_path):
+def test_a_resumed_tracker_writes_each_line_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with closing(JsonlTracker(path)) as tracker:
         learning(tmp_path / "run", tracker=tracker)
@@ -392,7 +392,7 @@ def write(folder: Path, content: str = "all") -> None:
         (whole / "inner" / "b.txt").write_text(content)
 
 
-def test_state_comes_back(tmp_path):
+def test_reads_the_state_that_was_written(tmp_path):
     state = {
         "plain": {"a": [1, 2.5, None, "x", True], "empty": {}, "nan": [float("nan"), float("-inf")]},
         "tensors": [torch.arange(3), {"b": torch.randn(2, 2)}, torch.tensor(1.5, dtype=torch.bfloat16)],
@@ -416,7 +416,7 @@ def test_saves_tensors_that_share_memory(tmp_path):
     assert str(read_state(tmp_path / "again", "state")) == str(state)
 
 
-def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
+def test_rejects_a_loop_state_that_cannot_be_saved(tmp_path):
     agent = make_agent(WordAgent)
     agent.save_checkpoint(tmp_path / "now", loop={"seen": [1]})
     with pytest.raises(ConfigError, match="loop/seen/1 is a set, which cannot be saved"):
@@ -438,27 +438,27 @@ def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
     ],
     ids=range(8),
 )
-def test_rejects_a_loop_that_would_not_be_read_again(loop, message, tmp_path):
+def test_rejects_a_loop_state_that_cannot_be_read_again(loop, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         make_agent(WordAgent).save_checkpoint(tmp_path / "now", loop=loop)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_with_half_of_a_character_pair_are_saved_where_they_name_no_tensor(tmp_path):
+def test_saves_lone_surrogates_in_keys_without_tensors(tmp_path):
     agent = make_agent(WordAgent)
     agent.save_checkpoint(tmp_path / "now", loop={"seen_\udcff": 1, "last": "\udcff"})
     assert agent.load_checkpoint(tmp_path / "now") == {"seen_\udcff": 1, "last": "\udcff"}
 
 
 @pytest.mark.parametrize("name", ["options", "kind", "schema", "llamagym", "files"])
-def test_rejects_facts_with_names_of_the_library_s_own(name, tmp_path):
+def test_rejects_facts_with_reserved_names(name, tmp_path):
     with pytest.raises(ConfigError, match=rf"facts has \['{name}'\], which llamagym writes itself"):
         make_agent(WordAgent).save_checkpoint(tmp_path / "now", facts={name: 5, "turns": 1})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"kind": "agent", "files": {}, "schema": 2}', None])
-def test_a_run_goes_on_past_a_damaged_checkpoint_of_its_own(tmp_path, damage, caplog):
+def test_a_run_continues_past_its_damaged_checkpoint(tmp_path, damage, caplog):
     _, whole = learning(tmp_path / "whole")
     learning(tmp_path / "run", episodes=8)
     damaged = newest(tmp_path / "run")
@@ -507,7 +507,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_what_is_damaged_or_foreign_is_refused_and_an_older_one_taken(tmp_path, what, caplog):
+def test_skips_damaged_and_foreign_checkpoints_for_an_older_one(tmp_path, what, caplog):
     damage, message = DAMAGE[what]
     for turns in (1, 2):
         write(checkpoint_path(tmp_path, turns))
@@ -521,13 +521,13 @@ def test_what_is_damaged_or_foreign_is_refused_and_an_older_one_taken(tmp_path, 
         newest(tmp_path)
 
 
-def test_a_folder_without_checkpoints_is_named(tmp_path):
+def test_rejects_a_folder_without_checkpoints(tmp_path):
     assert newest(tmp_path) is None
     with pytest.raises(CheckpointError, match="is neither a checkpoint nor a folder with checkpoints"):
         make_agent(WordAgent).load_checkpoint(tmp_path)
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for turns, score in ((1, 0.5), (2, 3.0), (3, 1.0), (4, 2.0), (5, None)):
         with atomic_folder(checkpoint_path(tmp_path, turns), "checkpoint", {"return_mean": score, "run": "mine"}):
             pass
@@ -536,7 +536,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert best(tmp_path) == checkpoint_path(tmp_path, 2)
 
 
-def test_a_damaged_checkpoint_of_more_turns_never_drives_out_a_good_one(tmp_path):
+def test_pruning_keeps_a_good_checkpoint_beside_a_damaged_newer_one(tmp_path):
     for turns in (10, 40):
         write(checkpoint_path(tmp_path, turns))
     DAMAGE["a file"][0](checkpoint_path(tmp_path, 40))
@@ -551,13 +551,13 @@ def test_a_damaged_checkpoint_of_more_turns_never_drives_out_a_good_one(tmp_path
     assert newest(tmp_path) == checkpoint_path(tmp_path, 30)
 
 
-def test_the_only_checkpoint_is_found_where_it_was_set_aside(tmp_path):
+def test_finds_a_checkpoint_in_a_backup(tmp_path):
     write(checkpoint_path(tmp_path, 1))
     checkpoint_path(tmp_path, 1).rename(tmp_path / f".replaced-{checkpoint_path(tmp_path, 1).name}")
     assert newest(tmp_path) == checkpoint_path(tmp_path, 1)
 
 
-def test_a_later_version_s_checkpoint_is_not_deleted(tmp_path):
+def test_pruning_keeps_checkpoints_of_later_versions(tmp_path):
     for turns in (1, 2, 3):
         write(checkpoint_path(tmp_path, turns))
     DAMAGE["a later version"][0](checkpoint_path(tmp_path, 1))
@@ -565,7 +565,7 @@ def test_a_later_version_s_checkpoint_is_not_deleted(tmp_path):
     assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, turns) for turns in (1, 3)]
 
 
-def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):
+def test_a_new_run_rejects_a_folder_with_checkpoints(tmp_path):
     learning(tmp_path / "run", episodes=20)
     before = sorted((tmp_path / "run").iterdir())
     with pytest.raises(CheckpointError, match=r"of an earlier run, the newest is .*Pass resume=True"):
@@ -573,7 +573,7 @@ def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):
     assert sorted((tmp_path / "run").iterdir()) == before
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     agent, _ = learning(tmp_path / "run")
     before = newest(tmp_path / "run")
     assert before is not None
@@ -595,7 +595,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
 @pytest.mark.parametrize("limit", [0, 1000, 30_000])
-def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_path, limit):
+def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, limit):
     import resource
 
     agent, _ = learning(tmp_path / "run")
@@ -615,7 +615,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_p
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("replaces", [False, True])
-def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path, monkeypatch, replaces):
+def test_a_kill_during_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, replaces):
     # Every tensor takes several writes, the manifest too.
     monkeypatch.setattr(file_operations, "_BLOCK_BYTES", 64)
 
@@ -657,7 +657,7 @@ def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path,
         ({"calibrate_choices": False}, "calibrate_choices was True"),
     ],
 )
-def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, options, message):
+def test_rejects_a_checkpoint_of_another_agent_unchanged(tmp_path, options, message):
     make_agent(WordAgent).save_checkpoint(tmp_path / "checkpoint")
     other = make_agent(WordAgent, **options)
     before = str(other.state_dict())
@@ -666,7 +666,7 @@ def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, 
     assert str(other.state_dict()) == before
 
 
-def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
+def test_options_without_effect_may_differ(tmp_path):
     make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
     options = {"seed": 2, "ppo": {"microbatch_nodes": 64, "seed": 5}, "invalid_action_penalty": -0.5}
     make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
@@ -682,7 +682,7 @@ def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
         ({"seed": None}, "seed was 0 and is now None"),
     ],
 )
-def test_a_run_is_not_resumed_as_another_one(tmp_path, options, message):
+def test_rejects_resuming_with_other_options(tmp_path, options, message):
     _, done = learning(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         learning(tmp_path, resume=True, **options)
@@ -701,7 +701,7 @@ def test_a_large_value_in_a_manifest_is_a_short_error(tmp_path, saved):
     assert len(str(raised.value)) < 1000
 
 
-def test_an_error_shows_where_long_lists_differ():
+def test_a_changed_list_is_shown_around_its_first_difference():
     one, other = list(range(1000)), [*range(998), 0, 999]
     assert re.search(r"^a was \.\.\..* 998, 999\] and is now \.\.\..* 0, 999\]$", describe_change("a", one, other))
 
@@ -719,7 +719,7 @@ class Instructed(ChoiceAgent):
         return self.prompt
 
 
-def test_a_run_is_not_resumed_by_another_agent_or_in_another_environment(tmp_path):
+def test_rejects_resuming_with_another_agent_or_environment(tmp_path):
     gym.register("Dice-v3", DiceEnv)
     gym.register("Coin-v0", DiceEnv)
     try:
@@ -743,7 +743,7 @@ def test_a_run_is_not_resumed_by_another_agent_or_in_another_environment(tmp_pat
 
 
 @pytest.mark.parametrize("env_id", [object(), [1], ("a", {}), b"x"])
-def test_ids_and_groups_are_what_can_be_saved(env_id):
+def test_rejects_ids_and_groups_that_cannot_be_saved(env_id):
     agent = make_agent(WordAgent)
     with pytest.raises(EpisodeError, match=r"Pass a number, a string, or a tuple of such"):
         agent.act_batch(["x"], [env_id])
@@ -754,13 +754,13 @@ def test_ids_and_groups_are_what_can_be_saved(env_id):
     agent.terminate_episode(group=("a", 1))
 
 
-def test_options_of_checkpoints_are_checked(tmp_path):
+def test_rejects_invalid_checkpoint_options(tmp_path):
     for options in ({"checkpoint_every": 0}, {"keep_checkpoints": 0}, {"checkpoint_every": "2"}):
         with pytest.raises(ConfigError, match=r"whole number of at least 1|must be an int"):
             learning(tmp_path, **options)
 
 
-def test_actions_of_any_space_are_saved(tmp_path):
+def test_saves_actions_of_any_space(tmp_path):
     class Anything(gym.Env):
         observation_space = gym.spaces.Discrete(10)
         action_space = gym.spaces.Dict(
@@ -793,7 +793,7 @@ def test_actions_of_any_space_are_saved(tmp_path):
     assert play(tmp_path, resume=True) == play(tmp_path / "whole", callbacks=Callback())
 
 
-def test_a_countdown_in_one_go_says_nothing_of_checkpoints(caplog):
+def test_a_run_without_checkpoints_logs_nothing_of_them(caplog):
     with caplog.at_level(logging.INFO):
         train(make_agent(ChoiceAgent), CountdownEnv, episodes=3)
     assert "checkpoint" not in caplog.text
