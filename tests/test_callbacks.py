@@ -588,7 +588,7 @@ def test_callbacks_may_change_what_others_have_added():
     assert result.updates[0]["mine"] == 2
 
 
-def test_saves_tensors_of_every_allowed_dtype(tmp_path):
+def test_states_may_hold_tensors_of_every_saveable_type(tmp_path):
     dtypes = state_files._FLOAT_DTYPES + state_files._INT_DTYPES
     state = saveable_state({str(dtype): torch.tensor([0, 1]).to(dtype) for dtype in dtypes}, "loop")
     write_state(tmp_path, "state", state)

@@ -69,14 +69,14 @@ def learning(folder: Path, agent: Any = None, env: Any = DiceEnv, episodes: int 
     return agent, train(agent, env, episodes=episodes, **options)
 
 
-def test_resuming_extends_a_finished_run(tmp_path):
+def test_resuming_a_finished_run_extends_it(tmp_path):
     _, done = learning(tmp_path)
     _, more = learning(tmp_path, episodes=8, resume=True)
     assert more.returns[:12] == done.returns
     assert len(more.returns) == 20
 
 
-def test_resuming_without_a_checkpoint_starts_a_run(tmp_path):
+def test_resume_without_a_checkpoint_starts_a_run(tmp_path):
     _, done = learning(tmp_path / "new", resume=True)
     assert len(done.returns) == 12
     with pytest.raises(ConfigError, match="needs the run_dir or checkpoint_dir"):
@@ -90,14 +90,14 @@ class Fickle(DiceEnv):
         return super().reset(seed=int(np.random.default_rng().integers(2**31)))
 
 
-def test_episodes_that_cannot_be_replayed_restart_with_a_warning(tmp_path, caplog):
+def test_episodes_that_cannot_be_replayed_restart_and_are_logged(tmp_path, caplog):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 1, env=Fickle)
     learning(tmp_path, env=Fickle, resume=True)
     assert "begin again" in caplog.text
 
 
-def test_an_agent_in_a_custom_loop_continues(tmp_path):
+def test_a_custom_loop_resumes_an_agent(tmp_path):
     def play(agent: Any, turns: int) -> list[Any]:
         said = []
         for turn in range(turns):
@@ -182,7 +182,7 @@ def test_a_second_signal_stops_immediately(tmp_path):
     assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 0)]
 
 
-def test_handle_signals_false_leaves_signals_alone(tmp_path):
+def test_handle_signals_false_keeps_the_handlers(tmp_path):
     class Stopped(Interrupting):
         steps = 3
 
@@ -191,7 +191,7 @@ def test_handle_signals_false_leaves_signals_alone(tmp_path):
 
 
 @pytest.mark.long
-def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path):
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     """The short version of scripts/reliability/kill_and_resume.py."""
     command = [sys.executable, "-m", "tests.endless_run", str(tmp_path / "run")]
     updates = []
@@ -236,7 +236,7 @@ def broken(**attributes: Any) -> Any:
 
 
 @pytest.mark.parametrize("steps", [1, 9])
-def test_a_failing_environment_is_named_and_the_run_can_continue(tmp_path, steps, caplog):
+def test_a_failing_environment_is_named_and_the_run_resumes_before_the_step(tmp_path, steps, caplog):
     with pytest.raises(ValueError, match="out of cards"):
         learning(tmp_path, env=broken(fails_at=steps))
     assert "failed in copy 1 of the environment; the last complete state is saved in" in caplog.text
@@ -270,7 +270,7 @@ def test_an_environment_that_hangs_during_replay_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_environments_in_processes_play_the_same(tmp_path):
+def test_episodes_in_worker_processes_are_the_same(tmp_path):
     agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
     here = train(agents[0], DiceEnv, episodes=8, num_envs=2, seed=0)
     there = train(agents[1], DiceEnv, episodes=8, num_envs=2, seed=0, env_timeout=60.0)
@@ -308,7 +308,7 @@ class LockedError(ValueError):
     ],
     ids=["a format", "a per cent", "other arguments", "not to be pickled"],
 )
-def test_an_error_in_an_environment_process_keeps_its_type(error, raised, text, caplog, recwarn):
+def test_errors_of_worker_processes_are_unchanged(error, raised, text, caplog, recwarn):
     failing = type("DiceEnv", (Broken,), {"fails_at": 1, "error": error})
     with pytest.raises(raised) as caught:
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), episodes=4, num_envs=1, seed=0, env_timeout=60.0)
@@ -353,7 +353,7 @@ class Failing:
         pass
 
 
-def test_a_failing_tracker_does_not_stop_a_run(tmp_path, caplog):
+def test_a_failing_tracker_does_not_end_a_run(tmp_path, caplog):
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as jsonl:
         agent = make_agent(ChoiceAgent, ppo=SIZES)
         result = train(agent, DiceEnv, episodes=12, num_envs=2, seed=0, tracker=MultiTracker(Failing(), jsonl))
@@ -369,7 +369,7 @@ def test_a_failing_tracker_does_not_stop_a_run(tmp_path, caplog):
     )
 
 
-def test_a_resumed_tracker_writes_each_line_once(tmp_path):
+def test_a_resumed_run_does_not_duplicate_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with closing(JsonlTracker(path)) as tracker:
         learning(tmp_path / "run", tracker=tracker)
