@@ -125,6 +125,12 @@ def excerpt(value: object) -> str:
     return text if len(text) <= _SHOWN_IN_ALL else f"{text[:_SHOWN_IN_ALL]}..."
 
 
+def reason_of(error: BaseException) -> str:
+    """An error's type and the beginning of its message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+
+
 def did_you_mean(received: str, expected: Iterable[str]) -> str:
     """A hint naming the closest of the expected spellings, or all of them.
 

@@ -11,7 +11,7 @@ import torch
 from llamagym import Agent, GRPOConfig, ReinforceConfig
 from llamagym.agent.actor import Actor
 from llamagym.agent.agent import collector_of
-from llamagym.models.lora import settle_depth_
+from llamagym.models.lora import set_lora_depth_
 from llamagym.policy.calibration import Calibration
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -65,7 +65,7 @@ def make_agent(
     for weight in model.parameters():
         weight.data = weight.data if weight.requires_grad else weight.data.to(dtype)
     # While it is fresh.
-    settle_depth_(model, sees_one_turn=options.get("context") == "turn")
+    set_lora_depth_(model, sees_one_turn=options.get("context") == "turn")
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -12,49 +12,49 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from llamagym.models.lora import (
-    aim_,
-    directions_of_difference,
     freeze_and_extend_,
     fresh_rows,
+    initialize_rows_,
     is_activated,
     is_fresh,
     latest_inputs,
+    within_group_components,
 )
 from llamagym.models.peft_internals import acting_on_every_token
 from tests.agents import ChoiceAgent, actor_of, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_model
 
 
-def test_directions_are_the_centred_components_orthogonal_to_the_mean() -> None:
+def test_components_are_centered_and_orthogonal_to_the_mean() -> None:
     rng = torch.Generator().manual_seed(0)
     mean = torch.tensor([100.0, 0.0, 0.0, 0.0])
     spread = torch.diag(torch.tensor([50.0, 3.0, 1.0, 0.0]))
     inputs = mean + torch.randn(4000, 4, generator=rng) @ spread
-    directions, deviations = directions_of_difference(inputs, torch.zeros(4000, dtype=torch.long), 3)
+    directions, deviations = within_group_components(inputs, torch.zeros(4000, dtype=torch.long), 3)
     # The largest spread lies along the mean and is left out; the last dimension does not vary at all.
     assert directions.abs().tolist() == [pytest.approx([0, 1, 0, 0], abs=0.05), pytest.approx([0, 0, 1, 0], abs=0.05)]
     assert deviations.tolist() == pytest.approx([3.0, 1.0], rel=0.05)
-    assert len(directions_of_difference(mean.expand(5, 4), torch.zeros(5, dtype=torch.long), 3)[0]) == 0
+    assert len(within_group_components(mean.expand(5, 4), torch.zeros(5, dtype=torch.long), 3)[0]) == 0
     # Of what sets the groups apart, nothing is left either.
     groups = torch.arange(4000) % 2
     inputs[:, 2] += 20.0 * groups
-    directions, _ = directions_of_difference(inputs, groups, 3)
+    directions, _ = within_group_components(inputs, groups, 3)
     assert directions.abs().tolist() == [pytest.approx([0, 1, 0, 0], abs=0.05)]
 
 
-def test_aiming_makes_every_direction_count_the_same() -> None:
+def test_initialization_gives_all_components_the_same_deviation() -> None:
     layer = nn.Linear(6, 2, bias=False)
     length = layer.weight.norm(dim=1).mean().item()
     inputs = 5.0 + torch.randn(500, 6) @ torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1, 0.1, 0.1]))
     size = inputs.square().mean().sqrt().item()
-    aim_(layer, torch.arange(2), inputs, torch.zeros(500, dtype=torch.long))
+    initialize_rows_(layer, torch.arange(2), inputs, torch.zeros(500, dtype=torch.long))
     outputs = layer(inputs)
     assert outputs.std(dim=0, correction=0).tolist() == pytest.approx([length * size] * 2, rel=1e-3)
     assert (outputs.mean(0).abs() < 0.05 * length * size).all()
 
 
 @pytest.mark.pairwise(family=FAMILIES, activated=[True, False])
-def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activated: bool) -> None:
+def test_initialization_keeps_the_policy_and_happens_once(family: str, activated: bool) -> None:
     options = {"context": "turn", "calibrate_choices": False, "ppo": {"batch_size": 12, "learning_rate": 0.0}}
     agent = make_agent(ChoiceAgent, family, activated, **options)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_aiming_leaves_the_policy_as_it_is_and_happens_once(family: str, activat
     assert not any(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
 
 
-def test_gradients_tell_observations_apart_once_aimed() -> None:
+def test_initialized_gradients_distinguish_observations() -> None:
     """The reason for it: how alike are the gradients of two observations' choices?"""
     alike = {}
     for aimed in (False, True):
@@ -101,7 +101,7 @@ def test_gradients_tell_observations_apart_once_aimed() -> None:
     assert alike[True] < 0.5 * alike[False]
 
 
-def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
+def test_only_fresh_rows_are_initialized() -> None:
     model = tiny_model("llama").pretrained_model
     assert len(fresh_rows(model)) == 6
     for name, weight in model.named_parameters():
@@ -113,13 +113,14 @@ def test_only_what_is_fresh_of_an_adapter_is_aimed() -> None:
     assert sorted(map(len, fresh_rows(model).values())) == [rank - 1, rank - 1, rank, rank]
     layer = next(layer for layer, rows in fresh_rows(model).items() if len(rows) < rank)
     before = layer.weight.clone()
-    aim_(layer, fresh_rows(model)[layer], torch.randn(50, layer.in_features), torch.zeros(50, dtype=torch.long))
+    inputs = torch.randn(50, layer.in_features)
+    initialize_rows_(layer, fresh_rows(model)[layer], inputs, torch.zeros(50, dtype=torch.long))
     moved = (layer.weight != before).any(dim=1)
     assert moved.nonzero()[:, 0].tolist() == fresh_rows(model)[layer].tolist()
 
 
 @pytest.mark.parametrize("activated", [True, False])
-def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: bool, tmp_path: Path) -> None:
+def test_the_trained_half_is_frozen_and_the_fresh_half_learns(activated: bool, tmp_path: Path) -> None:
     options = {"batch_size": 4, "learning_rate": 0.01, "warmup_steps": 1, "target_kl": None}
     agent = make_agent(ChoiceAgent, "llama", activated, context="turn", ppo=options)
     model = agent.policy.model.pretrained_model
@@ -176,7 +177,7 @@ def test_what_was_learnt_is_frozen_and_a_fresh_half_beside_it_learns(activated: 
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
-def test_latest_inputs_are_those_of_the_last_pass_and_no_more() -> None:
+def test_latest_inputs_are_those_of_the_last_pass() -> None:
     layer = nn.Linear(2, 2)
     with latest_inputs([layer]) as inputs:
         layer(torch.zeros(3, 2))
@@ -185,7 +186,7 @@ def test_latest_inputs_are_those_of_the_last_pass_and_no_more() -> None:
     assert inputs[layer].tolist() == [[1.0, 1.0]]
 
 
-def test_what_counts_as_activated() -> None:
+def test_is_activated_needs_an_invocation_and_lora_alone() -> None:
     assert is_activated(tiny_model("llama").pretrained_model)
     assert not is_activated(tiny_model("llama", activated=False).pretrained_model)
     assert not is_activated(tiny_base_model("llama"))
@@ -196,7 +197,7 @@ def test_what_counts_as_activated() -> None:
     assert not is_activated(get_peft_model(tiny_base_model("llama"), config))
 
 
-def test_an_activated_adapter_acts_only_while_it_is_told_to() -> None:
+def test_an_activated_adapter_acts_only_inside_its_context() -> None:
     agent = make_agent(ChoiceAgent, "llama")
     lm = agent.policy.model.pretrained_model.get_base_model()
     ids = torch.tensor([[1, 2, 3]])

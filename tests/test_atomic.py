@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from llamagym import CheckpointError
-from llamagym.saving import atomic
-from llamagym.saving.atomic import bring_back, replace_file, verify, written_whole
+from llamagym.saving import atomic, file_operations
+from llamagym.saving.atomic import atomic_folder, replace_file, restore_backup, verify
 from llamagym.saving.file_operations import delete_folder
 from tests.killed import as_nobody
 
 
 def write(folder: Path, text: str) -> None:
-    with written_whole(folder, "checkpoint") as aside:
-        (aside / "a.txt").write_text(text)
+    with atomic_folder(folder, "checkpoint") as folder:
+        (folder / "a.txt").write_text(text)
 
 
 def content(folder: Path) -> str:
@@ -33,11 +33,11 @@ def content(folder: Path) -> str:
 def exchanges(request, monkeypatch):
     """With the system's exchange, where it has one, and without."""
     if not request.param:
-        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     return request.param
 
 
-def test_a_folder_is_replaced_and_nothing_else_is_left(tmp_path, exchanges):
+def test_replacing_a_folder_leaves_no_other_files(tmp_path, exchanges):
     for text in ("old", "new", "newest"):
         write(tmp_path / "now", text)
         assert content(tmp_path / "now") == text
@@ -49,10 +49,10 @@ def test_linux_exchanges_two_folders(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    assert atomic._exchange(tmp_path / "one", tmp_path / "other")
+    assert atomic.exchange_folders(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "other").exists()
     assert (tmp_path / "other" / "one").exists()
-    assert not atomic._exchange(tmp_path / "one", tmp_path / "nothing")
+    assert not atomic.exchange_folders(tmp_path / "one", tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_linux_exchanges_two_folders(tmp_path):
     ids=["error", "Ctrl-C"],
 )
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch, nth, error, raised):
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+def test_a_failing_rename_keeps_the_old_folder(tmp_path, monkeypatch, nth, error, raised):
+    monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     write(tmp_path / "now", "old")
     usual, calls = Path.rename, []
 
@@ -85,8 +85,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from llamagym import CheckpointError
-from llamagym.models import atomic
-atomic._exchange = lambda *_: False
+from llamagym.saving import atomic
+atomic.exchange_folders = lambda *_: False
 usual, calls = Path.rename, []
 def rename(path, target):
     calls.append(path)
@@ -94,20 +94,20 @@ def rename(path, target):
         os._exit(9)
     return usual(path, target)
 Path.rename = rename
-with atomic.written_whole(Path(sys.argv[1]), "checkpoint") as aside:
-    (aside / "a.txt").write_text("new")
+with atomic.atomic_folder(Path(sys.argv[1]), "checkpoint") as folder:
+    (folder / "a.txt").write_text("new")
 os._exit(0)
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("nth", "expected"), [(1, "old"), (2, "old"), (3, "new"), (4, "new")])
-def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
+def test_a_kill_at_a_rename_leaves_the_old_or_the_new_folder(tmp_path, nth, expected):
     write(tmp_path / "now", "old")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "now"), str(nth)], check=False)
     assert killed.returncode == (0 if nth == 4 else 9)
     # Much later, when what was left aside counts as stale.
-    for left in tmp_path.glob(f"{atomic._SCRATCH}*"):
+    for left in tmp_path.glob(f"{atomic._SCRATCH_PREFIX}*"):
         aged(left)
     atomic.remove_stale(tmp_path)
     assert content(tmp_path / "now") == expected
@@ -116,17 +116,17 @@ def test_killed_at_a_rename_one_of_both_is_there(tmp_path, nth, expected):
     assert [path.name for path in tmp_path.iterdir()] == ["now"]
 
 
-def test_what_was_set_aside_never_takes_the_place_of_what_is_there(tmp_path):
+def test_a_backup_never_replaces_an_existing_folder(tmp_path):
     write(tmp_path / "now", "new")
     write(tmp_path / ".replaced-now", "old")
-    bring_back(tmp_path / "now")
+    restore_backup(tmp_path / "now")
     assert content(tmp_path / "now") == "new"
 
 
 def abandoned(folder: Path) -> Path:
     """A temporary folder of a process that was killed two hours ago."""
-    (folder / atomic._WHOLE).mkdir(parents=True)
-    (folder / atomic._OWNER).touch()
+    (folder / atomic._NEW).mkdir(parents=True)
+    (folder / atomic._MARKER).touch()
     return aged(folder)
 
 
@@ -143,7 +143,7 @@ def test_removes_abandoned_temporary_folders(tmp_path):
 
 
 @pytest.mark.parametrize("mark", ["folder", "text", "link", "missing"])
-def test_keeps_folders_of_the_user_that_are_named_like_temporary_ones(tmp_path, mark):
+def test_keeps_user_folders_named_like_temporary_ones(tmp_path, mark):
     folder = abandoned(tmp_path / ".writing-chapters")
     (folder / "llamagym").unlink()
     if mark == "folder":
@@ -160,16 +160,16 @@ def test_keeps_folders_of_the_user_that_are_named_like_temporary_ones(tmp_path, 
     assert os.path.lexists(folder / "llamagym") == (mark != "missing")
 
 
-def test_keeps_folders_whose_names_are_no_temporary_ones(tmp_path):
+def test_keeps_folders_with_other_names_than_temporary_ones(tmp_path):
     for name in (".writing-drafts", ".writing-A-Letter", ".writing-chapters2"):
         abandoned(tmp_path / name)
     write(tmp_path / "now", "new")
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.skipif(atomic.fcntl is None, reason="needs locks")
-def test_a_save_that_takes_hours_is_not_removed_by_another(tmp_path):
-    with written_whole(tmp_path / "slow", "checkpoint") as whole:
+@pytest.mark.skipif(file_operations.fcntl is None, reason="needs locks")
+def test_keeps_the_locked_temporary_folder_of_a_slow_save(tmp_path):
+    with atomic_folder(tmp_path / "slow", "checkpoint") as whole:
         (whole / "a.txt").write_text("slow")
         aged(whole.parent)
         write(tmp_path / "quick", "quick")
@@ -177,9 +177,9 @@ def test_a_save_that_takes_hours_is_not_removed_by_another(tmp_path):
     assert content(tmp_path / "slow") == "slow"
 
 
-def test_a_save_whose_files_are_new_is_not_removed_by_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic, "fcntl", None)
-    with written_whole(tmp_path / "slow", "checkpoint") as whole:
+def test_keeps_a_temporary_folder_with_recently_changed_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_operations, "fcntl", None)
+    with atomic_folder(tmp_path / "slow", "checkpoint") as whole:
         (whole / "a.txt").write_text("slow")
         aged(whole.parent)
         (whole / "a.txt").write_text("written just now")
@@ -215,7 +215,7 @@ def test_replacing_a_file_keeps_its_mode(tmp_path, monkeypatch, mode):
     replace_file(path, "old")
     path.chmod(mode)
     readable = []
-    monkeypatch.setattr(atomic, "_flush", lambda scratch: readable.append(scratch.stat().st_mode & 0o077))
+    monkeypatch.setattr(atomic, "flush", lambda scratch: readable.append(scratch.stat().st_mode & 0o077))
     replace_file(path, "new")
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == mode
@@ -240,7 +240,7 @@ needs_permissions = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs th
 
 
 @needs_permissions
-def test_read_only_folders_of_the_user_are_kept_and_leave_no_temporary_folder(open_folder, exchanges):
+def test_keeps_read_only_user_folders_and_leaves_no_temporary_folder(open_folder, exchanges):
     def save() -> None:
         write(open_folder / "now", "old")
         (open_folder / "now" / "plots").mkdir()
@@ -258,7 +258,7 @@ def test_read_only_folders_of_the_user_are_kept_and_leave_no_temporary_folder(op
 
 @needs_permissions
 @pytest.mark.parametrize("text", ["old", None], ids=["older save", "empty"])
-def test_a_read_only_folder_is_not_replaced(open_folder, exchanges, text):
+def test_rejects_a_read_only_folder(open_folder, exchanges, text):
     def save() -> None:
         if text is None:
             (open_folder / "now").mkdir()
@@ -275,7 +275,7 @@ def test_a_read_only_folder_is_not_replaced(open_folder, exchanges, text):
 
 
 @needs_permissions
-def test_a_folder_in_a_read_only_one_cannot_be_replaced(open_folder):
+def test_rejects_a_folder_inside_a_read_only_one(open_folder):
     def save() -> None:
         (open_folder / "shared" / "out").mkdir(parents=True)
         (open_folder / "shared").chmod(0o555)
@@ -285,7 +285,7 @@ def test_a_folder_in_a_read_only_one_cannot_be_replaced(open_folder):
     as_nobody(save)
 
 
-def test_a_temporary_folder_that_cannot_be_deleted_keeps_its_mark(tmp_path, monkeypatch):
+def test_a_temporary_folder_that_cannot_be_deleted_keeps_its_marker(tmp_path, monkeypatch):
     scratch = abandoned(tmp_path / ".writing-abcd_123")
     usual = shutil.rmtree
 

@@ -19,9 +19,9 @@ from llamagym import (
     load_model_and_tokenizer,
     train,
 )
-from llamagym.saving import saveable, state_files
+from llamagym.saving import state_files
 from llamagym.saving.checkpoints import newest
-from llamagym.saving.state_files import read_state
+from llamagym.saving.state_files import read_state, saveable_state, write_state
 from llamagym.training.callbacks import Callbacks
 from llamagym.training.tracking import MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
@@ -515,14 +515,14 @@ def test_states_and_positions_of_the_deepest_level_are_saved(tmp_path):
 
 
 def test_a_run_s_lists_are_checked_without_a_path_for_each_value(monkeypatch):
-    checked, check = [], saveable._check_part
+    checked, check = [], state_files._check_part
 
     def record(part, path, *rest):
         checked.append(path)
         check(part, path, *rest)
 
-    monkeypatch.setattr(saveable, "_check_part", record)
-    saveable.saveable_state({"returns": [1.0] * 9, "successes": [True, None, False] * 9, "names": ["a"] * 9}, "loop")
+    monkeypatch.setattr(state_files, "_check_part", record)
+    saveable_state({"returns": [1.0] * 9, "successes": [True, None, False] * 9, "names": ["a"] * 9}, "loop")
     assert checked == ["loop", "loop/returns", "loop/successes", "loop/names"]
 
 
@@ -588,9 +588,13 @@ def test_callbacks_may_change_what_others_have_added():
     assert result.updates[0]["mine"] == 2
 
 
-def test_states_may_hold_every_type_of_tensor_that_checkpoints_have():
-    assert set(saveable._DTYPES) == set(state_files._DTYPES)
-    assert set(saveable._RESERVED_KEYS) == {state_files._TENSOR, state_files._NUMBER}
+def test_states_may_hold_tensors_of_every_saveable_type(tmp_path):
+    dtypes = state_files._FLOAT_DTYPES + state_files._INT_DTYPES
+    state = saveable_state({str(dtype): torch.tensor([0, 1]).to(dtype) for dtype in dtypes}, "loop")
+    write_state(tmp_path, "state", state)
+    loaded = read_state(tmp_path, "state")
+    assert [tensor.dtype for tensor in loaded.values()] == list(dtypes)
+    assert [tensor.tolist() for tensor in loaded.values()] == [[0, 1]] * len(dtypes)
 
 
 def test_statistics_become_plain_numbers():

@@ -24,9 +24,10 @@ import torch
 
 from llamagym import Callback, CheckpointError, ConfigError, EnvironmentTimeoutError, EpisodeError, train
 from llamagym.agent.agent import collector_of
-from llamagym.saving import atomic
-from llamagym.saving.atomic import MANIFEST, SCHEMA, verify, written_whole
-from llamagym.saving.checkpoints import best, check_options, difference, find, newest, path_of, prune
+from llamagym.saving import atomic, file_operations
+from llamagym.saving.atomic import atomic_folder, verify
+from llamagym.saving.checkpoints import best, check_options, checkpoint_path, describe_change, find, newest, prune
+from llamagym.saving.manifest import MANIFEST, SCHEMA
 from llamagym.saving.state_files import read_state, write_state
 from llamagym.training.tracking import JsonlTracker, MultiTracker
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
@@ -54,7 +55,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_computes_what_it_would_have_computed(runs, name):
+def test_a_resumed_run_equals_an_uninterrupted_one(runs, name):
     whole, first, resumed = (run[name] for run in runs)
     assert first["stats"] == whole["stats"][:1]
     assert first["weights"] != whole["weights"]
@@ -69,14 +70,14 @@ def learning(folder: Path, agent: Any = None, env: Any = DiceEnv, episodes: int 
     return agent, train(agent, env, episodes=episodes, **options)
 
 
-def test_a_run_that_is_over_is_extended_when_it_is_resumed(tmp_path):
+def test_resuming_a_finished_run_extends_it(tmp_path):
     _, done = learning(tmp_path)
     _, more = learning(tmp_path, episodes=8, resume=True)
     assert more.returns[:12] == done.returns
     assert len(more.returns) == 20
 
 
-def test_without_a_checkpoint_a_run_begins(tmp_path):
+def test_resume_without_a_checkpoint_starts_a_run(tmp_path):
     _, done = learning(tmp_path / "new", resume=True)
     assert len(done.returns) == 12
     with pytest.raises(ConfigError, match="needs the run_dir or checkpoint_dir"):
@@ -90,14 +91,14 @@ class Fickle(DiceEnv):
         return super().reset(seed=int(np.random.default_rng().integers(2**31)))
 
 
-def test_episodes_that_cannot_be_played_again_begin_anew_and_that_is_said(tmp_path, caplog):
+def test_episodes_that_cannot_be_replayed_restart_and_are_logged(tmp_path, caplog):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 1, env=Fickle)
     learning(tmp_path, env=Fickle, resume=True)
     assert "begin again" in caplog.text
 
 
-def test_an_agent_in_one_s_own_loop_goes_on(tmp_path):
+def test_a_custom_loop_resumes_an_agent(tmp_path):
     def play(agent: Any, turns: int) -> list[Any]:
         said = []
         for turn in range(turns):
@@ -154,7 +155,7 @@ def stop_after_steps(folder: Path, steps: int, number: signal.Signals = signal.S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_step_end_saves_and_exits(tmp_path, number, caplog):
+def test_a_signal_finishes_the_step_saves_and_exits(tmp_path, number, caplog):
     with pytest.raises(SystemExit) as exit_:
         stop_after_steps(tmp_path, 7, number)
     assert exit_.value.code == 130
@@ -169,7 +170,7 @@ def test_a_signal_lets_the_step_end_saves_and_exits(tmp_path, number, caplog):
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_a_second_signal_stops_at_once(tmp_path):
+def test_a_second_signal_stops_immediately(tmp_path):
     class Twice(DiceEnv):
         def step(self, action: int) -> Any:
             for _ in range(2):
@@ -179,10 +180,10 @@ def test_a_second_signal_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         learning(tmp_path, env=Twice)
     # That of the beginning.
-    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, 0)]
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 0)]
 
 
-def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
+def test_handle_signals_false_keeps_the_handlers(tmp_path):
     class Stopped(Interrupting):
         steps = 3
 
@@ -191,7 +192,7 @@ def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     """The short version of scripts/reliability/kill_and_resume.py."""
     command = [sys.executable, "-m", "tests.endless_run", str(tmp_path / "run")]
     updates = []
@@ -236,7 +237,7 @@ def broken(**attributes: Any) -> Any:
 
 
 @pytest.mark.parametrize("steps", [1, 9])
-def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_path, steps, caplog):
+def test_a_failing_environment_is_named_and_the_run_resumes_before_the_step(tmp_path, steps, caplog):
     with pytest.raises(ValueError, match="out of cards"):
         learning(tmp_path, env=broken(fails_at=steps))
     assert "failed in copy 1 of the environment; the last complete state is saved in" in caplog.text
@@ -247,7 +248,7 @@ def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
+def test_a_hanging_environment_is_named_and_the_run_is_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
         learning(
@@ -259,7 +260,7 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
+def test_an_environment_that_hangs_during_replay_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
     hangs = type("DiceEnv", (Broken,), {"fails_at": 1, "hangs": True})
@@ -270,7 +271,7 @@ def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
+def test_episodes_in_worker_processes_are_the_same(tmp_path):
     agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
     here = train(agents[0], DiceEnv, episodes=8, num_envs=2, seed=0)
     there = train(agents[1], DiceEnv, episodes=8, num_envs=2, seed=0, env_timeout=60.0)
@@ -308,7 +309,7 @@ class LockedError(ValueError):
     ],
     ids=["a format", "a per cent", "other arguments", "not to be pickled"],
 )
-def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, caplog, recwarn):
+def test_errors_of_worker_processes_are_unchanged(error, raised, text, caplog, recwarn):
     failing = type("DiceEnv", (Broken,), {"fails_at": 1, "error": error})
     with pytest.raises(raised) as caught:
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), episodes=4, num_envs=1, seed=0, env_timeout=60.0)
@@ -320,7 +321,7 @@ def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, ca
     assert not recwarn.list
 
 
-def test_memory_that_runs_out_makes_microbatches_smaller_until_they_fit(monkeypatch, caplog):
+def test_out_of_memory_halves_microbatches_until_they_fit(monkeypatch, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES)
     evaluate = agent.policy.evaluate
 
@@ -353,7 +354,7 @@ class Failing:
         pass
 
 
-def test_a_tracker_that_fails_ends_nothing(tmp_path, caplog):
+def test_a_failing_tracker_does_not_end_a_run(tmp_path, caplog):
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as jsonl:
         agent = make_agent(ChoiceAgent, ppo=SIZES)
         result = train(agent, DiceEnv, episodes=12, num_envs=2, seed=0, tracker=MultiTracker(Failing(), jsonl))
@@ -369,7 +370,7 @@ def test_a_tracker_that_fails_ends_nothing(tmp_path, caplog):
     )
 
 
-def test_a_tracker_s_lines_come_once(tmp_path):
+def test_a_resumed_run_does_not_duplicate_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with closing(JsonlTracker(path)) as tracker:
         learning(tmp_path / "run", tracker=tracker)
@@ -386,13 +387,13 @@ def test_a_tracker_s_lines_come_once(tmp_path):
 
 
 def write(folder: Path, content: str = "all") -> None:
-    with written_whole(folder, "checkpoint", {"run": "mine"}) as whole:
+    with atomic_folder(folder, "checkpoint", {"run": "mine"}) as whole:
         (whole / "a.txt").write_text(content)
         (whole / "inner").mkdir()
         (whole / "inner" / "b.txt").write_text(content)
 
 
-def test_state_comes_back(tmp_path):
+def test_reads_the_state_that_was_written(tmp_path):
     state = {
         "plain": {"a": [1, 2.5, None, "x", True], "empty": {}, "nan": [float("nan"), float("-inf")]},
         "tensors": [torch.arange(3), {"b": torch.randn(2, 2)}, torch.tensor(1.5, dtype=torch.bfloat16)],
@@ -405,7 +406,18 @@ def test_state_comes_back(tmp_path):
         read_state(tmp_path, "state")
 
 
-def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
+def test_saves_tensors_that_share_memory(tmp_path):
+    whole = torch.arange(6.0)
+    state = {"one": whole, "same": whole, "tail": whole[2:], "middle": whole[1:4], "empty": whole[3:3]}
+    write_state(tmp_path, "state", state)
+    assert str(read_state(tmp_path, "state")) == str(state)
+    # Loaded tensors are views of one file.
+    (tmp_path / "again").mkdir()
+    write_state(tmp_path / "again", "state", read_state(tmp_path, "state"))
+    assert str(read_state(tmp_path / "again", "state")) == str(state)
+
+
+def test_rejects_a_loop_state_that_cannot_be_saved(tmp_path):
     agent = make_agent(WordAgent)
     agent.save_checkpoint(tmp_path / "now", loop={"seen": [1]})
     with pytest.raises(ConfigError, match="loop/seen/1 is a set, which cannot be saved"):
@@ -427,27 +439,27 @@ def test_a_state_of_ones_own_that_cannot_be_saved_is_named(tmp_path):
     ],
     ids=range(8),
 )
-def test_rejects_a_loop_that_would_not_be_read_again(loop, message, tmp_path):
+def test_rejects_a_loop_state_that_cannot_be_read_again(loop, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         make_agent(WordAgent).save_checkpoint(tmp_path / "now", loop=loop)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_with_half_of_a_character_pair_are_saved_where_they_name_no_tensor(tmp_path):
+def test_saves_lone_surrogates_in_keys_without_tensors(tmp_path):
     agent = make_agent(WordAgent)
     agent.save_checkpoint(tmp_path / "now", loop={"seen_\udcff": 1, "last": "\udcff"})
     assert agent.load_checkpoint(tmp_path / "now") == {"seen_\udcff": 1, "last": "\udcff"}
 
 
 @pytest.mark.parametrize("name", ["options", "kind", "schema", "llamagym", "files"])
-def test_rejects_facts_with_names_of_the_library_s_own(name, tmp_path):
+def test_rejects_facts_with_reserved_names(name, tmp_path):
     with pytest.raises(ConfigError, match=rf"facts has \['{name}'\], which llamagym writes itself"):
         make_agent(WordAgent).save_checkpoint(tmp_path / "now", facts={name: 5, "turns": 1})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"kind": "agent", "files": {}, "schema": 2}', None])
-def test_a_run_goes_on_past_a_damaged_checkpoint_of_its_own(tmp_path, damage, caplog):
+def test_a_run_continues_past_its_damaged_checkpoint(tmp_path, damage, caplog):
     _, whole = learning(tmp_path / "whole")
     learning(tmp_path / "run", episodes=8)
     damaged = newest(tmp_path / "run")
@@ -496,65 +508,65 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_what_is_damaged_or_foreign_is_refused_and_an_older_one_taken(tmp_path, what, caplog):
+def test_skips_damaged_and_foreign_checkpoints_for_an_older_one(tmp_path, what, caplog):
     damage, message = DAMAGE[what]
     for turns in (1, 2):
-        write(path_of(tmp_path, turns))
-    damage(path_of(tmp_path, 2))
+        write(checkpoint_path(tmp_path, turns))
+    damage(checkpoint_path(tmp_path, 2))
     with pytest.raises(CheckpointError, match=message):
-        verify(path_of(tmp_path, 2), "checkpoint")
-    assert newest(tmp_path) == find(tmp_path) == path_of(tmp_path, 1)
+        verify(checkpoint_path(tmp_path, 2), "checkpoint")
+    assert newest(tmp_path) == find(tmp_path) == checkpoint_path(tmp_path, 1)
     assert "Taking an older one" in caplog.text
-    damage(path_of(tmp_path, 1))
+    damage(checkpoint_path(tmp_path, 1))
     with pytest.raises(CheckpointError, match=r"None of the 2 checkpoints.*pass another folder"):
         newest(tmp_path)
 
 
-def test_a_folder_without_checkpoints_is_named(tmp_path):
+def test_rejects_a_folder_without_checkpoints(tmp_path):
     assert newest(tmp_path) is None
     with pytest.raises(CheckpointError, match="is neither a checkpoint nor a folder with checkpoints"):
         make_agent(WordAgent).load_checkpoint(tmp_path)
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for turns, score in ((1, 0.5), (2, 3.0), (3, 1.0), (4, 2.0), (5, None)):
-        with written_whole(path_of(tmp_path, turns), "checkpoint", {"return_mean": score, "run": "mine"}):
+        with atomic_folder(checkpoint_path(tmp_path, turns), "checkpoint", {"return_mean": score, "run": "mine"}):
             pass
-    prune(tmp_path, 2, path_of(tmp_path, 5), "mine")
-    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (2, 4, 5)]
-    assert best(tmp_path) == path_of(tmp_path, 2)
+    prune(tmp_path, 2, checkpoint_path(tmp_path, 5), "mine")
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, turns) for turns in (2, 4, 5)]
+    assert best(tmp_path) == checkpoint_path(tmp_path, 2)
 
 
-def test_a_damaged_checkpoint_of_more_turns_never_drives_out_a_good_one(tmp_path):
+def test_pruning_keeps_a_good_checkpoint_beside_a_damaged_newer_one(tmp_path):
     for turns in (10, 40):
-        write(path_of(tmp_path, turns))
-    DAMAGE["a file"][0](path_of(tmp_path, 40))
-    write(path_of(tmp_path, 20))
-    prune(tmp_path, 1, path_of(tmp_path, 20), "mine")
-    assert newest(tmp_path) == path_of(tmp_path, 20)
+        write(checkpoint_path(tmp_path, turns))
+    DAMAGE["a file"][0](checkpoint_path(tmp_path, 40))
+    write(checkpoint_path(tmp_path, 20))
+    prune(tmp_path, 1, checkpoint_path(tmp_path, 20), "mine")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 20)
     # A byte of it is wrong, which only a checksum tells.
-    write(path_of(tmp_path, 50))
-    DAMAGE["a byte"][0](path_of(tmp_path, 50))
-    write(path_of(tmp_path, 30))
-    prune(tmp_path, 1, path_of(tmp_path, 30), "mine")
-    assert newest(tmp_path) == path_of(tmp_path, 30)
+    write(checkpoint_path(tmp_path, 50))
+    DAMAGE["a byte"][0](checkpoint_path(tmp_path, 50))
+    write(checkpoint_path(tmp_path, 30))
+    prune(tmp_path, 1, checkpoint_path(tmp_path, 30), "mine")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 30)
 
 
-def test_the_only_checkpoint_is_found_where_it_was_set_aside(tmp_path):
-    write(path_of(tmp_path, 1))
-    path_of(tmp_path, 1).rename(tmp_path / f".replaced-{path_of(tmp_path, 1).name}")
-    assert newest(tmp_path) == path_of(tmp_path, 1)
+def test_finds_a_checkpoint_in_a_backup(tmp_path):
+    write(checkpoint_path(tmp_path, 1))
+    checkpoint_path(tmp_path, 1).rename(tmp_path / f".replaced-{checkpoint_path(tmp_path, 1).name}")
+    assert newest(tmp_path) == checkpoint_path(tmp_path, 1)
 
 
-def test_a_later_version_s_checkpoint_is_not_deleted(tmp_path):
+def test_pruning_keeps_checkpoints_of_later_versions(tmp_path):
     for turns in (1, 2, 3):
-        write(path_of(tmp_path, turns))
-    DAMAGE["a later version"][0](path_of(tmp_path, 1))
-    prune(tmp_path, 1, path_of(tmp_path, 3), "mine")
-    assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, turns) for turns in (1, 3)]
+        write(checkpoint_path(tmp_path, turns))
+    DAMAGE["a later version"][0](checkpoint_path(tmp_path, 1))
+    prune(tmp_path, 1, checkpoint_path(tmp_path, 3), "mine")
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, turns) for turns in (1, 3)]
 
 
-def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):
+def test_a_new_run_rejects_a_folder_with_checkpoints(tmp_path):
     learning(tmp_path / "run", episodes=20)
     before = sorted((tmp_path / "run").iterdir())
     with pytest.raises(CheckpointError, match=r"of an earlier run, the newest is .*Pass resume=True"):
@@ -562,7 +574,7 @@ def test_a_new_run_does_not_mix_with_an_older_one_s_checkpoints(tmp_path):
     assert sorted((tmp_path / "run").iterdir()) == before
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     agent, _ = learning(tmp_path / "run")
     before = newest(tmp_path / "run")
     assert before is not None
@@ -577,14 +589,14 @@ def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
         agent.save_checkpoint(before)
     monkeypatch.undo()
     assert newest(tmp_path / "run") == before
-    assert not list((tmp_path / "run").glob(f"{atomic._SCRATCH}*"))
+    assert not list((tmp_path / "run").glob(f"{atomic._SCRATCH_PREFIX}*"))
     assert len(learning(tmp_path / "run", episodes=8, resume=True)[1].returns) == 20
 
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
 @pytest.mark.parametrize("limit", [0, 1000, 30_000])
-def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_path, limit):
+def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, limit):
     import resource
 
     agent, _ = learning(tmp_path / "run")
@@ -604,12 +616,12 @@ def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_p
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("replaces", [False, True])
-def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path, monkeypatch, replaces):
+def test_a_kill_during_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, replaces):
     # Every tensor takes several writes, the manifest too.
-    monkeypatch.setattr(atomic, "_PIECE", 64)
+    monkeypatch.setattr(file_operations, "_BLOCK_BYTES", 64)
 
     def save(turns: int, number: float) -> None:
-        with written_whole(path_of(tmp_path, turns), "checkpoint") as whole:
+        with atomic_folder(checkpoint_path(tmp_path, turns), "checkpoint") as whole:
             write_state(whole, "state", {"a": torch.full((30,), number), "b": [number, torch.ones(3)]})
 
     save(1, 1.0)
@@ -646,7 +658,7 @@ def test_killed_at_any_point_of_a_save_the_old_or_the_new_one_is_whole(tmp_path,
         ({"calibrate_choices": False}, "calibrate_choices was True"),
     ],
 )
-def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, options, message):
+def test_rejects_a_checkpoint_of_another_agent_unchanged(tmp_path, options, message):
     make_agent(WordAgent).save_checkpoint(tmp_path / "checkpoint")
     other = make_agent(WordAgent, **options)
     before = str(collector_of(other).state_dict())
@@ -655,7 +667,7 @@ def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, 
     assert str(collector_of(other).state_dict()) == before
 
 
-def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
+def test_options_without_effect_may_differ(tmp_path):
     make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
     options = {"seed": 2, "ppo": {"microbatch_nodes": 64, "seed": 5}, "invalid_action_penalty": -0.5}
     make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
@@ -671,7 +683,7 @@ def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
         ({"seed": None}, "seed was 0 and is now None"),
     ],
 )
-def test_a_run_is_not_resumed_as_another_one(tmp_path, options, message):
+def test_rejects_resuming_with_other_options(tmp_path, options, message):
     _, done = learning(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         learning(tmp_path, resume=True, **options)
@@ -690,9 +702,9 @@ def test_a_large_value_in_a_manifest_is_a_short_error(tmp_path, saved):
     assert len(str(raised.value)) < 1000
 
 
-def test_an_error_shows_where_long_lists_differ():
+def test_a_changed_list_is_shown_around_its_first_difference():
     one, other = list(range(1000)), [*range(998), 0, 999]
-    assert re.search(r"^a was \.\.\..* 998, 999\] and is now \.\.\..* 0, 999\]$", difference("a", one, other))
+    assert re.search(r"^a was \.\.\..* 998, 999\] and is now \.\.\..* 0, 999\]$", describe_change("a", one, other))
 
 
 class Terse(ChoiceAgent):
@@ -708,7 +720,7 @@ class Instructed(ChoiceAgent):
         return self.prompt
 
 
-def test_a_run_is_not_resumed_by_another_agent_or_in_another_environment(tmp_path):
+def test_rejects_resuming_with_another_agent_or_environment(tmp_path):
     gym.register("Dice-v3", DiceEnv)
     gym.register("Coin-v0", DiceEnv)
     try:
@@ -732,7 +744,7 @@ def test_a_run_is_not_resumed_by_another_agent_or_in_another_environment(tmp_pat
 
 
 @pytest.mark.parametrize("env_id", [object(), [1], ("a", {}), b"x"])
-def test_ids_and_groups_are_what_can_be_saved(env_id):
+def test_rejects_ids_and_groups_that_cannot_be_saved(env_id):
     agent = make_agent(WordAgent)
     with pytest.raises(EpisodeError, match=r"Pass a number, a string, or a tuple of such"):
         agent.act_batch(["x"], [env_id])
@@ -743,13 +755,13 @@ def test_ids_and_groups_are_what_can_be_saved(env_id):
     agent.terminate_episode(group=("a", 1))
 
 
-def test_options_of_checkpoints_are_checked(tmp_path):
+def test_rejects_invalid_checkpoint_options(tmp_path):
     for options in ({"checkpoint_every": 0}, {"keep_checkpoints": 0}, {"checkpoint_every": "2"}):
         with pytest.raises(ConfigError, match=r"whole number of at least 1|must be an int"):
             learning(tmp_path, **options)
 
 
-def test_actions_of_any_space_are_saved(tmp_path):
+def test_saves_actions_of_any_space(tmp_path):
     class Anything(gym.Env):
         observation_space = gym.spaces.Discrete(10)
         action_space = gym.spaces.Dict(
@@ -782,7 +794,7 @@ def test_actions_of_any_space_are_saved(tmp_path):
     assert play(tmp_path, resume=True) == play(tmp_path / "whole", callbacks=Callback())
 
 
-def test_a_countdown_in_one_go_says_nothing_of_checkpoints(caplog):
+def test_a_run_without_checkpoints_logs_nothing_of_them(caplog):
     with caplog.at_level(logging.INFO):
         train(make_agent(ChoiceAgent), CountdownEnv, episodes=3)
     assert "checkpoint" not in caplog.text

@@ -38,8 +38,8 @@ from llamagym import (
 from llamagym.agent.agent import collector_of
 from llamagym.errors import LlamaGymError
 from llamagym.models.lora import freeze_and_extend_, has_frozen_half
-from llamagym.saving.atomic import MANIFEST
 from llamagym.saving.checkpoints import newest
+from llamagym.saving.manifest import MANIFEST
 from llamagym.saving.state_files import read_state, write_state
 from llamagym.training.tracking import default_tracker
 from tests.agents import ChoiceAgent, actor_of, make_agent
@@ -444,14 +444,14 @@ def run_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_report_of_mutated_files_is_written_or_a_config_error(run_folder, tmp_path):
+def test_mutated_run_files_give_a_report_or_a_config_error(run_folder, tmp_path):
     fuzzer = Fuzzer(run_folder, tmp_path, lambda folder: write_report([folder], tmp_path / "report.html"), ConfigError)
     fuzzer.run(range(120))
     assert fuzzer.outcomes["loaded"] > 30
     assert set(fuzzer.outcomes) == {"loaded", "ConfigError"}
 
 
-def test_trackers_go_on_in_a_folder_of_mutated_files_or_raise_a_config_error(run_folder, tmp_path):
+def test_mutated_run_files_are_continued_or_a_config_error(run_folder, tmp_path):
     def go_on(folder: Path) -> None:
         tracker = default_tracker(folder, {"seed": 0}, log_with=["csv"])
         tracker.log({"entropy": 1.0, "new": 2.0}, 9)
@@ -494,7 +494,7 @@ def test_options_that_are_never_saved_are_rejected(saved, tmp_path):
         ChoiceAgent.load(folder, "cpu")
 
 
-def test_a_failed_load_takes_an_extended_adapter_back(saved, tmp_path):
+def test_a_failed_load_undoes_the_extension_of_an_adapter(saved, tmp_path):
     """What demonstrations taught is frozen, and the adapter grows; loading such a checkpoint grows it, too."""
     model, tokenizer, device = load_model_and_tokenizer(saved / "base", "cpu", "float32")
     taught = ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=1)
@@ -626,20 +626,20 @@ def test_damaged_states_of_callbacks_are_checkpoint_errors(saved, stopped, tmp_p
 
 
 @pytest.mark.parametrize("indices", [[], [0], [0, 0, 0]])
-def test_choices_of_another_length_are_checkpoint_errors_in_other_environments_too(saved, stopped, tmp_path, indices):
+def test_choices_of_another_length_are_checkpoint_errors_in_other_environments(saved, stopped, tmp_path, indices):
     options = {"env": lambda: TimeLimit(DiceEnv(), 9), "allow_changes": ["environment"]}
     agent, place = fresh(saved / "base", seed=2), ("play", "choices", "indices")
     assert resume_damaged(agent, stopped, tmp_path, place, indices, **options) == "CheckpointError"
 
 
 @pytest.mark.parametrize("action", [[1], [[1]], [0, 1], 0.5, None, "x"])
-def test_saved_actions_that_an_agent_could_not_take_are_checkpoint_errors(saved, stopped, tmp_path, action):
+def test_impossible_saved_actions_are_checkpoint_errors(saved, stopped, tmp_path, action):
     assert resume_damaged(fresh(saved / "base"), stopped, tmp_path, ("play", "actions", 1), []) == "trained"
     agent = fresh(saved / "base", seed=2)
     assert resume_damaged(agent, stopped, tmp_path, ("play", "actions", 1), [action]) == "CheckpointError"
 
 
-def test_a_resume_that_a_callback_rejects_drops_no_metrics(saved, tmp_path):
+def test_a_resume_that_a_callback_rejects_keeps_all_metrics(saved, tmp_path):
     options = {"episodes": 8, "num_envs": 2, "seed": 0, "run_dir": tmp_path, "checkpoint_every": 1}
     train(fresh(saved / "base"), DiceEnv, callbacks=callbacks_of_run(), **options)
     shutil.rmtree(newest(tmp_path / "checkpoints"))
@@ -690,7 +690,7 @@ def test_every_damaged_loop_state(saved, stopped, tmp_path):
     ],
 )
 @pytest.mark.parametrize("owner", ["learner", "replay"])
-def test_moments_that_do_not_fit_are_rejected_when_they_are_loaded(saved, other, tmp_path, damage, what, owner):
+def test_loading_rejects_optimizer_moments_that_do_not_fit(saved, other, tmp_path, damage, what, owner):
     folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
     # The original, since tensors are mapped to the file.
     state = read_state(saved / "checkpoint", "state")
@@ -720,7 +720,7 @@ def test_a_checkpoint_of_another_version_is_rejected_as_such(saved, other, tmp_p
     "place_and_value",
     [((1, 0), 1), ((1, 1), []), ((1, 4), 99), ((1, 4), None), ((0, 3), 10**6), ((0, 4), -1), ((0, 2), None)],
 )
-def test_turns_that_contradict_themselves_are_rejected_when_they_are_loaded(saved, other, tmp_path, place_and_value):
+def test_loading_rejects_inconsistent_turns(saved, other, tmp_path, place_and_value):
     (part, index), value = place_and_value
     folder = shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
     # The original, since tensors are mapped to the file.

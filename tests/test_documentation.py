@@ -236,7 +236,7 @@ def names_in_definitions(source: str) -> set[str]:
 def test_names_that_are_gone_are_found():
     assert "use_target_kl" not in names_in('options = {"use_target_kl": 1, "target_kl": 2}')
     assert "target_kl" in names_in('options = {"use_target_kl": 1, "target_kl": 2}')
-    assert resolves("llamagym.models.lora.settle_depth_")
+    assert resolves("llamagym.models.lora.set_lora_depth_")
     assert not resolves("llamagym.models.adapter")
     assert not resolves("llamagym.Agents")
 

@@ -25,7 +25,7 @@ def loaded():
 
 
 @pytest.mark.long
-def test_float16_holds_the_weights(loaded):
+def test_float16_represents_the_embedded_weights(loaded):
     """Otherwise its packed copies would take twice the memory, without a word."""
     weights = [weight for weight in loaded[0].pretrained_model.parameters() if not weight.requires_grad]
     assert sum(weight.numel() for weight in weights) > 130_000_000

@@ -23,7 +23,8 @@ from llamagym.agent.model_card import Card
 from llamagym.models.generation import GenerationConfig
 from llamagym.models.loading import embedded_model_folder
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
-from llamagym.saving.atomic import MANIFEST, verify
+from llamagym.saving.atomic import verify
+from llamagym.saving.manifest import MANIFEST
 from llamagym.text.chat_template import end_ids
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.killed import killed_at

@@ -22,21 +22,21 @@ from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 OURS = {"_asdict", "_exit", "_replace"}
 
 
-def test_the_bar_of_reading_a_gguf_file_is_hidden_and_comes_back(monkeypatch):
+def test_gguf_progress_bar_is_hidden_and_restored(monkeypatch):
     from transformers import modeling_gguf_pytorch_utils as reader
 
     usual = reader.tqdm
-    with transformers_internals.gguf_bar_hidden():
+    with transformers_internals.gguf_progress_hidden():
         assert reader.tqdm([1]).disable
     assert reader.tqdm is usual
     # Of a version without the bar nothing is expected.
     monkeypatch.delattr(reader, "tqdm")
-    with transformers_internals.gguf_bar_hidden():
+    with transformers_internals.gguf_progress_hidden():
         pass
     assert not hasattr(reader, "tqdm")
 
 
-def test_hooks_that_capture_outputs_are_told_from_others():
+def test_recognizes_hooks_that_capture_outputs():
     model = tiny_base_model("llama")
     layer = model.model.layers[0]
     layer.register_forward_hook(lambda *_: None)
@@ -45,9 +45,9 @@ def test_hooks_that_capture_outputs_are_told_from_others():
     assert [transformers_internals.captures_outputs(hook) for hook in hooks] == [False, True]
 
 
-def test_lora_is_taken_off_layers():
+def test_lora_is_removed_from_other_layers():
     model = tiny_model("llama").pretrained_model
-    peft_internals.keep_layers_(model, {3})
+    peft_internals.restrict_lora_to_layers_(model, {3})
     found = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert found == {f"base_model.model.{name}" for name in model.base_model.targeted_module_names}
     assert {name.split(".layers.")[1][0] for name in found} == {"3"}
@@ -77,14 +77,14 @@ def test_an_activated_lora_has_a_variant_and_a_plain_one_has_none():
 
 def test_active_lora_is_counted_and_its_rank_doubled():
     model = tiny_model("llama").pretrained_model
-    pairs = peft_internals.projections(model)
-    assert len(pairs) == peft_internals.count_active(model) > 0
+    pairs = peft_internals.lora_matrices(model)
+    assert len(pairs) == peft_internals.count_active_lora(model) > 0
     ranks = [dict(layer.r) for layer in peft_internals.lora_layers(model)]
     peft_internals.double_ranks_(model)
     assert [layer.r for layer in peft_internals.lora_layers(model)] == [{"default": 2 * of["default"]} for of in ranks]
 
 
-def test_modules_know_the_layer_that_adapts_them():
+def test_adapters_by_module_finds_the_adapted_layer():
     model = tiny_model("llama").pretrained_model
     adapters = peft_internals.adapters_by_module(model)
     for layer in peft_internals.lora_layers(model):
@@ -92,13 +92,13 @@ def test_modules_know_the_layer_that_adapts_them():
         assert peft_internals.merged_into(layer) == ()
 
 
-def test_merging_is_seen():
+def test_merged_adapters_are_detected():
     model = tiny_model("llama", activated=False).pretrained_model
     model.merge_adapter()
     assert all(peft_internals.merged_into(layer) == ("default",) for layer in peft_internals.lora_layers(model))
 
 
-def test_what_adapters_do_is_seen():
+def test_adapter_state_changes_with_what_adapters_do():
     model = tiny_model("llama", activated=False).pretrained_model
     states = []
     for change in (
@@ -117,20 +117,20 @@ def test_what_adapters_do_is_seen():
     assert all(state != usual for state in (merged, disabled, scaled))
 
 
-def test_low_rank_matrices_are_known_by_name():
+def test_lora_matrices_are_recognized_by_name():
     model = tiny_model("llama").pretrained_model
     names = {id(weight): name for name, weight in model.named_parameters()}
-    pairs = peft_internals.projections(model)
-    assert all(peft_internals.is_down(names[id(down.weight)]) for down, _ in pairs)
-    assert all(peft_internals.is_up(names[id(up.weight)]) for _, up in pairs)
-    assert sum(map(peft_internals.is_low_rank, names.values())) == 2 * len(pairs) < len(names)
+    pairs = peft_internals.lora_matrices(model)
+    assert all(peft_internals.is_lora_a(names[id(down.weight)]) for down, _ in pairs)
+    assert all(peft_internals.is_lora_b(names[id(up.weight)]) for _, up in pairs)
+    assert sum(map(peft_internals.is_lora_weight, names.values())) == 2 * len(pairs) < len(names)
 
 
-def test_embeddings_have_names():
-    assert "embed_tokens" in peft_internals.names_of_embeddings()
+def test_peft_names_embedding_layers():
+    assert "embed_tokens" in peft_internals.embedding_layer_names()
 
 
-def test_a_trainer_takes_its_loss_from_elsewhere(tmp_path):
+def test_the_loss_trainer_uses_the_given_loss(tmp_path):
     model = tiny_model("llama").pretrained_model
     weight = next(weight for weight in model.parameters() if weight.requires_grad)
     before, forward, seen = weight.detach().clone(), model.forward, []
@@ -150,18 +150,18 @@ def test_a_trainer_takes_its_loss_from_elsewhere(tmp_path):
 
 def test_attention_functions_are_known_by_name():
     config = tiny_model("llama").pretrained_model.config
-    assert transformers_internals.attention_of(config) == "sdpa"
+    assert transformers_internals.attention_name(config) == "sdpa"
     assert transformers_internals.has_attention("sdpa")
     assert not transformers_internals.has_attention("nothing of this name")
     transformers_internals.register_attention("ours", len)
     assert transformers_internals.attention_function("ours") is len
-    with transformers_internals.attending_by(config, "ours"):
-        assert transformers_internals.attention_of(config) == "ours"
-    assert transformers_internals.attention_of(config) == "sdpa"
+    with transformers_internals.using_attention(config, "ours"):
+        assert transformers_internals.attention_name(config) == "ours"
+    assert transformers_internals.attention_name(config) == "sdpa"
 
 
 @pytest.mark.numerical
-def test_rotary_positions_turn_halves_of_heads():
+def test_rotary_embedding_rotates_halves_of_heads():
     query, key = torch.randn(2, 1, 1, 3, 4).unbind()
     angle = torch.rand(1, 3, 2).repeat(1, 1, 2)
     angles = angle.cos(), angle.sin()
@@ -172,7 +172,7 @@ def test_rotary_positions_turn_halves_of_heads():
         assert_within_rounding(after, expected, torch.float32, 3)
 
 
-def test_a_cache_layer_takes_entries_without_learning_what_they_are():
+def test_an_initialized_cache_layer_accepts_entries():
     layer = transformers_internals.InitializedLayer(torch.zeros(1, dtype=torch.bfloat16))
     assert (layer.dtype, layer.is_initialized) == (torch.bfloat16, True)
     layer.keys = layer.values = torch.zeros(1, 1, 0, 2, dtype=torch.bfloat16)
@@ -183,7 +183,7 @@ def test_a_cache_layer_takes_entries_without_learning_what_they_are():
 @pytest.mark.numerical
 @pytest.mark.parametrize("pack", ["pack", "pack_float16"])
 @pytest.mark.kernels
-def test_packed_weights_multiply(pack):
+def test_packed_products_equal_plain_ones(pack):
     weight, inputs = torch.randn(6, 4).half().float(), torch.randn(3, 4)
     if not torch_internals.can_pack(weight):
         pytest.skip("this machine does not pack weights")
@@ -192,7 +192,7 @@ def test_packed_weights_multiply(pack):
     assert_within_rounding(product, inputs.double() @ weight.T.double(), torch.float32, 4, scale)
 
 
-def test_kernels_read_tensors_by_address_and_are_kept_on_disk(tmp_path, monkeypatch):
+def test_kernels_read_tensors_by_address_and_are_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
 
     @numba.njit
@@ -214,17 +214,17 @@ def test_numba_has_threads_that_several_threads_may_use():
     assert numba_internals.has_thread_pool()
 
 
-def test_changes_in_place_and_hooks_are_seen():
+def test_in_place_changes_and_hooks_are_detected():
     layer = nn.Linear(2, 2)
     before = torch_internals.versions_of([layer.weight])
     with torch.no_grad():
         layer.weight.add_(1)
     assert torch_internals.versions_of([layer.weight]) > before
-    assert layer.weight in torch_internals.held_by(layer)[1].values()
-    assert layer in torch_internals.held_by(nn.Sequential(layer))[0].values()
-    assert not any(torch_internals.hooks_of(layer))
+    assert layer.weight in torch_internals.containers_of(layer)[1].values()
+    assert layer in torch_internals.containers_of(nn.Sequential(layer))[0].values()
+    assert not any(torch_internals.forward_hooks_of(layer))
     layer.register_forward_pre_hook(print)
-    assert any(torch_internals.hooks_of(layer))
+    assert any(torch_internals.forward_hooks_of(layer))
 
 
 def test_a_shallow_copy_shares_parameters_and_not_modules():
@@ -235,7 +235,7 @@ def test_a_shallow_copy_shares_parameters_and_not_modules():
     assert copied[0] is body[0]
 
 
-def test_nothing_else_touches_what_has_an_underscore():
+def test_only_internals_files_use_private_attributes():
     """Of a name that another object gives: `self._x` and a file's own `_x` are ours."""
     library = Path(llamagym.__file__).parent
     files = [path for path in library.rglob("*.py") if not path.name.endswith("_internals.py")]

@@ -218,7 +218,7 @@ def test_embedded_model_trains_the_last_half_of_its_layers_and_its_adapter_comes
     assert tokenizer.chat_template
 
 
-def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ignores_a_half_written_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A conversion that dies leaves nothing behind; the one that lost the race takes the winner's folder."""
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
 
@@ -244,9 +244,7 @@ def test_half_written_cache_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_removes_files_of_killed_conversions_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path))
     for name, minutes in ((".writing-killed_1", 61), (".writing-running1", 59), ("letters", 61)):
         (tmp_path / name / "whole").mkdir(parents=True)
@@ -261,7 +259,7 @@ def test_what_a_killed_conversion_left_is_removed_and_one_under_way_is_not(
 
 
 @pytest.mark.parametrize("cache", ["~no-such-user/cache", "a" * 5000])
-def test_a_cache_folder_that_is_no_path_is_named(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+def test_rejects_an_invalid_cache_folder(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
     monkeypatch.setenv("LLAMAGYM_CACHE", cache)
     with pytest.raises(ConfigError, match=rf"LLAMAGYM_CACHE='{cache[:20]}.*Pass another path"):
         embedded_model_folder()
@@ -306,7 +304,7 @@ def test_local_folder(tmp_path: Path) -> None:
     torch.testing.assert_close(model(torch.tensor([[1, 2, 3]]))[0], expected)
 
 
-def test_attention_can_be_chosen_and_gives_the_same_and_one_without_masks_is_refused(tmp_path: Path) -> None:
+def test_attention_implementations_are_equal_and_others_rejected(tmp_path: Path) -> None:
     folder = save_tiny("qwen2", tmp_path)
     logits = {}
     for wanted, used in ((None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
@@ -318,7 +316,7 @@ def test_attention_can_be_chosen_and_gives_the_same_and_one_without_masks_is_ref
         load_model_and_tokenizer(folder, attn_implementation="flash_attention_2")
 
 
-def test_peft_config_false_trains_every_weight_and_a_config_of_one_s_own_is_used(tmp_path: Path) -> None:
+def test_peft_config_false_trains_all_weights_and_a_config_is_used(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     full, _, _ = load_model_and_tokenizer(folder, device="cpu", dtype="bfloat16", peft_config=False)
     assert not full.is_peft_model
@@ -331,7 +329,7 @@ def test_peft_config_false_trains_every_weight_and_a_config_of_one_s_own_is_used
 
 
 @pytest.mark.parametrize(("share", "layers"), [(None, {2, 3}), (0.25, {3}), (0.7, {1, 2, 3}), (1.0, {0, 1, 2, 3})])
-def test_the_share_of_the_layers_that_lora_adapts(share: float | None, layers: set[int], tmp_path: Path) -> None:
+def test_lora_layer_fraction_selects_the_last_layers(share: float | None, layers: set[int], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     model, _, _ = load_model_and_tokenizer(folder, "cpu", lora_layer_fraction=share)
     assert adapted_layers(model) == layers
@@ -345,7 +343,7 @@ def test_the_share_of_the_layers_that_lora_adapts(share: float | None, layers: s
         ("episode", None, {2, 3}),
     ],
 )
-def test_an_agent_that_sees_one_turn_keeps_half_of_the_depth_that_nobody_chose(
+def test_an_agent_that_sees_one_turn_halves_the_default_lora_depth(
     context: Any, share: float | None, layers: set[int], tmp_path: Path
 ) -> None:
     folder = save_tiny("llama", tmp_path)
@@ -381,7 +379,7 @@ def test_a_model_s_first_agent_settles_its_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_layer_fraction": 0.0}, "expected a share"),
+        ({"lora_layer_fraction": 0.0}, "expected a fraction"),
         ({"lora_layer_fraction": "all"}, "must be a number"),
         ({"lora_layer_fraction": 1.0, "peft_config": False}, "cannot be combined with peft_config"),
     ],
@@ -424,7 +422,7 @@ def test_tokenizer_gets_plain_template_and_padding(tmp_path: Path, caplog: pytes
     assert len(tokenizer) == len(bare)
 
 
-def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+def test_rejects_an_unknown_architecture(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     (folder / "config.json").write_text('{"model_type": "no-such-architecture"}')
     with pytest.raises(ModelLoadError, match="no-such-architecture"):
@@ -463,7 +461,7 @@ LOADERS = [load_model_and_tokenizer, AutoModelForCausalLMWithValueHead.from_pret
     ],
     ids=lambda path: str(path)[:20],
 )
-def test_a_path_with_nothing_there_is_named(
+def test_rejects_a_path_that_does_not_exist(
     load: Any, path: Any, offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -476,21 +474,19 @@ def test_a_path_with_nothing_there_is_named(
 
 
 @pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_name_is_refused(name: str, offline: bool) -> None:
+def test_rejects_an_empty_name(name: str, offline: bool) -> None:
     for load in LOADERS:
         with pytest.raises(ModelLoadError, match="the name of the model is empty"):
             load(name)
 
 
-def test_a_name_that_may_be_a_hub_id_says_that_it_is_not_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_hub_id_is_reported_as_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match=r"'runs/agent': there is no such folder, HF_HUB_OFFLINE is set"):
         load_model_and_tokenizer("runs/agent")
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(
-    offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_expands_a_tilde_in_model_paths(offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save_tiny("llama", tmp_path / "model")
     for path in ("~/model", Path("~/model")):
@@ -524,9 +520,7 @@ WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
         ),
     ],
 )
-def test_a_folder_without_a_part_of_a_model_names_it(
-    removed: list[str], missing: str, offline: bool, tmp_path: Path
-) -> None:
+def test_rejects_an_incomplete_model_folder(removed: list[str], missing: str, offline: bool, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "model")
     for pattern in removed:
         for path in list(folder.glob(pattern)):
@@ -540,7 +534,7 @@ def test_a_folder_without_a_part_of_a_model_names_it(
             AutoModelForCausalLMWithValueHead.from_pretrained(folder)
 
 
-def test_a_folder_around_a_model_names_what_to_pass(offline: bool, tmp_path: Path) -> None:
+def test_a_parent_folder_of_a_model_names_what_to_pass(offline: bool, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "run" / "agent")
     with pytest.raises(ModelLoadError, match=r"Pass the folder '.*run/agent'"):
         load_model_and_tokenizer(tmp_path / "run")
@@ -566,7 +560,7 @@ def test_a_folder_around_a_model_names_what_to_pass(offline: bool, tmp_path: Pat
     ],
 )
 @pytest.mark.parametrize("load", LOADERS)
-def test_a_file_that_is_not_a_model_is_refused(
+def test_rejects_a_file_that_is_not_a_model(
     load: Any,
     name: str,
     content: bytes | None,
@@ -591,14 +585,14 @@ def test_a_file_that_is_not_a_model_is_refused(
         ("config.json", "cannot read the config"),
     ],
 )
-def test_a_damaged_file_of_a_model_is_named(file: str, said: str, offline: bool, tmp_path: Path) -> None:
+def test_names_a_damaged_model_file(file: str, said: str, offline: bool, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     (folder / file).write_bytes((folder / file).read_bytes()[:100])
     with pytest.raises(ModelLoadError, match=said):
         load_model_and_tokenizer(folder, "cpu")
 
 
-def test_weights_whose_second_half_is_missing_are_named(offline: bool, tmp_path: Path) -> None:
+def test_names_truncated_weights(offline: bool, tmp_path: Path) -> None:
     tiny_base_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
     tiny_tokenizer("llama").save_pretrained(tmp_path)
     sorted(tmp_path.glob("model-*.safetensors"))[-1].unlink()
@@ -623,7 +617,7 @@ def changed(file: Path, **changes: Any) -> None:
     ],
     ids=str,
 )
-def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_rejects_a_config_that_does_not_fit(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     changed(folder / "config.json", **changes)
     with pytest.raises(ModelLoadError, match=re.escape(repr(str(folder)))):
@@ -646,7 +640,7 @@ def test_rejects_weights_that_the_model_lacks(tmp_path: Path) -> None:
         load_model_and_tokenizer(folder, "cpu", "float32")
 
 
-def test_weights_of_no_layer_that_the_model_lacks_are_named_and_not_used(tmp_path: Path, caplog: Any) -> None:
+def test_unused_weights_outside_of_layers_are_warned_of(tmp_path: Path, caplog: Any) -> None:
     folder = save_tiny("llama", tmp_path)
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "extra.scale": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -656,7 +650,7 @@ def test_weights_of_no_layer_that_the_model_lacks_are_named_and_not_used(tmp_pat
 
 
 @pytest.mark.parametrize("index", ["{}", "[]", "", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
-def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
+def test_rejects_a_damaged_index(index: str, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(index)
@@ -680,7 +674,7 @@ def test_a_damaged_index_is_named(index: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_an_adapter_s_configuration_that_does_not_fit_is_named(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_rejects_an_adapter_configuration_that_does_not_fit(changes: dict[str, Any], tmp_path: Path) -> None:
     base, folder = save_tiny("llama", tmp_path / "base"), tmp_path / "adapter"
     load_model_and_tokenizer(base, "cpu", "float32")[0].save_pretrained(folder)
     changed(folder / "adapter_config.json", **changes)
@@ -690,7 +684,9 @@ def test_an_adapter_s_configuration_that_does_not_fit_is_named(changes: dict[str
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=["main", "CUDA"])
-def test_memory_that_runs_out_is_no_damage(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_not_reported_as_damage(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
@@ -699,7 +695,7 @@ def test_memory_that_runs_out_is_no_damage(error: Exception, tmp_path: Path, mon
         AutoModelForCausalLMWithValueHead.from_pretrained(save_tiny("llama", tmp_path))
 
 
-def test_an_adapter_without_weights_or_base_names_what_is_missing(offline: bool, tmp_path: Path) -> None:
+def test_rejects_an_adapter_without_weights_or_base(offline: bool, tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
     load_model_and_tokenizer(base, "cpu")[0].save_pretrained(tmp_path / "adapter")
     base.rename(tmp_path / "moved")
@@ -714,7 +710,7 @@ def test_an_adapter_without_weights_or_base_names_what_is_missing(offline: bool,
         load_model_and_tokenizer(tmp_path / "adapter")
 
 
-def test_saved_agents_and_checkpoints_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_rejects_missing_agents_and_checkpoints(tmp_path: Path) -> None:
     agent = make_agent()
     (tmp_path / "file").touch()
     for load, kind in ((WordAgent.load, "a saved agent"), (agent.load_checkpoint, "there is no folder")):
@@ -813,9 +809,7 @@ def test_a_gguf_file_is_converted_once_and_loaded(
     )
 
 
-def test_a_gguf_file_that_has_changed_is_converted_again_and_other_splits_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_gguf_file_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "tiny.gguf")
     load_model_and_tokenizer(tmp_path / "tiny.gguf", "cpu")
@@ -825,7 +819,7 @@ def test_a_gguf_file_that_has_changed_is_converted_again_and_other_splits_are_ke
     assert tokenizer("11")["input_ids"] == [tokens.index("11")]
 
 
-def test_a_gguf_file_of_an_unknown_architecture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_a_gguf_file_of_an_unknown_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("LLAMAGYM_CACHE", str(tmp_path / "cache"))
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "no-such-architecture")
@@ -842,7 +836,7 @@ def test_a_gguf_file_of_an_unknown_architecture_is_named(tmp_path: Path, monkeyp
 # --- the hub ------------------------------------------------------------------------------------------------------
 
 
-def test_hub_model_is_downloaded_and_served_from_the_cache_when_the_hub_is_gone(
+def test_hub_model_is_loaded_from_the_cache_when_the_hub_is_unreachable(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.add_folder("org/tiny", save_tiny("qwen3", tmp_path / "model"))
@@ -859,7 +853,7 @@ def test_hub_model_is_downloaded_and_served_from_the_cache_when_the_hub_is_gone(
 
 
 @pytest.mark.parametrize("given", [None, "hf_right"])
-def test_private_hub_model_opens_to_the_right_token_only(
+def test_private_hub_model_needs_the_right_token(
     given: str | None, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token comes from the argument, or else from HF_TOKEN."""
@@ -913,7 +907,7 @@ def test_push_to_hub_and_load_back(hub: Hub, tmp_path: Path) -> None:
         (500, "", "no copy is cached"),
     ],
 )
-def test_hub_s_refusals_are_translated(hub: Hub, status: int, code: str, next_move: str) -> None:
+def test_hub_errors_name_the_next_step(hub: Hub, status: int, code: str, next_move: str) -> None:
     hub.refusals["org/closed"] = (status, code)
     with pytest.raises(ModelLoadError, match=next_move) as caught:
         load_model_and_tokenizer("org/closed")
@@ -922,7 +916,7 @@ def test_hub_s_refusals_are_translated(hub: Hub, status: int, code: str, next_mo
 
 
 @pytest.mark.parametrize("name", ["TinyLlama/TinyLlama-1.1B-Chat-v1.0", "someone/unregistered"])
-def test_unreachable_hub_ends_soon_in_one_line_with_the_next_move(name: str, no_hub: None) -> None:
+def test_unreachable_hub_fails_fast_with_the_next_step(name: str, no_hub: None) -> None:
     start = time.perf_counter()
     with pytest.raises(ModelLoadError) as caught:
         load_model_and_tokenizer(name)
@@ -944,7 +938,7 @@ def test_offline_mode_is_respected(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
 # --- options ------------------------------------------------------------------------------------------------------
 
 
-def test_quantisation_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_impossible_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     for option in ("load_in_8bit", "load_in_4bit"):
         options: dict[str, Any] = {option: True}
         with pytest.raises(ModelLoadError, match=f"{option} needs a CUDA device.*'cpu'.*Drop {option}"):
@@ -961,7 +955,7 @@ def test_quantisation_is_refused_where_it_cannot_work(monkeypatch: pytest.Monkey
         load_model_and_tokenizer(device="cuda", load_in_4bit=True, peft_config=False)
 
 
-def test_device_and_dtype_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rejects_unknown_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with pytest.raises(ConfigError, match="Did you mean 'cuda'"):
         load_model_and_tokenizer(folder, device="cudaa")
@@ -979,7 +973,7 @@ def test_device_and_dtype_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert loading.resolve_device("auto").type == "cuda"
 
 
-def test_a_repository_s_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+def test_never_runs_code_of_a_repository_and_never_asks(tmp_path, monkeypatch):
     tiny_tokenizer("llama").save_pretrained(tmp_path)
     names = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": names}))

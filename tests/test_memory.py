@@ -45,12 +45,12 @@ def groups(folder: Path, processes: str, limits: dict[str, str]) -> tuple[Path, 
         ("", {}, math.inf),
     ],
 )
-def test_the_smallest_limit_above_a_process_counts(tmp_path, processes, limits, expected):
+def test_container_limit_is_the_smallest_of_all_groups(tmp_path, processes, limits, expected):
     assert hardware.container_limit(*groups(tmp_path, processes, limits)) == expected
     assert hardware.container_limit(tmp_path / "nowhere", tmp_path) == math.inf
 
 
-def test_a_container_s_limit_is_the_machine_s_memory(monkeypatch):
+def test_memory_bytes_respects_the_container_limit(monkeypatch):
     physical = hardware.memory_bytes(torch.device("cpu"))
     monkeypatch.setattr(hardware, "container_limit", lambda: 2**30)
     assert hardware.memory_bytes(torch.device("cpu")) == 2**30 <= physical
@@ -132,7 +132,7 @@ def test_tries_of_choices_do_not_pile_up():
 RESULT = Path(__file__).parent.parent / "scripts" / "benchmarks" / "results" / "larger-models.json"
 
 
-def test_the_estimate_is_what_runs_took(monkeypatch):
+def test_memory_estimate_matches_measured_peaks(monkeypatch):
     measured = json.loads(RESULT.read_text())
     monkeypatch.setattr(loading, "memory_bytes", lambda device: measured["hardware"]["memory_gib"] * 2**30)
     for name, row in measured["models"].items():
@@ -141,7 +141,7 @@ def test_the_estimate_is_what_runs_took(monkeypatch):
         assert loading.load_needs_gib(entry, torch.bfloat16) == pytest.approx(row["peak_gib"], rel=0.15)
 
 
-def test_too_little_memory_is_said_before_a_model_is_loaded(monkeypatch):
+def test_rejects_a_model_beyond_memory_before_loading(monkeypatch):
     monkeypatch.setattr(hardware, "container_limit", lambda: 2**30)
     with pytest.raises(ModelLoadError, match=r"needs about 1\.\d GiB to learn, and this cpu has 1\.0"):
         load_model_and_tokenizer("smollm2-135m", device="cpu")

@@ -32,7 +32,7 @@ def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BY_KEY", dict(registry._BY_KEY))
 
 
-def test_table_holds_the_promised_models() -> None:
+def test_registry_contains_the_documented_models() -> None:
     assert {entry.hub_id: entry.family for entry in entries()} == {
         "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm",
         "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "llama",
@@ -138,7 +138,7 @@ def test_lora_attaches_to_the_named_modules_of_the_last_layers(family: str) -> N
 
 
 @pytest.mark.parametrize("config_class", [Gemma2Config, Gemma3TextConfig])
-def test_later_gemmas_have_the_family_s_modules(config_class: type) -> None:
+def test_later_gemmas_have_the_modules_of_the_family(config_class: type) -> None:
     config = config_class(vocab_size=64, hidden_size=16, num_hidden_layers=5, num_attention_heads=2, head_dim=8)
     with torch.device("meta"):
         names = {name for name, _ in AutoModelForCausalLM.from_config(config).named_modules()}
@@ -156,7 +156,7 @@ def test_default_lora_of_the_embedded_model_is_the_last_half_of_its_layers() -> 
     assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (16, 32, 0.0, "CAUSAL_LM")
 
 
-def test_fallback_to_a_family_says_so_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_family_fallback_warns_and_counts_parameters(caplog: pytest.LogCaptureFixture) -> None:
     config = PhiConfig(vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     config.name_or_path = "someone/phi-tune"
     with caplog.at_level(logging.WARNING, logger="llamagym.models.registry"):
@@ -208,7 +208,7 @@ def test_plain_template_renders_and_appends() -> None:
     assert reply == prompt + "no<|endoftext|>\n"
 
 
-def test_tiny_configs_are_told_apart_by_architecture() -> None:
+def test_families_are_recognized_by_architecture() -> None:
     """Guards the helper that other tests build on: seven families, six architectures."""
     types = {family: tiny_config(family).model_type for family in FAMILIES}
     assert types == {family: "llama" if family == "smollm" else family for family in FAMILIES}

@@ -152,7 +152,7 @@ def test_halves_are_whole_groups():
 
 
 @pytest.mark.long
-def test_a_resumed_run_computes_what_it_would_have_computed(tmp_path: Path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
     def saved(folder: str, updates: int = 1000) -> Any:
         where = {"checkpoint_dir": tmp_path / folder, "checkpoint_every": 1, "resume": True}
         goes_on = lambda stats: stats["updates"] < updates  # noqa: E731

@@ -122,7 +122,7 @@ def test_rejects_a_model_of_which_nothing_can_be_trained(make: Callable[[Path], 
         PPOTrainer(PPOConfig(), AutoModelForCausalLMWithValueHead(model))
 
 
-def test_a_variant_of_lora_acts_while_an_activated_one_is_switched():
+def test_other_lora_variants_act_outside_of_the_activation_context():
     """DoRA was plain LoRA while choices were read, and DoRA while what led to them was."""
     model = peft.get_peft_model(tiny_base_model("llama"), check_adapters.lora_config({"use_dora": True}))
     check_adapters.randomize(model)

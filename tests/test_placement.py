@@ -29,18 +29,18 @@ def loaded(folder: Path, **options: Any) -> AutoModelForCausalLMWithValueHead:
 
 
 @pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
-def test_a_device_map_of_one_device_is_taken(tmp_path: Path, device_map: Any):
+def test_accepts_a_device_map_of_one_device(tmp_path: Path, device_map: Any):
     assert agent_of(loaded(tmp_path, device_map=device_map)).act("x")
 
 
-def test_a_model_that_is_spread_is_refused(tmp_path: Path):
+def test_rejects_a_model_on_several_devices(tmp_path: Path):
     everywhere = {"model": "cpu", "lm_head": "disk"}
     model = loaded(tmp_path, device_map=everywhere, offload_folder=str(tmp_path / "offloaded"))
     with pytest.raises(ConfigError, match=r"lie on cpu and meta.*device_map=\{'': 'cuda:0'\}.*docs/scaling\.md"):
         agent_of(model)
 
 
-def test_a_model_that_was_spread_later_is_refused():
+def test_rejects_a_model_that_was_moved_partly():
     agent = agent_of(tiny_model("llama"))
     agent.act("x")
     agent.assign_reward(0.0)
@@ -49,7 +49,7 @@ def test_a_model_that_was_spread_later_is_refused():
         agent.act("x")
 
 
-def test_a_quantised_model_stays_where_it_is():
+def test_a_quantized_model_cannot_be_moved():
     model = tiny_model("llama")
     # What transformers leaves at a model that bitsandbytes has quantized, which takes a CUDA device.
     model.pretrained_model.get_base_model().hf_quantizer = object()
@@ -60,7 +60,7 @@ def test_a_quantised_model_stays_where_it_is():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("bits", ["load_in_8bit", "load_in_4bit"])
-def test_a_quantised_base_acts_and_learns(bits: str):
+def test_a_quantized_base_acts_and_learns(bits: str):
     pytest.importorskip("bitsandbytes")
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", "cuda", **{bits: True})  # type: ignore[arg-type]
     frozen = {name: weight.data.clone() for name, weight in model.named_parameters() if not weight.requires_grad}
@@ -75,21 +75,21 @@ def test_a_quantised_base_acts_and_learns(bits: str):
     assert max(update["ratio_error"] for update in updates) < {"load_in_8bit": 1.0, "load_in_4bit": 0.3}[bits]
 
 
-def test_products_of_quantised_weights_are_rounded_to_16_bits():
+def test_computing_dtype_of_quantized_weights_is_bfloat16():
     model = tiny_model("llama")
     assert computing_dtype(model.pretrained_model) == torch.float32
     model.pretrained_model.get_base_model().is_quantized = True
     assert computing_dtype(model.pretrained_model) == torch.bfloat16
 
 
-def test_a_pass_is_as_large_as_suits_the_device_and_the_model():
+def test_pass_tokens_depend_on_device_and_model():
     processor, gpu = torch.device("cpu"), torch.device("cuda")
     assert [pass_tokens(processor, weights) for weights in (10**6, 10**10)] == [1024, 1024]
     assert [pass_tokens(gpu, weights) for weights in (10**8, 494 * 10**6, 7 * 10**9)] == [8192, 1024, 1024]
     assert pass_tokens(gpu, 135 * 10**6) == 7168
 
 
-def test_every_kind_of_device_has_its_precision():
+def test_every_device_type_has_a_precision():
     assert not precision_on("mps").has_bfloat16()
     assert precision_on("cuda").float16_above < 0 < precision_on("mps").float16_above
     assert precision_on("xpu").float16_above == precision_on("cpu").float16_above == float("inf")

@@ -35,7 +35,7 @@ from llamagym.errors import ModelLoadError
 from llamagym.learners import trl_internals
 from llamagym.models import peft_internals, torch_internals, transformers_internals
 from llamagym.models.lora import freeze_and_extend_
-from llamagym.models.private_apis import DECLARED, PrivateApi, changed
+from llamagym.models.private_apis import DECLARED, PrivateApi, changed_apis
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
@@ -184,7 +184,7 @@ def check_warning(caplog, api):
     assert record.levelno == logging.WARNING
     assert api.name in record.message
     assert f"{api.package} {version(api.package)}" in record.message
-    assert changed() == [f"{api.package} {version(api.package)}: {api.name}"]
+    assert changed_apis() == [f"{api.package} {version(api.package)}: {api.name}"]
 
 
 def act_and_learn(agent):
@@ -216,7 +216,7 @@ def test_acts_and_learns_without_a_private_api(monkeypatch, caplog, api, where, 
     check_warning(caplog, api)
 
 
-def test_every_private_api_is_broken_here():
+def test_every_private_api_has_a_test_that_breaks_it():
     assert {row[0] for row in BROKEN} | ELSEWHERE == set(DECLARED)
 
 
@@ -249,7 +249,7 @@ def is_name(value):
 
 
 @pytest.mark.parametrize("kind", [AttributeError, TypeError])
-def test_a_check_that_raises_is_a_change(caplog, kind, request):
+def test_a_check_that_raises_counts_as_a_change(caplog, kind, request):
     def check():
         raise kind("gone")
 
@@ -262,13 +262,13 @@ def test_a_check_that_raises_is_a_change(caplog, kind, request):
 
 
 @pytest.mark.kernels
-def test_layers_that_compute_something_else_run_unfused(monkeypatch, caplog):
+def test_changed_layers_run_unfused(monkeypatch, caplog):
     monkeypatch.setattr(fused_layer._Layer, "_run", lambda self, hidden, *_, **__: 2 * hidden)
     act_and_learn(make_agent(context="turn"))
     check_warning(caplog, transformers_internals.DECODER_LAYER)
 
 
-def test_changes_are_noticed_by_content(monkeypatch):
+def test_changed_weights_are_detected_by_checksum(monkeypatch):
     break_(monkeypatch, torch.Tensor, "_version", Hidden)
     break_(monkeypatch, nn.Module, "_modules", Hidden)
     policy = make_agent().policy
@@ -282,7 +282,7 @@ def test_changes_are_noticed_by_content(monkeypatch):
     assert policy.weights_version == seen[-1]
 
 
-def test_adapters_are_watched_by_all_that_they_hold(monkeypatch):
+def test_changed_adapters_are_detected_by_their_attributes(monkeypatch):
     break_(monkeypatch, LoraLayer, "r", Hidden)
     agent = make_agent(activated=False)
     model: Any = agent.policy.model.pretrained_model
@@ -299,7 +299,7 @@ def test_adapters_are_watched_by_all_that_they_hold(monkeypatch):
         freeze_and_extend_(model)
 
 
-def test_an_activated_lora_that_cannot_be_switched_is_refused(monkeypatch, caplog):
+def test_rejects_an_activated_lora_that_cannot_be_switched(monkeypatch, caplog):
     break_(monkeypatch, LoraLayer, "lora_variant", Hidden)
     with pytest.raises(ModelLoadError, match=f"peft {version('peft')} has changed a private API, LoraLayer.lora_v"):
         make_agent()
@@ -307,7 +307,7 @@ def test_an_activated_lora_that_cannot_be_switched_is_refused(monkeypatch, caplo
     assert not caplog.records
 
 
-def test_the_registry_gives_an_ordinary_lora_where_an_activated_one_cannot_be_switched(monkeypatch, caplog, tmp_path):
+def test_the_registry_falls_back_to_a_plain_lora(monkeypatch, caplog, tmp_path):
     tiny_base_model("llama").save_pretrained(tmp_path)
     tiny_tokenizer("llama").save_pretrained(tmp_path)
     break_(monkeypatch, LoraLayer, "lora_variant", Hidden)
@@ -316,7 +316,7 @@ def test_the_registry_gives_an_ordinary_lora_where_an_activated_one_cannot_be_sw
     check_warning(caplog, peft_internals.ACTIVATION)
 
 
-def test_adapters_are_saved_where_embeddings_are_not_named(monkeypatch, caplog, tmp_path):
+def test_saves_adapters_without_peft_embedding_names(monkeypatch, caplog, tmp_path):
     break_(monkeypatch, peft.utils.constants, "EMBEDDING_LAYER_NAMES", None)
     tiny_model("llama").save_pretrained(tmp_path)
     check_warning(caplog, peft_internals.EMBEDDING_NAMES)
@@ -325,7 +325,7 @@ def test_adapters_are_saved_where_embeddings_are_not_named(monkeypatch, caplog, 
 
 
 @pytest.mark.parametrize("instead", [other_signature, other_result])
-def test_cache_layers_that_have_changed_are_refused(monkeypatch, instead):
+def test_rejects_changed_cache_layers(monkeypatch, instead):
     monkeypatch.setattr(transformers.DynamicLayer, "update", instead)
     with pytest.raises(ModelLoadError, match=f"transformers {version('transformers')} has changed .* DynamicLayer"):
         make_agent()
@@ -341,7 +341,7 @@ def test_kernels_run_without_a_cache(monkeypatch, caplog, name):
     check_warning(caplog, numba_internals.CACHE)
 
 
-def test_kernels_run_in_one_thread_where_pools_are_not_found(monkeypatch, caplog):
+def test_kernels_run_in_one_thread_without_a_thread_pool(monkeypatch, caplog):
     monkeypatch.setattr(numba_internals, "_POOLS", "numba.gone")
     assert [numba_internals.has_thread_pool(), numba_internals.has_thread_pool()] == [False, False]
     check_warning(caplog, numba_internals.THREAD_POOLS)
@@ -356,7 +356,7 @@ def test_kernels_run_in_one_thread_where_pools_are_not_found(monkeypatch, caplog
         (transformers.TrainingArguments, "n_gpu", property(lambda config: 1)),
     ],
 )
-def test_a_trainer_that_has_changed_is_refused_before_anything_is_learned(monkeypatch, tmp_path, where, name, instead):
+def test_rejects_a_changed_trainer_before_training(monkeypatch, tmp_path, where, name, instead):
     agent = make_agent()
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "demonstrations.jsonl").write_text(json.dumps({"messages": messages}) + "\n")

@@ -76,7 +76,7 @@ def test_one_acts_while_another_learns(hasty):
     assert max(errors) < 1e-3
 
 
-def test_two_agents_on_one_model_are_warned_of_once(caplog):
+def test_two_agents_on_one_model_warn_once(caplog):
     def of(agent: Any, kind: type) -> Any:
         return kind(agent.policy.model, tiny_tokenizer("llama"))
 
@@ -94,7 +94,7 @@ def test_two_agents_on_one_model_are_warned_of_once(caplog):
     assert "same weights" not in caplog.text
 
 
-def test_the_lock_is_the_model_s():
+def test_the_lock_belongs_to_the_model():
     agents = [make_agent(ChoiceAgent) for _ in range(2)]
     other = ChoiceAgent(agents[0].policy.model, tiny_tokenizer("llama"))
     assert lock_of(agents[0].policy.model) is other.policy.lock

@@ -28,7 +28,7 @@ from llamagym import (
 from llamagym.__main__ import main
 from llamagym.cli.prompts import agent_class, read_wording
 from llamagym.cli.runs import load_agent
-from llamagym.saving.atomic import MANIFEST
+from llamagym.saving.manifest import MANIFEST
 from tests.test_damaged_files import reseal
 from tests.tiny import tiny_base_model, tiny_tokenizer
 

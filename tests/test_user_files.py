@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from llamagym import AutoModelForCausalLMWithValueHead, CheckpointError, ConfigError, EvalCallback, train, write_report
-from llamagym.saving import atomic
-from llamagym.saving.atomic import MANIFEST, replace_file, verify, written_whole
-from llamagym.saving.checkpoints import best, newest, path_of
+from llamagym.saving import atomic, file_operations
+from llamagym.saving.atomic import atomic_folder, replace_file, verify
+from llamagym.saving.checkpoints import best, checkpoint_path, newest
+from llamagym.saving.manifest import MANIFEST
 from llamagym.saving.paths import file_inside, user_folder
 from llamagym.training import tracking
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, default_tracker
@@ -70,7 +71,7 @@ def tree(folder: Path) -> dict[str, bytes | str]:
 # Saving
 
 
-def test_does_not_save_over_files_of_the_user(save, tmp_path):
+def test_rejects_a_folder_with_user_files(save, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
     before = tree(tmp_path)
@@ -79,7 +80,7 @@ def test_does_not_save_over_files_of_the_user(save, tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_does_not_save_over_a_run(save, tmp_path):
+def test_rejects_saving_over_a_run(save, tmp_path):
     learning(tmp_path / "run")
     before = tree(tmp_path)
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
@@ -88,7 +89,7 @@ def test_does_not_save_over_a_run(save, tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_does_not_save_over_a_file(save, tmp_path):
+def test_rejects_saving_over_a_file(save, tmp_path):
     (tmp_path / "notes").write_text("mine")
     for path in (tmp_path / "notes", tmp_path / "notes" / "below"):
         with pytest.raises(ConfigError, match=r"folder='.*notes.* is not a folder and cannot be created"):
@@ -96,7 +97,7 @@ def test_does_not_save_over_a_file(save, tmp_path):
     assert tree(tmp_path) == {"notes": b"mine"}
 
 
-def test_does_not_replace_an_agent_by_a_checkpoint_or_the_other_way_round(agent, tmp_path):
+def test_rejects_saving_over_a_save_of_another_kind(agent, tmp_path):
     agent.save(tmp_path / "agent")
     agent.save_checkpoint(tmp_path / "checkpoint")
     before = tree(tmp_path)
@@ -110,9 +111,9 @@ def test_does_not_replace_an_agent_by_a_checkpoint_or_the_other_way_round(agent,
 
 
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
-def test_saving_again_keeps_files_that_the_user_added(save, tmp_path, monkeypatch, exchanges):
+def test_saving_again_keeps_added_files(save, tmp_path, monkeypatch, exchanges):
     if not exchanges:
-        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     folder = tmp_path / "saved"
     save(folder)
     (tmp_path / "elsewhere").mkdir()
@@ -133,18 +134,18 @@ def test_saving_again_keeps_files_that_the_user_added(save, tmp_path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "saved"]
 
 
-def test_saving_again_does_not_overwrite_an_added_file_of_the_same_name(tmp_path):
-    with written_whole(tmp_path / "now", "agent") as whole:
+def test_saving_again_rejects_an_added_file_of_the_same_name(tmp_path):
+    with atomic_folder(tmp_path / "now", "agent") as whole:
         (whole / "a").write_text("1")
     (tmp_path / "now" / "README.md").write_text("mine")
     before = tree(tmp_path)
     message = r"'README.md' is in the way"
-    with pytest.raises(CheckpointError, match=message), written_whole(tmp_path / "now", "agent") as whole:
+    with pytest.raises(CheckpointError, match=message), atomic_folder(tmp_path / "now", "agent") as whole:
         (whole / "README.md").write_text("ours")
     assert tree(tmp_path) == before
 
 
-def test_a_folder_for_the_best_agent_is_checked_before_the_training(tmp_path):
+def test_rejects_a_bad_best_dir_before_training(tmp_path):
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(CheckpointError, match="and no manifest of this version"):
         EvalCallback(DiceEnv, best_dir=tmp_path)
@@ -152,7 +153,7 @@ def test_a_folder_for_the_best_agent_is_checked_before_the_training(tmp_path):
         EvalCallback(DiceEnv, best_dir=tmp_path / "notes")
 
 
-def test_the_working_directory_is_no_folder_for_the_best_agent(tmp_path, monkeypatch):
+def test_rejects_the_working_directory_as_best_dir(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
     for best_dir in (".", "..", tmp_path / "in"):
@@ -160,7 +161,7 @@ def test_the_working_directory_is_no_folder_for_the_best_agent(tmp_path, monkeyp
             EvalCallback(DiceEnv, best_dir=best_dir)
 
 
-def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):
+def test_saving_to_a_link_keeps_the_link(save, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk", target_is_directory=True)
     save(tmp_path / "link")
@@ -168,7 +169,7 @@ def test_a_link_to_a_folder_is_followed_and_stays(save, tmp_path):
     assert (tmp_path / "disk" / MANIFEST).is_file()
 
 
-def test_folders_that_only_look_like_temporary_ones_are_not_deleted(save, tmp_path):
+def test_saving_keeps_folders_that_look_like_temporary_ones(save, tmp_path):
     for name in (".writing-a-novel", ".writing-docs", ".replaced-saved"):
         (tmp_path / name).mkdir()
         if name == ".writing-docs":
@@ -196,18 +197,18 @@ def test_pruning_deletes_only_checkpoints_of_this_run(agent, tmp_path):
     other = newest(tmp_path / "other")
     before = tree(tmp_path)
     learning(None, episodes=4, checkpoint_dir=root, checkpoint_every=1, keep_checkpoints=1)
-    agent.save_checkpoint(path_of(root, 1))
-    (root / path_of(root, 2).name).symlink_to(other, target_is_directory=True)
-    (root / path_of(root, 3).name).symlink_to(precious, target_is_directory=True)
+    agent.save_checkpoint(checkpoint_path(root, 1))
+    (root / checkpoint_path(root, 2).name).symlink_to(other, target_is_directory=True)
+    (root / checkpoint_path(root, 3).name).symlink_to(precious, target_is_directory=True)
     learning(None, episodes=12, checkpoint_dir=root, checkpoint_every=1, keep_checkpoints=1, resume=True)
     assert before.items() <= tree(tmp_path).items()
-    assert (path_of(root, 1) / MANIFEST).is_file()
-    assert path_of(root, 2).is_symlink()
-    assert path_of(root, 3).is_symlink()
+    assert (checkpoint_path(root, 1) / MANIFEST).is_file()
+    assert checkpoint_path(root, 2).is_symlink()
+    assert checkpoint_path(root, 3).is_symlink()
     ours = [
         path
         for path in root.iterdir()
-        if not path.is_symlink() and path.name not in ("checkpoint-500", path_of(root, 1).name)
+        if not path.is_symlink() and path.name not in ("checkpoint-500", checkpoint_path(root, 1).name)
     ]
     assert 1 <= len(ours) <= 2
 
@@ -224,9 +225,9 @@ def test_pruning_keeps_what_the_user_added_to_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../precious", "/{root}/precious", "inner/../../precious", "link/precious"])
-def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, name):
+def test_removal_keeps_files_outside_of_the_folder(tmp_path, name):
     (tmp_path / "precious").write_text("mine")
-    with written_whole(tmp_path / "own", "checkpoint") as whole:
+    with atomic_folder(tmp_path / "own", "checkpoint") as whole:
         (whole / "a").write_text("1")
     (tmp_path / "own" / "link").symlink_to(tmp_path)
     manifest = json.loads((tmp_path / "own" / MANIFEST).read_text())
@@ -234,7 +235,7 @@ def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, na
     (tmp_path / "own" / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="lies outside of that folder"):
         verify(tmp_path / "own", "checkpoint")
-    atomic.remove_own(tmp_path / "own")
+    atomic.remove_saved(tmp_path / "own")
     assert (tmp_path / "precious").read_text() == "mine"
     assert not (tmp_path / "own" / "a").exists()
 
@@ -243,7 +244,7 @@ def test_a_manifest_that_lists_files_elsewhere_deletes_none_of_them(tmp_path, na
 
 
 @pytest.mark.parametrize("name", ["config.json", "notes.txt", "report.html"])
-def test_a_run_does_not_write_to_a_folder_with_other_files(tmp_path, name):
+def test_a_run_rejects_a_folder_with_other_files(tmp_path, name):
     (tmp_path / name).write_text('{"my": "settings"}')
     for start in (learning, lambda folder: default_tracker(folder, {})):
         with pytest.raises(ConfigError, match=rf"run_dir='.*' contains files that llamagym did not write \('{name}'\)"):
@@ -252,7 +253,7 @@ def test_a_run_does_not_write_to_a_folder_with_other_files(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "transcripts.jsonl", "config.json"])
-def test_a_resumed_run_does_not_write_through_links(tmp_path, name):
+def test_a_resumed_run_rejects_linked_files(tmp_path, name):
     learning(tmp_path / "run", log_with=["csv"])
     (tmp_path / "precious").write_text("mine\n" * 1000)
     (tmp_path / "run" / name).unlink()
@@ -270,7 +271,7 @@ OTHER_MARKS = [
 
 
 @pytest.mark.parametrize("settings", ['{"my": "settings"}', '{"llamagym": {"episodes": 100}}', *OTHER_MARKS])
-def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, settings):
+def test_rejects_a_folder_without_a_run_mark(tmp_path, settings):
     (tmp_path / "config.json").write_text(settings)
     (tmp_path / "metrics.jsonl").write_text("mine\n")
     learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
@@ -281,14 +282,14 @@ def test_settings_and_checkpoints_in_a_folder_do_not_make_it_a_run_s(tmp_path, s
     assert tree(tmp_path) == before
 
 
-def test_a_run_s_mark_is_recognized(tmp_path, monkeypatch):
+def test_recognizes_the_mark_of_a_run(tmp_path, monkeypatch):
     for version in ("unknown", "0.2.0", "1.0rc1.dev3+g12ab.d2026"):
-        monkeypatch.setattr("llamagym.training.run_folder.own_version", lambda version=version: version)
+        monkeypatch.setattr("llamagym.training.run_folder.llamagym_version", lambda version=version: version)
         default_tracker(tmp_path / version, {}).close()
         default_tracker(tmp_path / version, {}).close()
 
 
-def test_a_checkpoint_with_a_damaged_run_id_does_not_spoil_the_folder(tmp_path):
+def test_a_damaged_run_id_in_a_checkpoint_allows_resuming(tmp_path):
     learning(tmp_path, episodes=4)
     manifest = newest(tmp_path / "checkpoints") / MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"run": "a b"}))
@@ -296,13 +297,13 @@ def test_a_checkpoint_with_a_damaged_run_id_does_not_spoil_the_folder(tmp_path):
     learning(tmp_path / "other", episodes=4, checkpoint_dir=tmp_path / "checkpoints", resume=True)
 
 
-def test_a_folder_of_checkpoints_alone_becomes_a_run_s(tmp_path):
+def test_a_folder_of_checkpoints_alone_can_become_a_run(tmp_path):
     learning(None, episodes=4, checkpoint_dir=tmp_path / "checkpoints")
     assert len(learning(tmp_path, resume=True).returns) == 16
     assert len(learning(tmp_path, resume=True).returns) == 28
 
 
-def test_a_run_is_not_resumed_in_the_folder_of_another(tmp_path):
+def test_rejects_resuming_in_the_folder_of_another_run(tmp_path):
     learning(tmp_path / "a", episodes=4)
     learning(tmp_path / "b", episodes=20)
     before = tree(tmp_path)
@@ -316,7 +317,7 @@ def test_a_run_is_not_resumed_in_the_folder_of_another(tmp_path):
 
 @pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])
 @pytest.mark.parametrize("updates", [0, 2])
-def test_a_resumed_run_drops_nothing_from_the_file_of_another(tmp_path, caplog, kind, updates):
+def test_a_resumed_run_truncates_only_its_own_files(tmp_path, caplog, kind, updates):
     own = kind(tmp_path / "own")
     precious = kind(tmp_path / "precious")
     for step in range(50):
@@ -342,7 +343,7 @@ def test_a_resumed_run_drops_nothing_from_the_file_of_another(tmp_path, caplog, 
 @pytest.mark.parametrize(
     "text", ["a;b\n1;2,3\n4;5,6,7\n", "a,a,b\n1,2,3\n", "step,a,a\n1,2,3\n", "step,a\n1,2,3\n", "x\n"]
 )
-def test_a_table_that_cannot_be_continued_without_a_loss_is_rejected(tmp_path, text):
+def test_rejects_a_table_that_cannot_be_appended_to(tmp_path, text):
     (tmp_path / "data.csv").write_text(text)
     with pytest.raises(ConfigError, match=r"data.csv' cannot be read as a table: .*Move it away"):
         CsvTracker(tmp_path / "data.csv")
@@ -351,7 +352,7 @@ def test_a_table_that_cannot_be_continued_without_a_loss_is_rejected(tmp_path, t
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs the limits of Unix")
 @pytest.mark.parametrize("new", [{}, {"c": 7.0}], ids=["append", "rewrite"])
-def test_a_line_of_a_table_that_a_full_disk_cut_is_dropped(tmp_path, new):
+def test_drops_a_table_line_that_a_full_disk_truncated(tmp_path, new):
     import resource  # of Unix
 
     table = CsvTracker(tmp_path / "metrics.csv")
@@ -384,7 +385,7 @@ def test_a_run_does_not_write_through_linked_folders(tmp_path, name):
 
 
 @pytest.mark.parametrize("project", ["lakes", "lakes/frozen"])
-def test_services_do_not_write_through_a_link(tmp_path, project):
+def test_services_reject_a_linked_folder(tmp_path, project):
     default_tracker(tmp_path / "run", {}).close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "run" / "lakes").symlink_to("../mine")
@@ -393,18 +394,18 @@ def test_services_do_not_write_through_a_link(tmp_path, project):
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_a_checkpoint_that_is_a_link_is_neither_read_nor_replaced(tmp_path, caplog):
+def test_ignores_a_checkpoint_that_is_a_link(tmp_path, caplog):
     learning(tmp_path / "mine", episodes=4)
     learning(tmp_path / "downloaded", episodes=4)
     mine = newest(tmp_path / "mine" / "checkpoints")
     before = tree(tmp_path / "mine")
-    link = path_of(tmp_path / "downloaded" / "checkpoints", 10**6)
+    link = checkpoint_path(tmp_path / "downloaded" / "checkpoints", 10**6)
     link.symlink_to(f"../../mine/checkpoints/{mine.name}")
     assert newest(tmp_path / "downloaded" / "checkpoints") != link
     assert "lies outside of that folder" in caplog.text
     # The checkpoints that a run will write.
     for turns in range(1, 60):
-        path = path_of(tmp_path / "downloaded" / "checkpoints", turns)
+        path = checkpoint_path(tmp_path / "downloaded" / "checkpoints", turns)
         if not path.exists():
             path.symlink_to(f"../../mine/checkpoints/{mine.name}")
     with pytest.raises(CheckpointError, match="lies outside of that folder"):
@@ -412,7 +413,7 @@ def test_a_checkpoint_that_is_a_link_is_neither_read_nor_replaced(tmp_path, capl
     assert tree(tmp_path / "mine") == before
 
 
-def test_a_return_that_no_float_holds_does_not_end_a_run(tmp_path):
+def test_a_return_beyond_float_does_not_end_a_run(tmp_path):
     learning(None, episodes=4, checkpoint_dir=tmp_path)
     for path in tmp_path.glob("checkpoint-*"):
         manifest = json.loads((path / MANIFEST).read_text())
@@ -421,7 +422,7 @@ def test_a_return_that_no_float_holds_does_not_end_a_run(tmp_path):
     assert len(learning(None, episodes=4, checkpoint_dir=tmp_path, resume=True).returns) == 8
 
 
-def test_a_finished_run_does_not_fail_over_its_report(tmp_path, caplog):
+def test_a_report_error_does_not_fail_a_finished_run(tmp_path, caplog):
     (tmp_path / "run").mkdir()
     result = learning(
         tmp_path / "run", on_update=lambda _: (tmp_path / "run" / "report.html").write_text("mine") and None
@@ -455,7 +456,7 @@ def values(model: Any) -> set[float]:
         ("other.safetensors", r"holds files \('other.safetensors'\) and no manifest of this version"),
     ],
 )
-def test_a_model_is_not_saved_over_files_of_the_user(agent, tmp_path, name, message):
+def test_rejects_saving_a_model_over_user_files(agent, tmp_path, name, message):
     (tmp_path / name).write_text("mine")
     before = tree(tmp_path)
     with pytest.raises(CheckpointError, match=message):
@@ -464,7 +465,7 @@ def test_a_model_is_not_saved_over_files_of_the_user(agent, tmp_path, name, mess
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_model_is_saved_beside_files_of_other_names(agent, tmp_path):
+def test_saves_a_model_beside_files_of_other_names(agent, tmp_path):
     names = ["tekken.json", "generation_config.json", "qwen.tiktoken", ".gitattributes", ".DS_Store", "notes.txt"]
     for name in names:
         (tmp_path / name).write_text("mine")
@@ -476,7 +477,7 @@ def test_a_model_is_saved_beside_files_of_other_names(agent, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["runs", "linked", ".git"])
-def test_a_model_is_not_saved_to_a_folder_of_other_folders(agent, tmp_path, name):
+def test_rejects_saving_a_model_beside_other_folders(agent, tmp_path, name):
     (tmp_path / "model").mkdir()
     if name == "linked":
         (tmp_path / "elsewhere").mkdir()
@@ -488,7 +489,7 @@ def test_a_model_is_not_saved_to_a_folder_of_other_folders(agent, tmp_path, name
     assert [path.name for path in (tmp_path / "model").iterdir()] == [name]
 
 
-def test_a_model_of_a_version_without_manifests_is_not_replaced(agent, tmp_path):
+def test_rejects_saving_over_a_model_without_manifest(agent, tmp_path):
     agent.policy.model.save_pretrained(tmp_path)
     (tmp_path / MANIFEST).unlink()
     before = tree(tmp_path)
@@ -500,8 +501,8 @@ def test_a_model_of_a_version_without_manifests_is_not_replaced(agent, tmp_path)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_model_that_cannot_be_put_beside_a_tokenizer_leaves_no_manifest(agent, tmp_path, monkeypatch, nth):
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+def test_a_failed_save_beside_a_tokenizer_leaves_no_manifest(agent, tmp_path, monkeypatch, nth):
+    monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
     agent.tokenizer.save_pretrained(str(tmp_path / "model"))
     before = tree(tmp_path)
     usual, calls = Path.rename, []
@@ -518,14 +519,14 @@ def test_a_model_that_cannot_be_put_beside_a_tokenizer_leaves_no_manifest(agent,
     assert tree(tmp_path) == before
 
 
-def test_a_folder_for_a_model_is_advised_by_its_kind(agent, tmp_path, monkeypatch):
+def test_the_advice_on_a_model_folder_names_its_kind(agent, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"current working directory.*such as 'my-model'"):
         agent.policy.model.save_pretrained(".")
 
 
 @pytest.mark.parametrize("tokenizer_first", [True, False])
-def test_a_model_is_saved_beside_its_tokenizer_and_over_an_older_save(agent, tmp_path, tokenizer_first):
+def test_saves_a_model_beside_its_tokenizer_and_over_an_older_save(agent, tmp_path, tokenizer_first):
     folder = tmp_path / "model"
     saves = [lambda: agent.tokenizer.save_pretrained(str(folder)), lambda: agent.policy.model.save_pretrained(folder)]
     for save in saves if tokenizer_first else saves[::-1]:
@@ -552,7 +553,7 @@ def test_full_weights_saved_over_an_adapter_are_the_new_ones(tmp_path):
     assert values(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)) == {7.0}
 
 
-def test_full_weights_are_not_saved_over_settings_that_the_user_added_to_an_adapter(tmp_path):
+def test_rejects_full_weights_over_user_settings_beside_an_adapter(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"my": "experiment"}')
     before = tree(tmp_path)
@@ -561,13 +562,13 @@ def test_full_weights_are_not_saved_over_settings_that_the_user_added_to_an_adap
     assert tree(tmp_path) == before
 
 
-def test_a_model_that_a_killed_process_had_renamed_is_loaded(tmp_path):
+def test_loads_a_model_from_the_backup_of_a_killed_process(tmp_path):
     filled(AutoModelForCausalLMWithValueHead(tiny_base_model("llama")), 7.0).save_pretrained(tmp_path / "model")
     (tmp_path / "model").rename(tmp_path / ".replaced-model")
     assert values(AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "model")) == {7.0}
 
 
-def test_a_model_is_not_saved_over_an_agent(save, agent, tmp_path):
+def test_rejects_saving_a_model_over_an_agent(save, agent, tmp_path):
     save(tmp_path / "saved")
     before = tree(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds: (agent|checkpoint); saving there would replace it with: model"):
@@ -577,7 +578,7 @@ def test_a_model_is_not_saved_over_an_agent(save, agent, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_model_whose_save_is_killed_at_any_point_is_the_old_or_the_new_one(tmp_path, monkeypatch):
+def test_a_kill_during_a_model_save_leaves_the_old_or_the_new_model(tmp_path, monkeypatch):
     model = filled(AutoModelForCausalLMWithValueHead(tiny_base_model("llama")), 3.0)
     folder = tmp_path / "saves" / "model"
     model.save_pretrained(folder)
@@ -601,7 +602,7 @@ def test_a_model_whose_save_is_killed_at_any_point_is_the_old_or_the_new_one(tmp
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000 + "b"], ids=["name", "path"])
-def test_paths_that_are_too_long_are_named(agent, tmp_path, name):
+def test_rejects_paths_that_are_too_long(agent, tmp_path, name):
     path = tmp_path / name
     for use in (
         agent.save,
@@ -622,12 +623,12 @@ def test_paths_that_are_too_long_are_named(agent, tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_of_demonstrations_with_a_nul_byte_is_named(agent):
+def test_rejects_a_demonstrations_path_with_a_nul_byte(agent):
     with pytest.raises(ConfigError, match="NUL byte"):
         agent.sft_from_jsonl("a\0b")
 
 
-def test_a_run_s_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+def test_rejects_an_unreadable_run_folder(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
 
     def closed(path: Any) -> Any:
@@ -651,7 +652,7 @@ def test_rejects_paths_that_cannot_be_saved_to(save, tmp_path, monkeypatch, path
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "sub"]
 
 
-def test_the_home_folder_is_written_out(save, tmp_path, monkeypatch):
+def test_expands_the_home_folder(save, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     save("~/saved")
@@ -666,7 +667,7 @@ def test_the_home_folder_is_written_out(save, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can act as somebody else")
-def test_a_folder_that_may_not_be_written_is_named(save, tmp_path):
+def test_rejects_a_folder_that_cannot_be_written(save, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     os.seteuid(65534)
     try:
@@ -708,7 +709,7 @@ def test_a_full_disk_at_any_write_leaves_the_previous_save(save, tmp_path, monke
     if existed:
         save(folder)
     before = tree(tmp_path)
-    monkeypatch.setattr(atomic, "_PIECE", 4096)
+    monkeypatch.setattr(file_operations, "_BLOCK_BYTES", 4096)
     disk = SmallDisk(os.write)
     monkeypatch.setattr(os, "write", disk.write)
     while (error := raised_by(lambda: save(folder))) is not None:
@@ -721,7 +722,7 @@ def test_a_full_disk_at_any_write_leaves_the_previous_save(save, tmp_path, monke
     verify(folder, json.loads((folder / MANIFEST).read_text())["kind"])
 
 
-def test_libraries_that_cannot_write_are_reported_with_path_and_reason(agent, tmp_path, monkeypatch):
+def test_write_errors_of_libraries_name_path_and_reason(agent, tmp_path, monkeypatch):
     agent.save(tmp_path / "saved")
     before = tree(tmp_path)
     for error in (OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")):
@@ -737,15 +738,15 @@ def test_libraries_that_cannot_write_are_reported_with_path_and_reason(agent, tm
 
 def _save_often(folder: Path, text: str, exchanges: bool) -> None:
     if not exchanges:
-        atomic._exchange = lambda *_: False  # type: ignore[assignment]
+        atomic.exchange_folders = lambda *_: False  # type: ignore[assignment]
     for number in range(40):
-        with written_whole(folder, "checkpoint") as whole:
+        with atomic_folder(folder, "checkpoint") as whole:
             (whole / f"{text}.txt").write_text(text * number)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
-def test_two_processes_save_to_one_folder(tmp_path, exchanges):
+def test_two_processes_can_save_to_one_folder(tmp_path, exchanges):
     context = multiprocessing.get_context("fork")
     both = [context.Process(target=_save_often, args=(tmp_path / "now", text, exchanges)) for text in ("a", "b")]
     for process in both:
@@ -758,46 +759,46 @@ def test_two_processes_save_to_one_folder(tmp_path, exchanges):
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["save", "check"])
-def test_a_folder_is_checked_only_while_no_other_process_renames_it(tmp_path, monkeypatch, saves):
-    with written_whole(tmp_path / "now", "checkpoint") as whole:
+def test_checks_a_folder_only_under_its_lock(tmp_path, monkeypatch, saves):
+    with atomic_folder(tmp_path / "now", "checkpoint") as whole:
         (whole / "a.txt").write_text("a")
     events: list[str] = []
     is_locked = threading.Event()
 
     def rename() -> None:
-        with atomic._locked(tmp_path):
+        with file_operations.locked(tmp_path):
             (tmp_path / "now" / "manifest.json").rename(tmp_path / "aside")
             is_locked.set()
             time.sleep(0.3)
             (tmp_path / "aside").rename(tmp_path / "now" / "manifest.json")
             events.append("renamed")
 
-    usual = atomic._require_own
-    monkeypatch.setattr(atomic, "_require_own", lambda *args: events.append("looked") or usual(*args))
+    usual = atomic._check_replaceable
+    monkeypatch.setattr(atomic, "_check_replaceable", lambda *args: events.append("looked") or usual(*args))
     other = threading.Thread(target=rename)
     other.start()
     is_locked.wait()
     if saves:
-        with written_whole(tmp_path / "now", "checkpoint") as whole:
+        with atomic_folder(tmp_path / "now", "checkpoint") as whole:
             (whole / "a.txt").write_text("b")
     else:
-        atomic.require_own(tmp_path / "now", "checkpoint")
+        atomic.require_replaceable(tmp_path / "now", "checkpoint")
     other.join()
     assert events == ["renamed", "looked", "looked"][: 3 if saves else 2]
 
 
 def test_a_save_whose_last_flush_fails_is_reported_as_written(tmp_path, monkeypatch):
-    usual = atomic._flush
+    usual = atomic.flush
 
     def flush(path: Path) -> None:
         if path == tmp_path:
             raise OSError(errno.EIO, "Input/output error")
         usual(path)
 
-    monkeypatch.setattr(atomic, "_flush", flush)
+    monkeypatch.setattr(atomic, "flush", flush)
     with (
         pytest.raises(CheckpointError, match=r"now' is written, but the disk reports an error: .*Input/output"),
-        written_whole(tmp_path / "now", "agent") as whole,
+        atomic_folder(tmp_path / "now", "agent") as whole,
     ):
         (whole / "a").write_text("new")
     assert (tmp_path / "now" / "a").read_text() == "new"
@@ -807,10 +808,10 @@ def test_a_save_whose_last_flush_fails_is_reported_as_written(tmp_path, monkeypa
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_a_kill_between_two_renames_does_not_stop_later_saves(tmp_path, monkeypatch, is_edited):
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "exchange_folders", lambda *_: False)
 
     def write(text: str) -> None:
-        with written_whole(tmp_path / "now", "agent") as whole:
+        with atomic_folder(tmp_path / "now", "agent") as whole:
             (whole / "a").write_text(text)
 
     write("old")
@@ -831,12 +832,12 @@ def test_a_kill_between_two_renames_does_not_stop_later_saves(tmp_path, monkeypa
     assert ("mine" in kept) == is_edited
 
 
-def test_empty_folders_of_the_user_stay(save, tmp_path):
+def test_keeps_empty_user_folders(save, tmp_path):
     save(tmp_path / "saved")
     (tmp_path / "saved" / "plots" / "later").mkdir(parents=True)
     save(tmp_path / "saved")
     assert (tmp_path / "saved" / "plots" / "later").is_dir()
-    atomic.remove_own(tmp_path / "saved")
+    atomic.remove_saved(tmp_path / "saved")
     assert [path.name for path in (tmp_path / "saved").rglob("*")] == ["plots", "later"]
 
 
@@ -858,7 +859,7 @@ class Service:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("name", ["new", "continued"])
-def test_trackers_that_are_killed_at_any_point_can_be_started_again(tmp_path, monkeypatch, name):
+def test_a_killed_tracker_can_be_started_again(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tracking, "ServiceTracker", Service)
 
     def start(folder: Path) -> None:
@@ -887,7 +888,7 @@ def test_trackers_that_are_killed_at_any_point_can_be_started_again(tmp_path, mo
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_report_is_never_lost_when_its_process_is_killed(tmp_path):
+def test_a_kill_keeps_the_old_or_the_new_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
     report = write_report([tmp_path], tmp_path / "report.html")
     old, point = report.read_text(), 0
@@ -907,7 +908,7 @@ def test_a_report_is_never_lost_when_its_process_is_killed(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_run_that_is_killed_at_any_point_can_be_started_again(tmp_path):
+def test_a_killed_run_can_be_started_again(tmp_path):
     def start(folder: Path) -> Any:
         return learning(folder, episodes=6, log_with=["csv"], resume=True)
 
@@ -930,7 +931,7 @@ def test_a_run_that_is_killed_at_any_point_can_be_started_again(tmp_path):
     assert point > 100
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_replaces_a_file_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     replace_file(tmp_path / "a", "old")
     (tmp_path / "link").symlink_to("a")
     monkeypatch.setattr(os, "fsync", lambda _: exec("raise OSError('full')"))
@@ -945,7 +946,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_table_is_never_lost_when_its_process_is_killed(tmp_path):
+def test_a_kill_keeps_the_old_or_the_new_table(tmp_path):
     path = tmp_path / "metrics.csv"
     tracker = CsvTracker(path)
     for step in range(3):
@@ -963,7 +964,7 @@ def test_a_table_is_never_lost_when_its_process_is_killed(tmp_path):
     assert point > 4
 
 
-def test_an_incomplete_last_line_does_not_spoil_the_next_one(tmp_path):
+def test_appends_after_an_incomplete_last_line(tmp_path):
     metrics, table = tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"
     metrics.write_text('{"step": 1}\n{"step": 2, "ent')
     table.write_text("step,a\n1,1.0\n2,2.")
@@ -976,7 +977,7 @@ def test_an_incomplete_last_line_does_not_spoil_the_next_one(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"step,a\n1,2,3,4\n", b"\0\n", b'"unclosed'])
-def test_a_damaged_table_is_named_or_continued(tmp_path, content):
+def test_appends_to_a_damaged_table_or_names_it(tmp_path, content):
     (tmp_path / "metrics.csv").write_bytes(content)
     error = raised_by(lambda: CsvTracker(tmp_path / "metrics.csv").log({"b": 1.0}, 1))
     if error is not None:
@@ -1009,7 +1010,7 @@ def test_a_run_killed_before_its_first_update_s_checkpoint_restarts_without_dupl
     assert steps == sorted(set(steps))
 
 
-def test_file_inside_allows_the_hub_s_cache(tmp_path):
+def test_file_inside_allows_links_in_the_hub_cache(tmp_path):
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     for folder in (snapshot, blobs):
         folder.mkdir(parents=True)
@@ -1022,7 +1023,7 @@ def test_file_inside_allows_the_hub_s_cache(tmp_path):
         file_inside(snapshot, "b")
 
 
-def test_an_agent_saved_again_is_the_new_one(tmp_path):
+def test_saving_an_agent_again_replaces_its_weights(tmp_path):
     """Evidence that carrying files over does not keep old weights."""
     agent = make_agent(WordAgent)
     agent.save(tmp_path / "agent")

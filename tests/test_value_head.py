@@ -88,7 +88,7 @@ def test_standardize_by_hand() -> None:
     assert head(torch.tensor([[1.0, 8.0, -5.0]])).tolist() == [[6.5]]  # 3 * (8 - 4) / 2 + 0.5
 
 
-def test_standardize_survives_a_sample_without_spread_and_refuses_bad_ones() -> None:
+def test_standardize_accepts_constant_features_and_rejects_invalid_ones() -> None:
     head = ValueHead(2)
     head.standardize_(torch.full((4, 2), 3.0))
     assert head.feature_std.tolist() == [1.0, 1.0]
@@ -104,7 +104,7 @@ def test_standardize_survives_a_sample_without_spread_and_refuses_bad_ones() -> 
             head.standardize_(bad)
 
 
-def test_gradients_reach_adapter_and_head_only() -> None:
+def test_only_adapter_and_value_head_get_gradients() -> None:
     model = randomize(tiny_model("smollm"))
     logits, _, values = model(IDS)
     (logits.logsumexp(-1).mean() + values.square().mean()).backward()
@@ -179,7 +179,7 @@ def test_loads_an_adapter_that_was_saved_without_a_task(tmp_path: Path) -> None:
     assert_same_outputs(model, AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "plain"))
 
 
-def test_saving_an_adapter_of_a_hub_model_asks_no_hub(tmp_path: Path) -> None:
+def test_saving_an_adapter_does_not_ask_the_hub(tmp_path: Path) -> None:
     """The suite turns warnings into errors, and PEFT warns when its check on the hub fails."""
     model = tiny_model("llama")
     pretrained: Any = model.pretrained_model
@@ -243,7 +243,7 @@ def test_trl_adapter_checkpoint(tmp_path: Path) -> None:
     assert_same_outputs(model, loaded)
 
 
-def test_value_head_of_another_width_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_value_head_of_another_width(tmp_path: Path) -> None:
     model = AutoModelForCausalLMWithValueHead(tiny_base_model("llama"))
     model.save_pretrained(tmp_path)
     wrong = {"v_head.summary.weight": torch.zeros(1, 16), "v_head.summary.bias": torch.zeros(1)}
@@ -253,7 +253,7 @@ def test_value_head_of_another_width_is_refused(tmp_path: Path) -> None:
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
 
 
-def test_missing_weights_are_refused_and_not_filled_with_noise(tmp_path: Path) -> None:
+def test_rejects_missing_weights(tmp_path: Path) -> None:
     base = tiny_base_model("llama")
     base.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -263,7 +263,7 @@ def test_missing_weights_are_refused_and_not_filled_with_noise(tmp_path: Path) -
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
 
 
-def test_options_of_transformers_act_as_there(tmp_path: Path) -> None:
+def test_options_are_passed_to_transformers(tmp_path: Path) -> None:
     tiny_base_model("llama").save_pretrained(tmp_path)
     for options in ({"num_hidden_layers": 2}, {"vocab_size": 300, "ignore_mismatched_sizes": True}):
         loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, **options)
@@ -293,7 +293,7 @@ def test_advice_fits_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "fits the weights" not in str(raised.value)
 
 
-def test_only_indexes_of_the_folder_that_is_loaded_are_checked(tmp_path: Path) -> None:
+def test_checks_only_indexes_of_the_loaded_folder(tmp_path: Path) -> None:
     tiny_base_model("llama").save_pretrained(tmp_path)
     tiny_base_model("llama").save_pretrained(tmp_path / "backup")
     (tmp_path / "backup" / "model.safetensors.index.json").write_text("")
@@ -322,7 +322,7 @@ def test_loads_a_saved_model_with_an_edited_configuration(tmp_path: Path) -> Non
     AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter")
 
 
-def test_a_manifest_of_something_else_is_not_a_model_s(tmp_path: Path) -> None:
+def test_ignores_an_unrelated_manifest(tmp_path: Path) -> None:
     tiny_base_model("llama").save_pretrained(tmp_path)
     old = {"kind": "model", "schema": 1, "files": {"model.safetensors": [1, "0"]}}
     for manifest in ({"name": "my web page"}, old):
@@ -330,13 +330,13 @@ def test_a_manifest_of_something_else_is_not_a_model_s(tmp_path: Path) -> None:
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
 
 
-def test_adapter_that_finds_no_module_names_those_that_exist() -> None:
+def test_an_adapter_without_matching_modules_lists_the_existing_ones() -> None:
     lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ModelLoadError, match="'qkv_proj'"):
         AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("phi3"), lora)
 
 
-def test_second_adapter_and_stray_options_are_refused(tmp_path: Path) -> None:
+def test_rejects_a_second_adapter_and_stray_options(tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     lora: PeftConfig = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ModelLoadError, match="already has an adapter"):
@@ -348,7 +348,7 @@ def test_second_adapter_and_stray_options_are_refused(tmp_path: Path) -> None:
         AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("qwen3"), dtype=torch.float32)
 
 
-def test_quantised_base_trains_its_adapter_only(tmp_path: Path) -> None:
+def test_quantized_base_trains_its_adapter_only(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError, EpisodeError, did_you_mean
-from ..models.lock import alone
+from ..models.lock import with_model_lock
 from ..models.trained_weights import check_fits
 from ..policy.policy import Policy
 from ..policy.sampling import redrawn_on_error
@@ -120,7 +120,7 @@ class Actor:
         for env_id in plain_keys(listed(env_ids, "env_ids"), "environment id"):
             self.conversations.pop(env_id, None)
 
-    @alone
+    @with_model_lock
     def act_batch(
         self,
         observations: Sequence[Any],
@@ -209,7 +209,7 @@ class Actor:
             self.discard_episodes([env_id for env_id in self.conversations if env_id not in before])
             raise
 
-    @alone
+    @with_model_lock
     def action_probabilities(
         self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any] | None] | None = None
     ) -> list[dict[str, float]]:

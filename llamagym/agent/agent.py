@@ -25,13 +25,13 @@ from ..learners.replay import ReplayConfig
 from ..models.generation import GenerationConfig
 from ..models.hub import upload
 from ..models.loading import MissingBaseError, move_, resolve_device
-from ..models.lora import redraw_, settle_depth_
+from ..models.lora import seed_lora_, set_lora_depth_
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
 from ..policy.policy import NOT_PICKLED, Policy
 from ..policy.saved import restore_choices
-from ..saving.atomic import written_whole
-from ..saving.state_files import named_on_error
+from ..saving.atomic import atomic_folder
+from ..saving.state_files import as_checkpoint_error
 from ..text.arguments import listed
 from ..text.chat_template import ChatTemplate, Message, check_vocabulary, end_ids
 from ..text.demonstrations import read_demonstrations
@@ -135,10 +135,10 @@ class Agent(TextInterface):
         template = ChatTemplate(tokenizer, append_only=context == "episode")
         if device is not None:
             move_(model, resolve_device(device))
-        settle_depth_(model, sees_one_turn=context == "turn")
+        set_lora_depth_(model, sees_one_turn=context == "turn")
         policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed)
         if seed is not None and not policy.is_initialized_from_data:
-            redraw_(model.pretrained_model, seed)
+            seed_lora_(model.pretrained_model, seed)
         actor = Actor(self, policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
         warn_if_shared(self, model)
         seeds = distributed.gather_objects(np.random.default_rng(seed))[0]
@@ -396,7 +396,7 @@ class Agent(TextInterface):
         check_arguments(Agent.save_pretrained, {"environment": environment, "results": results, "merged": merged})
         if not distributed.is_main_process():
             return
-        with self.policy.lock, written_whole(folder, KIND) as whole:
+        with self.policy.lock, atomic_folder(folder, KIND) as whole:
             write_export(self, self._collector.actor, whole, self._collector.options, environment, results, merged)
 
     @classmethod
@@ -429,7 +429,7 @@ class Agent(TextInterface):
         if options or dtype != "auto":
             # The caller's arguments may be invalid, rather than the folder.
             passes += (ConfigError,)
-        with named_on_error(folder, passes=passes):
+        with as_checkpoint_error(folder, unchanged=passes):
             model, tokenizer, state = read_export(folder, device, dtype, model)
             saved = dict(state["options"])
             saved_learner = config_from(saved.pop("learner"))

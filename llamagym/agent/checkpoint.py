@@ -11,12 +11,11 @@ from typing import Any
 
 from .. import distributed
 from ..errors import ConfigError, excerpt
-from ..models.lora import extension_undone_on_error
+from ..models.lora import undo_extension_on_error
 from ..options import as_json, user_path
 from ..saving import checkpoints
-from ..saving.atomic import written_whole
-from ..saving.saveable import saveable_state
-from ..saving.state_files import check_alike, named_on_error, read_state, write_state
+from ..saving.atomic import atomic_folder
+from ..saving.state_files import as_checkpoint_error, check_same_types, read_state, saveable_state, write_state
 from ..text.episode import renumbered
 from .collector import Collector
 
@@ -67,7 +66,7 @@ def write_checkpoint(
     }
     of_others = distributed.gather_objects(own)[1:]
     if distributed.is_main_process():
-        with written_whole(folder, checkpoints.KIND, manifest_entries) as whole:
+        with atomic_folder(folder, checkpoints.KIND, manifest_entries) as whole:
             write_state(whole, _STATE, {"agent": collector.state_dict(), "loop": own["loop"], "others": of_others})
     # No process continues before the checkpoint is complete.
     distributed.gather_objects(None)
@@ -97,14 +96,14 @@ def loading_checkpoint(
         CheckpointError: As for `Agent.load_checkpoint`.
     """
     folder = user_path(folder, "folder")
-    with named_on_error(folder):
+    with as_checkpoint_error(folder):
         folder = checkpoints.find(folder)
     checkpoints.check_options(folder, "options", collector.identity, _FREE, _FIXED, allow_changes)
     state = read_state(folder, _STATE)
     actor = collector.actor
     with _unchanged_on_error(collector):
-        with named_on_error(folder, f"{_STATE}.json"), actor.lock:
-            check_alike(state["agent"], collector.state_dict())
+        with as_checkpoint_error(folder, f"{_STATE}.json"), actor.lock:
+            check_same_types(state["agent"], collector.state_dict())
             actor.check_state(state["agent"], "model" in allow_changes)
             collector.load_state_dict(state["agent"])
             loop = _restore_own_part(collector, state)
@@ -142,7 +141,7 @@ def _unchanged_on_error(collector: Collector) -> Iterator[None]:
     with actor.lock:
         before = deepcopy(collector.state_dict())
     try:
-        with extension_undone_on_error(actor.policy.model.pretrained_model):
+        with undo_extension_on_error(actor.policy.model.pretrained_model):
             yield
     except BaseException:
         with actor.lock:

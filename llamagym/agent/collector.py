@@ -15,7 +15,7 @@ from ..errors import EpisodeError, excerpt
 from ..learners.base import Learner, Stats
 from ..learners.checks import check_end, check_reward
 from ..learners.replay import Replay, ReplayConfig
-from ..models.lock import alone
+from ..models.lock import with_model_lock
 from ..models.quantization import computing_dtype
 from ..options import as_number
 from ..policy.policy import Policy
@@ -119,7 +119,7 @@ class Collector:
         for reward, env_id, turn in zip(as_given, ids, turn_of, strict=True):
             actor.conversation(env_id).reward(as_number(reward), int(turn))
 
-    @alone
+    @with_model_lock
     def terminate_episodes(
         self,
         env_ids: Sequence[Hashable],

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ..learners.base import Learner
-from ..models.private_apis import changed
+from ..models.private_apis import changed_apis
 from .actor import Actor
 from .probes import FaultError, OutOfTimeError, Probes
 
@@ -130,7 +130,7 @@ def _unchanged(actor: Actor) -> Iterator[None]:
 
 
 def _versions() -> str:
-    broken = changed()
+    broken = changed_apis()
     if broken:
         raise FaultError(
             f"Private APIs have changed, and the optimizations that use them are off: {'; '.join(broken)}. Install "

@@ -14,9 +14,8 @@ import gymnasium
 import yaml
 
 from ..agent.agent import Agent
-from ..errors import ConfigError, LlamaGymError, did_you_mean
+from ..errors import ConfigError, LlamaGymError, did_you_mean, reason_of
 from ..options import shortened
-from ..saving.atomic import reason_of
 from .generic import Wording, generic_agent
 
 _MODULE = "llamagym_prompt"

@@ -25,9 +25,9 @@ import click
 
 from ..agent.agent import Agent
 from ..agent.export import KIND, STATE
-from ..errors import ConfigError
+from ..errors import ConfigError, reason_of
 from ..options import shortened
-from ..saving.atomic import reason_of, verify
+from ..saving.atomic import verify
 from ..saving.paths import file_inside
 from ..saving.state_files import read_state
 from ..training.environments import made

@@ -15,8 +15,8 @@ from ..agent.export import KIND
 from ..errors import ConfigError
 from ..models.loading import load_model_and_tokenizer
 from ..models.registry import EMBEDDED_NAME
-from ..saving.atomic import replace_file, require_own
-from ..saving.checkpoints import check_options, newest, require_none
+from ..saving.atomic import replace_file, require_replaceable
+from ..saving.checkpoints import check_options, newest, require_no_checkpoints
 from ..saving.paths import user_folder
 from ..training.environments import copies_for, made
 from ..training.run import require_budget
@@ -84,11 +84,11 @@ def train(
     if not resume and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{str(run_dir)!r} holds a run. Pass --resume to continue it, or another --run-dir.")
     require_run_folder(run_dir)
-    require_own(run_dir / AGENT, KIND)
+    require_replaceable(run_dir / AGENT, KIND)
     if resume:
         require_same_run(run_dir, checkpoint_dir)
     else:
-        require_none(checkpoint_dir)
+        require_no_checkpoints(checkpoint_dir)
     require_same_prompt(prompt, run_dir)
     env = made(env_id)
     kind = agent_class(env, prompt)
@@ -146,5 +146,5 @@ def _require_same_options(
     if path is None:
         return
     own = collector_of(agent).identity
-    check_options(path, "options", own, free={"seed", "microbatch_nodes"}, fixed={"context"})
+    check_options(path, "options", own, ignored={"seed", "microbatch_nodes"}, fixed={"context"})
     check_options(path, "train", {"num_envs": copies_for(env_id, num_envs), "seed": seed}, fixed={"seed"})

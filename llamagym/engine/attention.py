@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 
 from ..models.hardware import sum_dtype
-from ..models.transformers_internals import attending_by, register_attention
+from ..models.transformers_internals import register_attention, using_attention
 from .kv_cache import BufferCache
 
 _NAME = "llamagym_shared_prefix"
@@ -49,7 +49,7 @@ def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
     if not isinstance(cache, BufferCache) or cache.prefix is None:
         yield {}
         return
-    with attending_by(body.config, _NAME):
+    with using_attention(body.config, _NAME):
         yield {"shared_prefix": cache.prefix}
 
 

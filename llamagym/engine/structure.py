@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..models.peft_internals import adapter_state, lora_layers, tuner_layers, variant_types
-from ..models.torch_internals import HOOKS, hooks_of
-from ..models.transformers_internals import attention_function, attention_of, has_attention
+from ..models.torch_internals import HOOKS, forward_hooks_of
+from ..models.transformers_internals import attention_function, attention_name, has_attention
 from .acceleration import is_enabled
 
 
@@ -24,7 +24,7 @@ def structure_of(lm: nn.Module) -> Hashable | None:
         return None
     modules: list[Hashable] = []
     for name, module in lm.named_modules():
-        if any(hooks_of(module)) or "forward" in vars(module):
+        if any(forward_hooks_of(module)) or "forward" in vars(module):
             return None
         settings = tuple(item for item in vars(module).items() if isinstance(item[1], int | float | str | None))
         modules.append((name, type(module), type(module).forward, settings))
@@ -34,7 +34,7 @@ def structure_of(lm: nn.Module) -> Hashable | None:
     )
     variants = tuple(map(variant_types, lora_layers(lm)))
     config: Any = lm.config
-    attention = attention_of(config)
+    attention = attention_name(config)
     return (
         tuple(modules),
         tensors,

@@ -26,7 +26,7 @@ from ..models.adapters import check_adapter
 from ..models.hardware import check_one_device, is_out_of_memory, pass_tokens
 from ..models.peft_internals import acting_on_every_token, require_activation
 from ..models.torch_internals import CONTAINERS
-from ..models.transformers_internals import CACHE_LAYER, attention_of, cache_argument
+from ..models.transformers_internals import CACHE_LAYER, attention_name, cache_argument
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .acceleration import Acceleration
 from .attention import for_any_shape, register, sharing
@@ -257,7 +257,7 @@ class Transformer:
             is_fused = self._sees_as(part, alone, hidden, is_shared=False)
             if not is_fused:
                 self._acceleration.unfuse(f"layers of {type(self._lm).__name__} compute something else")
-            is_sdpa = attention_of(self._body.config) == "sdpa"
+            is_sdpa = attention_name(self._body.config) == "sdpa"
             # On a processor, where it was measured; in learning and acting.
             can_share = is_sdpa and self.device.type == "cpu" and self._sees_as(part, alone, hidden, is_shared=True)
             can_share = can_share and self._sees_as(part, alone, hidden, is_shared=True, is_learning=True)

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..models.peft_internals import adapter_state, tuner_layers
-from ..models.torch_internals import CONTAINERS, held_by, versions_of
+from ..models.torch_internals import CONTAINERS, containers_of, versions_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 
 # Called for each tensor before every forward pass, so they are functions of C.
@@ -118,7 +118,7 @@ class WeightsState:
 
     def _look_at_holders(self) -> None:
         modules = list(self._model.modules())
-        self._holders: list[dict[str, Any]] = [holder for module in modules for holder in held_by(module)]
+        self._holders: list[dict[str, Any]] = [holder for module in modules for holder in containers_of(module)]
         self._filled = list(filter(None, self._holders))
 
     def _versions_now(self) -> tuple[list[int], list[int]]:

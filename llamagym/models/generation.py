@@ -1,4 +1,4 @@
-"""How replies are sampled."""
+"""Options of sampling replies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..options import Options
 
 @dataclass(frozen=True)
 class GenerationConfig(Options):
-    """How replies are sampled.
+    """Options of sampling replies.
 
     Attributes:
-        max_new_tokens: Longest free-text reply, in tokens.
-        do_sample: False takes the most likely token or choice, which cannot explore: for inference.
-        temperature: Divides logits (of choices: scores) when sampling and when training.
-        top_p: Nucleus sampling in inference; while learning it is off, since a cut distribution biases the ratio.
-        top_k: Top-k sampling in inference; also off while learning. 0 is off.
+        max_new_tokens: Maximum length of a free-text reply, in tokens.
+        do_sample: False takes the most likely token or choice, which does not explore and is for inference.
+        temperature: Divisor of logits (of choices: scores), in sampling and in training.
+        top_p: Nucleus sampling in inference; off while learning, since a truncated distribution biases the ratio.
+        top_k: Top-k sampling in inference; also off while learning. 0 switches it off.
     """
 
     max_new_tokens: int = 32
@@ -29,7 +29,7 @@ class GenerationConfig(Options):
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
+        """Checks types and ranges."""
         super().__post_init__()
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} allows no reply. Pass at least 1.")
@@ -44,7 +44,7 @@ class GenerationConfig(Options):
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | Options) -> GenerationConfig:
-        """Read options, with or without a `generate/` prefix.
+        """Reads options, with or without a `generate/` prefix.
 
         >>> GenerationConfig.from_dict({"generate/max_new_tokens": 8}).max_new_tokens
         8

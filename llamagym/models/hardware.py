@@ -1,4 +1,4 @@
-"""What the machine has: devices, what they compute natively, memory."""
+"""Properties of the machine: precision of its devices, and memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 
 PASS_TOKENS = 1024
-"""Tokens in one pass that keep a processor as busy as more would."""
-# An accelerator takes some 10 ms to be told what a pass computes, however much that is: so many weights times tokens.
-_WORTH_A_PASS = 10**12
+"""Tokens in one pass that use a CPU fully."""
+# Weights times tokens whose computation hides the 10 ms that an accelerator needs to launch a pass.
+_MIN_WORK_PER_PASS = 10**12
 PACKED_SHARE = 1 / 16
-"""The share of the machine's memory that packed copies of weights may take."""
+"""The share of the machine's memory for packed copies of weights."""
 
 
 class Precision(NamedTuple):
-    """What suits the weights of models on one kind of device; float32 where nothing else does.
+    """The rule for the dtype of weights on one type of device: bfloat16, else float16 for large models, else float32.
 
     Attributes:
-        has_bfloat16: Whether this machine's multiplies bfloat16 faster than float32; then that is taken.
-        float16_above: Else models of more parameters than these are loaded in float16, if their activations stay in
-            its range.
+        has_bfloat16: Returns whether this machine's device multiplies bfloat16 faster than float32.
+        float16_above: Number of parameters above which models are loaded in float16, if their activations stay in its
+            range.
     """
 
     has_bfloat16: Callable[[], bool]
@@ -36,17 +36,16 @@ class Precision(NamedTuple):
 
 
 def _processor_has_bfloat16() -> bool:
-    # ARM's support varies, so that it counts as none.
-    has = torch.cpu.get_capabilities()
-    if has.get("amx_bf16", False):
+    # ARM's support varies, so ARM counts as slower.
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities.get("amx_bf16", False):
         return True
-    # Intel's since Sapphire Rapids, which know AVX512-FP16, leave bfloat16 to AMX. Where a virtual machine hides that,
-    # a pass's products take up to 1.8 times as long in bfloat16 as in float32.
-    leaves_it_to_amx = "Intel" in has.get("cpu_name", "") and has.get("avx512_fp16", False)
-    return has.get("avx512_bf16", False) and not leaves_it_to_amx
+    # Intel processors with AVX512-FP16 (since Sapphire Rapids) are fast in bfloat16 by AMX only. If a virtual machine
+    # hides AMX, bfloat16 takes up to 1.8 times as long as float32.
+    needs_amx = "Intel" in capabilities.get("cpu_name", "") and capabilities.get("avx512_fp16", False)
+    return capabilities.get("avx512_bf16", False) and not needs_amx
 
 
-# Attention is PyTorch's own on all of them (SDPA), where the architecture has it: it takes the masks of token trees.
 _PRECISIONS = {
     "cpu": Precision(_processor_has_bfloat16, math.inf),
     "cuda": Precision(lambda: torch.cuda.is_bf16_supported(including_emulation=False), -1),
@@ -55,17 +54,20 @@ _PRECISIONS = {
 
 
 def precision_on(device: torch.device | str) -> Precision:
-    """What suits weights on a device."""
+    """The rule for the dtype of weights on a device."""
     return _PRECISIONS.get(torch.device(device).type, Precision(lambda: False, math.inf))
 
 
 def pass_tokens(device: torch.device, weights: int) -> int:
-    """How many tokens to forward in one pass through so many weights; more of a small model on an accelerator."""
-    return PASS_TOKENS * (1 if device.type == "cpu" else min(max(_WORTH_A_PASS // (PASS_TOKENS * weights), 1), 8))
+    """The number of tokens per forward pass of a model with so many weights; small models take more on accelerators."""
+    if device.type == "cpu":
+        return PASS_TOKENS
+    factor = _MIN_WORK_PER_PASS // (PASS_TOKENS * weights)
+    return PASS_TOKENS * min(max(factor, 1), 8)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of a device, or what a container allows of it; 0 where that is unknown."""
+    """Memory of a device in bytes, or a container's limit below it; 0 if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     with suppress(AttributeError, ValueError, OSError):
@@ -74,10 +76,10 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def check_one_device(model: nn.Module) -> None:
-    """Refuse a model whose weights do not all lie on one device.
+    """Rejects a model whose weights do not all lie on one device.
 
     Raises:
-        ConfigError: They are spread, or some of them lie on none, which is what offloading leaves.
+        ConfigError: They lie on several devices, or some of them on none, as after offloading.
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or any(device.type == "meta" for device in devices):
@@ -89,11 +91,11 @@ def check_one_device(model: nn.Module) -> None:
 
 
 def container_limit(processes: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that this process's control groups allow (Linux, versions 1 and 2); infinity where there is no limit.
+    """The memory limit of this process's control groups in bytes (Linux, versions 1 and 2); infinity without a limit.
 
     Args:
-        processes: Lists the groups that the process is in.
-        mounted: Where groups are described.
+        processes: File that lists the groups of the process.
+        mounted: Folder that the control groups are mounted at.
     """
     limits = [math.inf]
     with suppress(OSError):
@@ -101,8 +103,10 @@ def container_limit(processes: Path = Path("/proc/self/cgroup"), mounted: Path =
             _, controllers, group = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            folder, name = (mounted / "memory", "memory.limit_in_bytes") if controllers else (mounted, "memory.max")
-            # A group's limit holds for all below it. Seen from inside a container, its own group is the root.
+            # Version 1 names controllers, version 2 does not.
+            folder = mounted / "memory" if controllers else mounted
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            # A group's limit holds for all groups below it. Inside a container, its own group is the root.
             for part in ("", *group.strip("/").split("/")):
                 folder /= part
                 with suppress(OSError, ValueError):  # no such file, or "max"
@@ -111,15 +115,15 @@ def container_limit(processes: Path = Path("/proc/self/cgroup"), mounted: Path =
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out; PyTorch has no class of its own for that on a CPU."""
+    """Whether an error means that memory has run out; on a CPU, PyTorch raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def sum_dtype(states: Tensor) -> torch.dtype:
-    """The dtype for sums of states whose order differs between acting and learning: attention's and LoRA's.
+    """The dtype for sums whose order differs between acting and learning: in attention and in LoRA.
 
-    In another order a sum differs in its last bit. Of float32 sums, one in some ten thousand then rounds to another
-    bfloat16, and the layers amplify a single such difference to the size of all of bfloat16's rounding. Of float64 sums
-    next to none does. Nor are float64 states summed in less.
+    A sum in another order differs in its last bit. One in about ten thousand float32 sums then rounds to another
+    bfloat16 number, and the layers amplify a single such difference to the size of all rounding errors of bfloat16.
+    Almost no float64 sum does. float64 states are summed in float64.
     """
     return torch.float64 if states.dtype in (torch.bfloat16, torch.float64) else torch.float32

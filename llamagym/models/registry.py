@@ -1,12 +1,12 @@
-"""What llamagym knows about each language model: a frozen table, one entry for a model or a family.
+"""The registry of language models: an entry for each model, and a fallback for each family.
 
-An entry answers four questions before any weight is read: which modules get LoRA, how to sample while
-training, which dtype suits a device, and how much memory the weights need. Names that are not in the table
-fall back to their architecture's family, and say so.
+An entry tells, before any weight is read, which modules get LoRA, how to sample while training, which dtype to use on a
+device, and how much memory the weights need. A model that is not registered gets the fallback of its family, with a
+warning.
 
-LoRA's defaults: the attention's query and output projections and the MLP's down-projection in the last half of the
-layers, of which an agent that sees one turn keeps half (see `lora`). Autograd stops at the first adapted layer, so the
-frozen layers below cost no backward pass and give the same output in the rollout and in every epoch of an update.
+By default LoRA adapts the attention's query and output projections and the MLP's down-projection in the last half of
+the layers, of which an agent that sees one turn keeps half (see `lora`). Autograd stops at the first adapted layer, so
+the frozen layers below cost no backward pass and give the same output in the rollout and in every epoch of an update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 EMBEDDED_NAME = "smollm2-135m"
 """The default model, whose weights come from a package and need no model hub."""
@@ -41,10 +43,10 @@ PLAIN_CHAT_TEMPLATE = (
     "{% else %}{{ 'Output:\n' + message['content'] + eos_token + '\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Output:\n' }}{% endif %}"
 )
-"""The chat template of models that have none (phi-2): the question-and-answer form that phi-2's card describes.
+"""The chat template for models that have none: the question-and-answer format of phi-2's model card.
 
-The reply stands on its own line after `Output:`, and not behind a space as on the card, so that prompt and reply
-meet at a token boundary and a reply is rendered exactly as it was sampled. It ends with the end-of-text token.
+The reply stands on its own line after `Output:`, not after a space as on the card. Prompt and reply then meet at a
+token boundary, and a reply is rendered exactly as it was sampled. It ends with the end-of-text token.
 """
 
 # bitsandbytes: int8 keeps one fp32 scale per row (negligible); nf4 keeps one fp32 scale per 64 weights.
@@ -61,15 +63,15 @@ class ModelEntry:
         family: One of `FAMILIES`, or "unknown".
         lora_target_modules: Names of the adapted modules, all present in every adapted layer; "all-linear" where
             the architecture is unknown.
-        lora_layer_fraction: The share of the layers, counted from the last, that get LoRA; in (0, 1].
-        lora_r: LoRA's rank.
-        lora_alpha: LoRA's scale is `lora_alpha / lora_r`.
-        generation: Sampling while training; top-p and top-k are off, since both would bias the ratio of new to old
-            probabilities.
+        lora_layer_fraction: The fraction of the layers, counted from the last, that get LoRA; in (0, 1].
+        lora_r: Rank of LoRA.
+        lora_alpha: Numerator of LoRA's scale, `lora_alpha / lora_r`.
+        generation: Sampling options while training; top-p and top-k are off, since both would bias the ratio of new to
+            old probabilities.
         fp16_safe: Whether the activations stay within float16's range.
         parameter_count: Number of weights, tied ones counted once; None where unknown.
-        template_notes: What to know about the chat template.
-        aliases: Further names, e.g. older spellings of `hub_id`.
+        template_notes: Peculiarities of the chat template.
+        aliases: Other names, e.g. older spellings of `hub_id`.
     """
 
     name: str
@@ -86,21 +88,20 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a share of layers outside (0, 1]."""
-        share = self.lora_layer_fraction
-        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        """Rejects a fraction of layers outside (0, 1]."""
+        fraction = self.lora_layer_fraction
+        if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
             raise ConfigError(
-                f"lora_layer_fraction of {self.name!r} is {share!r}; expected a share in (0, 1]. "
+                f"lora_layer_fraction of {self.name!r} is {fraction!r}; expected a fraction in (0, 1]. "
                 "Use 1.0 to adapt every layer."
             )
 
     def dtype_for(self, device: torch.device | str) -> torch.dtype:
         """The dtype to load the model in on `device`.
 
-        CPU: bfloat16 where the processor multiplies it faster than float32 (AMX, or AVX512-BF16 of AMD's and older
-        Intel's), else float32; ARM, whose support varies, counts as slower. CUDA: bfloat16 where native, else float16.
-        MPS: float32 up to a billion parameters, float16 above. Where float16 is not safe, and on any other device:
-        float32.
+        CPU: bfloat16 if the processor multiplies it faster than float32 (by AMX, or by AVX512-BF16 on AMD and older
+        Intel processors), else float32. CUDA: bfloat16 if native, else float16. MPS: float32 up to a billion
+        parameters, float16 above. Models whose activations exceed float16, and all other devices: float32.
 
         >>> lookup("microsoft/phi-2").dtype_for("mps")
         torch.float16
@@ -108,12 +109,14 @@ class ModelEntry:
         precision = precision_on(device)
         if precision.has_bfloat16():
             return BF16
-        return FP16 if self.fp16_safe and (self.parameter_count or 0) > precision.float16_above else FP32
+        if self.fp16_safe and (self.parameter_count or 0) > precision.float16_above:
+            return FP16
+        return FP32
 
     def memory_gib(self, dtype: torch.dtype = FP32, quantization: str | None = None) -> float:
-        """Memory of the weights alone, in GiB; activations, cached keys and optimizer states come on top.
+        """Memory of the weights alone in GiB, without activations, KV caches and optimizer states.
 
-        With quantization it is a lower bound, since embeddings stay in 16 bits.
+        With quantization it is a lower bound, since embeddings keep 16 bits.
 
         Args:
             dtype: float32, bfloat16 or float16; ignored with quantization.
@@ -130,17 +133,18 @@ class ModelEntry:
                 f"{self.name!r} has no parameter_count, so its memory cannot be estimated. "
                 "Register an entry with parameter_count set."
             )
-        kind = quantization or str(dtype).removeprefix("torch.")
-        if kind not in _BYTES_PER_WEIGHT:
-            raise ConfigError(f"no memory estimate for {kind!r}. {did_you_mean(kind, _BYTES_PER_WEIGHT)}")
-        return self.parameter_count * _BYTES_PER_WEIGHT[kind] / 2**30
+        storage = quantization or str(dtype).removeprefix("torch.")
+        if storage not in _BYTES_PER_WEIGHT:
+            raise ConfigError(f"no memory estimate for {storage!r}. {did_you_mean(storage, _BYTES_PER_WEIGHT)}")
+        return self.parameter_count * _BYTES_PER_WEIGHT[storage] / 2**30
 
 
-def _family(family: str, notes: str, **departures: Any) -> ModelEntry:
-    return ModelEntry(family, None, family, template_notes=notes, **departures)
+def _family(family: str, template_notes: str, **options: Any) -> ModelEntry:
+    """The fallback entry of a family."""
+    return ModelEntry(family, None, family, template_notes=template_notes, **options)
 
 
-_CHATML = "ChatML; a default system prompt is inserted where the conversation has none."
+_CHATML = "ChatML; a conversation without a system prompt gets a default one."
 _FAMILIES = {
     entry.family: entry
     for entry in (
@@ -152,11 +156,11 @@ _FAMILIES = {
         _family("smollm", _CHATML),
         _family("qwen2", _CHATML),
         _family("qwen3", "ChatML; drops the thinking of earlier turns."),
-        _family("gemma", "Refuses a system role and two messages of one role in a row.", fp16_safe=False),
+        _family("gemma", "Rejects a system role, and two consecutive messages of one role.", fp16_safe=False),
     )
 }
 FAMILIES = tuple(_FAMILIES)
-"""The families that have a fallback entry."""
+"""The families with a fallback entry."""
 
 _FAMILY_OF_MODEL_TYPE = {
     **{name: name for name in ("llama", "phi", "phi3", "qwen2", "qwen3", "gemma")},
@@ -167,6 +171,7 @@ _FAMILY_OF_MODEL_TYPE = {
 
 
 def _model(hub_id: str, family: str, parameter_count: int, name: str | None = None) -> ModelEntry:
+    """The entry of a model, with the defaults of its family."""
     return replace(_FAMILIES[family], name=name or hub_id, hub_id=hub_id, parameter_count=parameter_count)
 
 
@@ -182,7 +187,7 @@ _MODELS = (
 
 
 def _keys(entry: ModelEntry) -> set[str]:
-    """The names that find `entry`, as `lookup` compares them: the hub ignores case, and so do we."""
+    """The names that find `entry` in `lookup`, in lower case: like the hub, it ignores case."""
     return {key.casefold() for key in (entry.name, entry.hub_id, *entry.aliases) if key}
 
 
@@ -190,12 +195,12 @@ _BY_KEY: dict[str, ModelEntry] = {key: entry for entry in _MODELS for key in _ke
 
 
 def entries() -> tuple[ModelEntry, ...]:
-    """Every registered model, in order of registration; families are not among them."""
+    """All registered models in order of registration, without the fallbacks of families."""
     return tuple(dict.fromkeys(_BY_KEY.values()))
 
 
 def lookup(name: str) -> ModelEntry | None:
-    """The entry of `name` (short name, hub id or alias, in any case), or None if there is none.
+    """The entry of `name` (short name, hub id or alias, in any case), or None if it is not registered.
 
     >>> lookup("smollm2-135m") is lookup("HuggingFaceTB/SmolLM2-135M-Instruct")
     True
@@ -204,14 +209,14 @@ def lookup(name: str) -> ModelEntry | None:
 
 
 def register(entry: ModelEntry, *, replace: bool = False) -> None:
-    """Add a model to the table, for this process.
+    """Adds a model to the registry of this process.
 
     Args:
-        entry: The model. Its name, hub id and aliases all find it from now on.
-        replace: Put `entry` in the place of the one that has the same name.
+        entry: The model, which `lookup` finds by its name, hub id and aliases.
+        replace: Whether to replace the entry with the same name.
 
     Raises:
-        ConfigError: `entry` is something else, or one of its names is taken and `replace` does not permit taking it.
+        ConfigError: `entry` is not a ModelEntry, or one of its names belongs to an entry that may not be replaced.
     """
     if not isinstance(entry, ModelEntry):
         raise ConfigError(f"cannot register {entry!r}: expected a ModelEntry, received a {type(entry).__name__}.")
@@ -222,17 +227,18 @@ def register(entry: ModelEntry, *, replace: bool = False) -> None:
                 f"cannot register {entry.name!r}: one of its names {sorted(_keys(entry))} belongs to {owner.name!r}. "
                 "Choose other names, or pass replace=True with that entry's own name."
             )
-    for key in {key for owner in owners for key in _keys(owner)}:
-        del _BY_KEY[key]
+    for owner in owners:
+        for key in _keys(owner):
+            del _BY_KEY[key]
     _BY_KEY.update(dict.fromkeys(_keys(entry), entry))
 
 
 def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
-    """The entry for a model that is not in the table: its family's, or a general one. Logs a warning either way.
+    """The entry for a model that is not registered: its family's fallback, or a general one. Logs a warning.
 
     Args:
-        config: The model's configuration; `model_type` decides. SmolLM is a Llama by architecture and is told from
-            it by its name.
+        config: The model's configuration. Its `model_type` determines the family; SmolLM has Llama's architecture and
+            is recognized by its name.
     """
     text_config = config.get_text_config()
     name = config.name_or_path or f"a {config.model_type} model"
@@ -241,7 +247,7 @@ def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
         family = "smollm"
     if family is None:
         logger.warning(
-            "%s is of the unknown architecture %r: LoRA goes to every linear layer. Choose the modules with "
+            "%s has the unknown architecture %r: LoRA adapts every linear layer. Choose the modules with "
             "llamagym.models.registry.register().",
             name,
             config.model_type,
@@ -249,7 +255,7 @@ def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
         entry = ModelEntry(name, None, "unknown", "all-linear", lora_layer_fraction=1.0, fp16_safe=False)
     else:
         logger.warning(
-            "%s is not in the registry: taking the defaults of the family %r (architecture %r).",
+            "%s is not in the registry: using the defaults of the family %r (architecture %r).",
             name,
             family,
             config.model_type,
@@ -259,7 +265,7 @@ def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:
 
 
 def _count_parameters(config: PretrainedConfig) -> int | None:
-    """The exact count, from a model built without storage; None where it cannot be built, which loading reports."""
+    """The number of weights, from a model on the meta device; None if it cannot be built, which loading reports."""
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
@@ -272,13 +278,13 @@ def _count_parameters(config: PretrainedConfig) -> int | None:
 def lora_config(
     entry: ModelEntry, model_config: PretrainedConfig, invocation_tokens: Sequence[int] | None = None
 ) -> LoraConfig:
-    """The entry's LoRA for a model of `model_config`. Dropout is 0: it would make new and old policy differ.
+    """The LoRA configuration of an entry. Dropout is 0, since it would make new and old policy differ.
 
     Args:
         entry: The registry's entry.
-        model_config: Gives the number of layers; the last `lora_layer_fraction` of them, rounded, at least one,
+        model_config: Configuration of the model. The last `lora_layer_fraction` of its layers, rounded, at least one,
             are adapted.
-        invocation_tokens: Where replies begin: the LoRA acts from there on only (aLoRA). None makes it an ordinary one.
+        invocation_tokens: Tokens at the start of a reply, from which on an activated LoRA acts; None for a plain LoRA.
 
     >>> from transformers import LlamaConfig
     >>> lora_config(lookup("smollm2-135m"), LlamaConfig(num_hidden_layers=30)).layers_to_transform[0]

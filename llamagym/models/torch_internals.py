@@ -1,8 +1,8 @@
-"""What this library needs of PyTorch beyond its documented interface, all in one file.
+"""All uses of undocumented APIs of PyTorch.
 
-`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
+`tests/test_internals.py` checks each of them against the installed version, and the fallback without it.
 
-Shapes: I inputs, O outputs.
+Shapes: I input features, O output features.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .private_apis import PrivateApi
 
 Product = Callable[[Tensor], Tensor]
-"""Multiplies inputs (..., I) by a weight, giving (..., O)."""
+"""Multiplies inputs (..., I) by a weight; returns outputs (..., O)."""
 
-# Rows of inputs that oneDNN lays a weight out for; 1 to 1024 gave layouts alike in speed.
-_ROWS = 64
+# Input rows for which oneDNN chooses the layout of a weight. Layouts for 1 to 1024 rows are equally fast.
+_LAYOUT_ROWS = 64
 
 _VERSION = attrgetter("_version")
 _CONTAINERS = attrgetter("_modules", "_parameters", "_buffers")
@@ -29,7 +29,7 @@ _HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this machine multiplies by packed copies of such a weight."""
+    """Whether this machine can multiply by a packed copy of a weight of this dtype and device."""
     if weight.device.type != "cpu" or torch.backends.quantized.engine not in ("x86", "fbgemm"):
         return False
     if weight.dtype == torch.float32:
@@ -42,60 +42,61 @@ def _has_bfloat16_products() -> bool:
 
 
 def pack_float16(weight: Tensor) -> Product:
-    """Multiply by a float32 weight (O, I) that float16 holds: kept in float16 by FBGEMM, which computes in float32."""
+    """Packs a float32 weight (O, I) whose values float16 represents exactly; FBGEMM computes in float32."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
     return lambda inputs: torch.ops.quantized.linear_dynamic_fp16(inputs, packed)
 
 
 def pack(weight: Tensor) -> Product:
-    """Multiply by a weight (O, I) laid out by oneDNN."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    """Packs a weight (O, I) in a layout of oneDNN."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
     return lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, packed, None, "none", [], "")
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """For each tensor, a number that changes whenever the tensor is changed in place."""
+    """One number per tensor, which changes whenever the tensor is changed in place."""
     if VERSION_COUNTERS.works:
         return list(map(_VERSION, tensors))
     return [_checksum(tensor.detach()) for tensor in tensors]
 
 
 def _checksum(tensor: Tensor) -> int:
-    """A number that depends on all of a tensor's content."""
-    # The hash alone is an exclusive or, in which pairs of equal numbers cancel.
+    """A number that depends on all values of a tensor."""
+    # The hash alone is an exclusive or, in which pairs of equal values cancel.
     return hash((torch.hash_tensor(tensor).item(), tensor.sum(dtype=torch.float64).item()))
 
 
-def held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """A module's submodules, parameters and buffers, by name: its own containers, or copies if they are not live."""
+def containers_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """A module's submodules, parameters and buffers by name: its own dictionaries, or copies as a fallback."""
     if CONTAINERS.works:
         containers: tuple[dict[str, Any], ...] = _CONTAINERS(module)
         return containers
-    parameters, buffers = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-    return dict(module.named_children()), dict(parameters), dict(buffers)
+    parameters = dict(module.named_parameters(recurse=False))
+    buffers = dict(module.named_buffers(recurse=False))
+    return dict(module.named_children()), parameters, buffers
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The module's forward hooks, in two containers that are empty where it has none."""
+def forward_hooks_of(module: nn.Module) -> list[Any]:
+    """A module's forward hooks and forward pre-hooks: two dictionaries, empty if it has none."""
     return list(_HOOKS(module))
 
 
 def shallow_copy(module: Any) -> Any:
-    """A module whose parts may be replaced without changing the original's; parameters are shared."""
+    """Copies a module such that submodules can be replaced in the copy alone; parameters are shared."""
     copied = copy.copy(module)
     copied._modules = dict(_CONTAINERS(module)[0])
     return copied
 
 
 def _multiplies(pack_weight: Callable[[Tensor], Product]) -> bool:
-    """Whether a small product is exact."""
+    """Whether a small product with a packed weight is exact."""
     weight = torch.arange(12.0, device="cpu").view(3, 4)
     inputs = torch.arange(8.0, device="cpu").view(2, 4)
     with torch.no_grad():
         return torch.equal(pack_weight(weight)(inputs), inputs @ weight.T)
 
 
-def _versions_rise() -> bool:
+def _versions_increase() -> bool:
     weight = torch.zeros(1, device="cpu")
     before = _VERSION(weight)
     unchanged = _VERSION(weight)
@@ -104,21 +105,21 @@ def _versions_rise() -> bool:
 
 
 def _containers_are_live() -> bool:
-    body = nn.Sequential(nn.Identity())
-    parts, parameters, _ = _CONTAINERS(body)
-    copied = shallow_copy(body)
+    module = nn.Sequential(nn.Identity())
+    submodules, parameters, _ = _CONTAINERS(module)
+    copied = shallow_copy(module)
     copied[0] = nn.Flatten()
-    body.register_parameter("weight", nn.Parameter(torch.zeros(1, device="cpu")))
-    return isinstance(parts["0"], nn.Identity) and isinstance(copied[0], nn.Flatten) and "weight" in parameters
+    module.register_parameter("weight", nn.Parameter(torch.zeros(1, device="cpu")))
+    return isinstance(submodules["0"], nn.Identity) and isinstance(copied[0], nn.Flatten) and "weight" in parameters
 
 
 def _hooks_are_listed() -> bool:
     module = nn.Identity()
-    before, before_input = hooks_of(module)
-    is_empty = not before and not before_input
+    hooks, pre_hooks = forward_hooks_of(module)
+    is_empty = not hooks and not pre_hooks
     module.register_forward_hook(lambda *_: None)
     module.register_forward_pre_hook(lambda *_: None)
-    return is_empty and len(before) == len(before_input) == 1
+    return is_empty and len(hooks) == len(pre_hooks) == 1
 
 
 FLOAT16_PACKING = PrivateApi(
@@ -142,8 +143,8 @@ BFLOAT16_PRODUCTS = PrivateApi(
 VERSION_COUNTERS = PrivateApi(
     "torch",
     "Tensor._version",
-    "Changes of weights are noticed by their content, which is read before every pass: everything takes longer.",
-    _versions_rise,
+    "Changes of weights are detected by a checksum before every pass: everything takes longer.",
+    _versions_increase,
 )
 CONTAINERS = PrivateApi(
     "torch",

@@ -1,6 +1,6 @@
-"""What this library needs of transformers beyond its documented interface, all in one file.
+"""All uses of undocumented APIs of transformers.
 
-`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
+`tests/test_internals.py` checks each of them against the installed version, and the fallback without it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "
 def cache_argument(module: Any) -> str:
     """The name of the argument by which a model or decoder layer takes its KV cache.
 
-    It is `cache` since transformers 5.24, where `past_key_values` is deprecated. Models whose code lies outside of
-    transformers keep the name that they were written with.
+    It is `cache` since transformers 5.24, which deprecates `past_key_values`. Models outside of transformers may still
+    use the old name.
     """
     return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make an attention function known under a name."""
+    """Registers an attention function under a name."""
     from transformers import AttentionInterface  # takes more than a second to import
 
     AttentionInterface.register(name, function)
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """The attention function of a name."""
+    """The attention function registered under a name."""
     from transformers import AttentionInterface
 
     function: Callable[..., Any] = AttentionInterface()[name]
@@ -45,14 +45,14 @@ def attention_function(name: str) -> Callable[..., Any]:
 
 
 def has_attention(name: str) -> bool:
-    """Whether there is an attention function of a name; there is none where a model's layers attend by themselves."""
+    """Whether an attention function has this name; False for models whose layers implement attention themselves."""
     from transformers import AttentionInterface
 
     return name in AttentionInterface()
 
 
-def attention_of(config: Any) -> str:
-    """The name of the attention function that a model uses; empty if that cannot be told."""
+def attention_name(config: Any) -> str:
+    """The name of the attention function that a model uses; empty if unknown."""
     if not ATTENTION_NAME.works:
         return ""
     name: str = config._attn_implementation
@@ -60,57 +60,59 @@ def attention_of(config: Any) -> str:
 
 
 @contextmanager
-def gguf_bar_hidden() -> Iterator[None]:
-    """While open, reading a GGUF file shows no progress bar: it ignores transformers' own switch for bars."""
+def gguf_progress_hidden() -> Iterator[None]:
+    """While open, hides the progress bar of GGUF files, which ignores transformers' switch for progress bars."""
     from transformers import modeling_gguf_pytorch_utils
 
     reader: Any = modeling_gguf_pytorch_utils
-    usual = getattr(reader, "tqdm", None)
-    if usual is None:  # another version's, which has no such bar or obeys the switch
+    original = getattr(reader, "tqdm", None)
+    if original is None:  # another version of transformers, which has no such bar or obeys the switch
         yield
         return
-    reader.tqdm = functools.partial(usual, disable=True)
+    reader.tqdm = functools.partial(original, disable=True)
     try:
         yield
     finally:
-        reader.tqdm = usual
+        reader.tqdm = original
 
 
 @contextmanager
-def attending_by(config: Any, name: str) -> Iterator[None]:
+def using_attention(config: Any, name: str) -> Iterator[None]:
     """While open, a model uses another attention function."""
-    usual = config._attn_implementation
+    original = config._attn_implementation
     config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = usual
+        config._attn_implementation = original
 
 
 def captures_outputs(hook: Any) -> bool:
-    """Whether a forward hook is one of transformers' own that collect hidden states and attentions.
+    """Whether a forward hook is one of transformers' own, which collect hidden states and attentions.
 
-    The first pass that returns either leaves them on all layers for good. They do nothing in any other pass.
+    The first pass that returns either installs them on all layers for good. They do nothing in any other pass.
     """
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 class InitializedLayer(DynamicLayer):
-    """A cache layer whose dtype and device are given, not inferred from the first keys and values."""
+    """A cache layer that takes its dtype and device from a tensor, not from the first keys and values."""
 
     def __init__(self, like: Tensor) -> None:
-        """Hold keys and values like this tensor."""
+        """Initializes the layer for keys and values of the dtype and device of `like`."""
         super().__init__()
-        # What `lazy_initialization` sets, without the empty tensors that it makes.
-        self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
+        # As `lazy_initialization` does, without its empty tensors.
+        self.dtype = like.dtype
+        self.device = like.device
+        self.is_initialized = True
 
 
 class LlamaLayer(NamedTuple):
-    """The parts of a decoder layer of Llama's kind.
+    """The parts of a Llama-style decoder layer.
 
     Attributes:
         attention: The attention module, with `config`, `head_dim`, `layer_idx` and `scaling`.
-        projections: Linear layers in the order in which they run, grouped by their inputs.
+        projections: Linear layers in the order in which they run; those of a group have the same input.
         norms: RMS norms, each with `weight` and `variance_epsilon`: before attention, before the feed-forward block,
             and those of queries and keys where the family has them.
     """
@@ -121,13 +123,14 @@ class LlamaLayer(NamedTuple):
 
 
 def is_llama_layer(layer: Any) -> bool:
-    """Whether a module is a decoder layer of Llama's kind."""
+    """Whether a module is a Llama-style decoder layer."""
     return type(layer).__name__ in _LAYERS and DECODER_LAYER.works
 
 
 def parts_of(layer: Any) -> LlamaLayer:
-    """The parts of a decoder layer of Llama's kind."""
-    attention, feed_forward = layer.self_attn, layer.mlp
+    """The parts of a Llama-style decoder layer."""
+    attention = layer.self_attn
+    feed_forward = layer.mlp
     projections = (
         (attention.q_proj, attention.k_proj, attention.v_proj),
         (attention.o_proj,),
@@ -135,20 +138,22 @@ def parts_of(layer: Any) -> LlamaLayer:
         (feed_forward.down_proj,),
     )
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    for name in ("q_norm", "k_norm"):
+        if hasattr(attention, name):
+            norms.append(getattr(attention, name))
     return LlamaLayer(attention, projections, tuple(norms))
 
 
-def _names_can_be_set() -> bool:
+def _attention_can_be_set() -> bool:
     config = PretrainedConfig()
     config._attn_implementation = "eager"
     before = config._attn_implementation
-    with attending_by(config, "sdpa"):
+    with using_attention(config, "sdpa"):
         within = config._attn_implementation
     return (before, within, config._attn_implementation) == ("eager", "sdpa", "eager")
 
 
-def _layers_are_initialized() -> bool:
+def _cache_layer_is_initialized() -> bool:
     layer = InitializedLayer(torch.zeros(1, device="cpu"))
     layer.keys = layer.values = torch.ones(1, 1, 2, 2, device="cpu")
     keys, values = layer.update(*torch.zeros(2, 1, 1, 3, 2, device="cpu").unbind())
@@ -157,7 +162,7 @@ def _layers_are_initialized() -> bool:
 
 @torch.no_grad()
 def _layer_is_as_expected() -> bool:
-    """Whether a small layer computes what it is taken for, here for one token, which attends to itself alone."""
+    """Whether a small Llama layer computes what is expected for one token, which attends only to itself."""
     from transformers import LlamaConfig  # type: ignore[attr-defined]
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -167,8 +172,9 @@ def _layer_is_as_expected() -> bool:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         layer: Any = LlamaDecoderLayer(config, 0).float().eval()
     attention, ((_, _, value), (out,), (gate, up), (down,)), norms = parts_of(layer)
-    hidden, angles = torch.arange(4.0, device="cpu").view(1, 1, 4), torch.ones(2, 1, 1, 4, device="cpu").unbind()
-    received = layer(hidden, attention_mask=None, position_embeddings=angles)
+    hidden = torch.arange(4.0, device="cpu").view(1, 1, 4)
+    rotary = torch.ones(2, 1, 1, 4, device="cpu").unbind()
+    output = layer(hidden, attention_mask=None, position_embeddings=rotary)
 
     def normalize(norm: Any, states: Tensor) -> Tensor:
         mean_square = states.square().mean(-1, keepdim=True)
@@ -177,21 +183,22 @@ def _layer_is_as_expected() -> bool:
     expected = hidden + out(value(normalize(norms[0], hidden)))
     inputs = normalize(norms[1], expected)
     expected = expected + down(nn.functional.silu(gate(inputs)) * up(inputs))
-    known = attention.config is config and (attention.head_dim, attention.layer_idx, attention.scaling) == (4, 0, 0.5)
-    return known and torch.allclose(received, expected, atol=1e-5)
+    attributes = (attention.head_dim, attention.layer_idx, attention.scaling)
+    has_attributes = attention.config is config and attributes == (4, 0, 0.5)
+    return has_attributes and torch.allclose(output, expected, atol=1e-5)
 
 
 ATTENTION_NAME = PrivateApi(
     "transformers",
     "PretrainedConfig._attn_implementation",
-    "Prompts that begin alike are copied for each row, and decoder layers run unfused: everything takes longer.",
-    _names_can_be_set,
+    "Shared prefixes are copied for each row, and decoder layers run unfused: everything takes longer.",
+    _attention_can_be_set,
 )
 CACHE_LAYER = PrivateApi(
     "transformers",
     "DynamicLayer: dtype, device, is_initialized, keys, values",
     "Install a version of transformers that this version of llamagym was tested with (see requirements/base.txt).",
-    _layers_are_initialized,
+    _cache_layer_is_initialized,
 )
 DECODER_LAYER = PrivateApi(
     "transformers",

@@ -1,15 +1,15 @@
-"""A causal language model with a value head: TRL's `AutoModelForCausalLMWithValueHead`, which TRL dropped in 1.13.
+"""A causal language model with a value head, as TRL's `AutoModelForCausalLMWithValueHead`, which TRL removed in 1.13.
 
-Names, the forward pass and the keys `v_head.summary.*` are TRL's, and checkpoints that TRL saved load here. Three
-departures:
+Names, the forward pass and the keys `v_head.summary.*` are TRL's, and models that TRL saved can be loaded. There are
+three differences from TRL:
 
-- The linear layer starts at zero, so that every value is 0 and the critic's first errors are returns, not noise.
-- Features are standardised before it, with constants that are measured once and saved. A language model's hidden states
-  differ in scale by orders of magnitude between dimensions; one learning rate does not suit them all otherwise.
+- The linear layer starts at zero, so every value is 0 and the critic's first errors are returns, not noise.
+- Features are standardized before the linear layer, with constants that are measured once and saved. The scales of
+  hidden states differ by orders of magnitude between dimensions, so one learning rate would not suit them all.
 - There is no dropout: the same input must give the same value in every pass.
 
-On disk: what transformers or PEFT writes for the model (full weights or adapter), `value_head.safetensors`, and a
-manifest; the next save replaces the files that it lists.
+A saved model consists of the files that transformers or PEFT write (full weights or adapter), `value_head.safetensors`,
+and a manifest. The next save replaces the files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers  # its Auto classes and PreTrainedModel take a second to import, which it does on first use
+import transformers  # imports its Auto classes and PreTrainedModel on first use, which takes a second
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt
-from ..saving.atomic import SCHEMA, check_files, read_manifest, reason_of, written_whole
+from ..errors import CheckpointError, ConfigError, LlamaGymError, ModelLoadError, excerpt, reason_of
+from ..saving.atomic import atomic_folder
+from ..saving.manifest import SCHEMA, check_files, read_manifest
 from ..saving.paths import user_folder
 from .adapters import read_adapter_config
 from .hub import (
@@ -44,7 +45,7 @@ from .hub import (
     tensor_files,
     upload,
 )
-from .peft_internals import names_of_embeddings
+from .peft_internals import embedding_layer_names
 from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
 
@@ -59,26 +60,26 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 _PREFIX = "v_head."
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 _HUB_KEYWORDS = ("token", "revision", "cache_dir", "local_files_only")
-# Options of loading that a configuration also has, and that change no layers.
-_NOT_OF_SIZE = {"dtype", "torch_dtype", "quantization_config"}
-# No feature is amplified more than this many times above what its share of the average spread would give.
+# Options of loading that a configuration also has, and that do not change the shapes of layers.
+_SHAPELESS_OPTIONS = {"dtype", "torch_dtype", "quantization_config"}
+# Upper limit of the average deviation of features over the deviation that a feature is divided by.
 _MAX_GAIN = 100.0
 
 
 class ValueHead(nn.Module):
-    """A linear map from a hidden state to a value, over standardised features.
+    """A linear layer from standardized hidden states to values.
 
     Attributes:
-        summary: The linear layer, float32, zero at the start.
-        feature_mean: Subtracted from the features, float32 (H,); 0 until `standardize_`.
-        feature_std: Divides the features, float32 (H,); 1 until `standardize_`.
+        summary: The linear layer, float32, initialized to zero.
+        feature_mean: Mean that is subtracted from the features, float32 (H,); 0 until `standardize_`.
+        feature_std: Deviation that the features are divided by, float32 (H,); 1 until `standardize_`.
     """
 
     feature_mean: Tensor
     feature_std: Tensor
 
     def __init__(self, hidden_size: int) -> None:
-        """Build the head for hidden states of `hidden_size` numbers."""
+        """Creates the value head for hidden states of `hidden_size` dimensions."""
         super().__init__()
         self.summary = nn.Linear(hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.summary.weight)
@@ -87,7 +88,7 @@ class ValueHead(nn.Module):
         self.register_buffer("feature_std", torch.ones(hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values of hidden states.
+        """Computes values from hidden states.
 
         Args:
             hidden: Hidden states of any dtype, (..., H). Detach them to keep the critic's gradient out of the model.
@@ -101,37 +102,36 @@ class ValueHead(nn.Module):
 
     @torch.no_grad()
     def standardize_(self, features: Tensor) -> None:
-        """Take mean and deviation of a sample as the constants of standardisation. Call it before training.
+        """Sets the constants of standardization to the mean and the deviation of a sample, before training.
 
-        Deviations far below the average one (their root mean square) are raised to a hundredth of it, so that a
-        feature that hardly varies in the sample cannot dominate later. Where there is no deviation at all, as in a
-        sample of one, features are centred only, and the bias learns what there is to learn.
+        Deviations below a hundredth of their root mean square are raised to it, so that a feature that hardly varies in
+        the sample cannot dominate later. Without any deviation, as in a sample of one, features are only centered.
 
         Args:
-            features: Hidden states where values are read, (M, H) with M >= 1, all finite.
+            features: Hidden states from which values are computed, (M, H) with M >= 1, all finite.
 
         Raises:
-            ValueError: `features` has another shape, or holds NaN or infinity.
+            ValueError: `features` has another shape, or contains NaN or infinity.
         """
         size = self.feature_mean.numel()
         if features.ndim != 2 or not features.shape[0] or features.shape[1] != size:
             raise ValueError(f"features have shape {tuple(features.shape)}; expected (M, {size}) with M >= 1.")
         features = features.to(self.feature_mean)
         if not features.isfinite().all():
-            raise ValueError("features hold NaN or infinity; the model's hidden states have overflowed.")
+            raise ValueError("features contain NaN or infinity; the model's hidden states have overflowed.")
         deviation = features.std(dim=0) if len(features) > 1 else torch.zeros_like(features[0])
         floor = deviation.square().mean().sqrt() / _MAX_GAIN
         self.feature_mean.copy_(features.mean(dim=0))
         self.feature_std.copy_(deviation.clamp_min(floor) if floor > 0 else torch.ones_like(deviation))
 
     def load_saved(self, tensors: dict[str, Tensor]) -> None:
-        """Take saved tensors; TRL's checkpoints have no constants of standardisation, and the features stay raw then.
+        """Loads saved tensors; models that TRL saved have no constants of standardization, so their features stay raw.
 
         Args:
-            tensors: `summary.weight` and `summary.bias`, perhaps `feature_mean` and `feature_std`.
+            tensors: `summary.weight` and `summary.bias`, and optionally `feature_mean` and `feature_std`.
 
         Raises:
-            ModelLoadError: The linear layer is incomplete or of another width.
+            ModelLoadError: The tensors of the linear layer are incomplete or of another width.
         """
         try:
             self.load_state_dict({"feature_mean": self.feature_mean, "feature_std": self.feature_std, **tensors})
@@ -139,24 +139,24 @@ class ValueHead(nn.Module):
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
             raise ModelLoadError(
                 f"the saved value head {shapes} does not fit a model of {self.summary.in_features} features. "
-                "Load it with the model it was saved with."
+                "Load it with the model that it was saved with."
             ) from error
 
 
 class AutoModelForCausalLMWithValueHead(nn.Module):
-    """A causal language model, with LoRA or without, and a value head on its last hidden state.
+    """A causal language model with a value head on its last hidden state, with or without an adapter.
 
     Attributes:
         pretrained_model: The language model, or PEFT's wrapper around it.
         v_head: The value head.
-        lora_depth_is_open: Whether the first agent with this model says how many layers LoRA adapts (see `lora`).
+        lora_depth_is_open: Whether the first agent with this model determines how many layers LoRA adapts (see `lora`).
     """
 
     def __init__(self, pretrained_model: PreTrainedModel | PeftModel) -> None:
-        """Put a fresh value head on `pretrained_model`.
+        """Adds a new value head to `pretrained_model`.
 
         Raises:
-            ModelLoadError: It is not a model, or has no language-modeling head; a name or a folder is for
+            ModelLoadError: It is not a model, or has no language-modeling head. Pass names and folders to
                 `from_pretrained`.
         """
         if not isinstance(pretrained_model, nn.Module):
@@ -181,24 +181,25 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         load_in_4bit: bool = False,
         **kwargs: Any,
     ) -> AutoModelForCausalLMWithValueHead:
-        """Load a model, its adapter if it has one, and its value head, or a fresh one.
+        """Loads a model, its adapter if it has one, and its value head if it has one, else a new one.
 
         Args:
-            pretrained_model_name_or_path: A folder or a hub id of a causal language model, of an adapter, or of what
-                `save_pretrained` wrote (ours or TRL's); or a model that is already loaded.
+            pretrained_model_name_or_path: A folder or a hub id of a causal language model, of an adapter, or of a
+                model that `save_pretrained` wrote (ours or TRL's); or a model that is already loaded.
             peft_config: The adapter to add to a model that has none.
-            base_model: Where an adapter's base is, if not where its configuration says; or the base itself.
-            load_in_8bit: Quantize the base to 8 bits with bitsandbytes (CUDA only).
-            load_in_4bit: Quantize the base to 4 bits (NF4; CUDA only).
-            **kwargs: Passed on to `AutoModelForCausalLM.from_pretrained`, e.g. `dtype`, `device_map`, `token`.
+            base_model: The base of an adapter: a folder, a hub id or a model; None takes the one that the adapter's
+                configuration names.
+            load_in_8bit: Whether to quantize the base to 8 bits with bitsandbytes (CUDA only).
+            load_in_4bit: Whether to quantize the base to 4 bits (NF4; CUDA only).
+            **kwargs: Options of `AutoModelForCausalLM.from_pretrained`, e.g. `dtype`, `device_map`, `token`.
 
         Returns:
-            The model, in evaluation mode: dropout, which would make old and new policy differ, is off.
+            The model, in evaluation mode: dropout is off, since it would make old and new policy differ.
 
         Raises:
             ConfigError: `peft_config` is not a configuration of PEFT.
-            ModelLoadError: Weights are missing or do not fit, the adapter finds no module, or `peft_config` meets a
-                model that already has an adapter.
+            ModelLoadError: Weights are missing or do not fit, the adapter's target modules do not exist, or the model
+                already has an adapter and `peft_config` is not None.
             CheckpointError: Weights that `save_pretrained` wrote are damaged.
         """
         source = pretrained_model_name_or_path
@@ -207,14 +208,15 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 f"peft_config must be a configuration of PEFT or None, got {excerpt(peft_config)} "
                 f"({type(peft_config).__name__}). Pass one such as peft.LoraConfig()."
             )
-        kwargs = {key: value for key, value in kwargs.items() if key != "token" or value is not None}
+        if kwargs.get("token") is None:
+            kwargs.pop("token", None)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if is_quantized(load_in_8bit, load_in_4bit, device_type, peft_config):
             dtype = kwargs.get("dtype", torch.bfloat16)
             kwargs = {"device_map": {"": 0}, **kwargs, "quantization_config": quantization_config(load_in_8bit, dtype)}
         v_head: dict[str, Tensor] = {}
         model: PreTrainedModel | PeftModel
-        with loading_quietly(), _errors_named(source):
+        with loading_quietly(), _as_load_error(source):
             if isinstance(source, nn.Module):
                 if kwargs:
                     raise ModelLoadError(
@@ -222,7 +224,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                     )
                 model = source
             else:
-                source = _source(source)
+                source = _resolve(source)
                 hub = {key: kwargs[key] for key in _HUB_KEYWORDS if key in kwargs}
                 adapter = find_file(source, ADAPTER_CONFIG, hub)
                 if adapter is None:
@@ -230,7 +232,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 else:
                     model = _load_adapter(source, read_adapter_config(adapter), base_model, kwargs, hub)
                 files = tensor_files(source, VALUE_HEAD_FILE, _PREFIX, hub, is_adapter=adapter is not None)
-                v_head = {key: value for file in files for key, value in read_tensors(file, _PREFIX).items()}
+                for file in files:
+                    v_head.update(read_tensors(file, _PREFIX))
         if peft_config is not None:
             with loading_quietly():
                 model = _add_adapter(model, peft_config)
@@ -246,7 +249,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the language model lies."""
+        """The device of the language model."""
         device: torch.device = self.pretrained_model.device
         return device
 
@@ -260,12 +263,12 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits, language modelling loss and values, as TRL returns them.
+        """Computes logits, language modeling loss and values, as TRL does.
 
         Args:
             input_ids: Token ids, int64 (B, T).
             attention_mask: 1 at real tokens, 0 at padding, int64 (B, T).
-            **kwargs: Passed on to the language model, e.g. `labels` or `past_key_values`.
+            **kwargs: Arguments of the language model, e.g. `labels` or `past_key_values`.
 
         Returns:
             Logits, float32 (B, T, V); the loss, float32 scalar, or None without `labels`; values, float32 (B, T).
@@ -277,42 +280,42 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         return output.logits.float(), output.loss, values
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The language model's `generate`."""
+        """Calls the language model's `generate`."""
         generate: Any = self.pretrained_model.generate
         return generate(*args, **kwargs)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write the adapter, or the full weights where there is none, and the value head.
+        """Saves the adapter, or the full weights of a model without one, and the value head.
 
         Args:
             save_directory: Target folder: new, empty, an earlier save of this method, or one that holds only files of
                 other names, such as a tokenizer's. It is replaced in one step; other files stay.
-            **kwargs: Passed on to the language model's `save_pretrained`.
+            **kwargs: Options of the language model's `save_pretrained`.
 
         Raises:
             ConfigError: The folder's path is invalid.
-            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
+            CheckpointError: The folder holds something else, or cannot be written; it is unchanged.
         """
         folder = user_folder(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
-        with written_whole(folder, KIND) as whole:
-            self.write_files(whole, **kwargs)
+        with atomic_folder(folder, KIND) as scratch:
+            self.write_files(scratch, **kwargs)
 
     def write_files(self, folder: Path, **kwargs: Any) -> None:
-        """Writes what `save_pretrained` saves into a new folder.
+        """Writes the files of `save_pretrained` to an existing folder.
 
         Args:
-            folder: The folder, which exists.
-            **kwargs: Passed on to the language model's `save_pretrained`.
+            folder: The folder.
+            **kwargs: Options of the language model's `save_pretrained`.
         """
         if self.is_peft_model:
-            # PEFT's own test, whether the vocabulary was resized, asks the hub; nothing here resizes it.
+            # By default, PEFT asks the hub whether the vocabulary was resized; nothing here resizes it.
             targets = getattr(self.pretrained_model.active_peft_config, "target_modules", None) or ()
-            kwargs.setdefault("save_embedding_layers", not names_of_embeddings().isdisjoint(targets))
+            kwargs.setdefault("save_embedding_layers", not embedding_layer_names().isdisjoint(targets))
         self.pretrained_model.save_pretrained(str(folder), **kwargs)
-        head = {_PREFIX + key: value.detach().cpu().contiguous() for key, value in self.v_head.state_dict().items()}
-        save_file(head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
+        v_head = {_PREFIX + key: value.detach().cpu().contiguous() for key, value in self.v_head.state_dict().items()}
+        save_file(v_head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
 
     def push_to_hub(
         self,
@@ -322,16 +325,16 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         private: bool | None = None,
         token: str | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes, without the manifest, to the model hub; makes the repository if needed.
+        """Uploads the files of `save_pretrained`, without the manifest, to a repository on the hub, which may be new.
 
         Args:
             repo_id: The repository, "user/name".
-            commit_message: The commit's first line.
-            private: Whether a new repository is private; None leaves it to the account's default.
-            token: Access token; None takes the one of the environment (`HF_TOKEN`) or of the last login.
+            commit_message: First line of the commit message.
+            private: Whether a new repository is private; None is the account's default.
+            token: Access token; None takes `HF_TOKEN` or the last login.
 
         Returns:
-            The commit's address.
+            The URL of the commit.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.write_files(Path(folder))
@@ -339,10 +342,10 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
 
 def check_head(model: Any) -> None:
-    """Reject a model that predicts no tokens.
+    """Rejects a model without a language-modeling head.
 
     Raises:
-        ModelLoadError: It has no language-modeling head; the message names its class.
+        ModelLoadError: The model has none; the message names its class.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.get_output_embeddings() is None:
@@ -353,7 +356,7 @@ def check_head(model: Any) -> None:
 
 
 @contextmanager
-def _errors_named(source: Any) -> Iterator[None]:
+def _as_load_error(source: Any) -> Iterator[None]:
     """While open, turns errors of transformers, PEFT and safetensors into a ModelLoadError that names the model."""
     try:
         yield
@@ -370,7 +373,7 @@ def _errors_named(source: Any) -> Iterator[None]:
 
 
 def _advice(error: Exception) -> str:
-    """Advice on an error of another library; empty where its message gives the reason."""
+    """Advice on an error of another library; empty if its message gives the reason."""
     if isinstance(error, OSError):
         return ""
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
@@ -381,11 +384,11 @@ def _advice(error: Exception) -> str:
     )
 
 
-def _source(name: str | Path) -> str:
-    """The folder or hub id of a model's name, with `~` written out.
+def _resolve(name: str | Path) -> str:
+    """Returns the folder or hub id that the name of a model refers to, with `~` expanded.
 
     Raises:
-        ModelLoadError: It is not a name, it can only be a path and nothing is there, or it is a file.
+        ModelLoadError: It is not a name, it can only be a path and nothing exists there, or it is a file.
         CheckpointError: It is a folder that `save_pretrained` wrote, and its weights are damaged.
     """
     if not isinstance(name, (str, Path)):
@@ -398,39 +401,35 @@ def _source(name: str | Path) -> str:
     if path.is_file():
         check_model_file(path)
         raise ModelLoadError(
-            f"{str(path)!r} is a GGUF file, which must be converted. load_model_and_tokenizer converts and loads it."
+            f"{str(path)!r} is a GGUF file, which must be converted. Pass it to load_model_and_tokenizer."
         )
-    _verify(path)
+    _check_weights(path)
     return str(path)
 
 
-def _verify(folder: Path) -> None:
-    """Checks the weights of a folder that `save_pretrained` wrote. Users may edit its other files.
-
-    Raises:
-        CheckpointError: A file of weights is damaged.
-    """
+def _check_weights(folder: Path) -> None:
+    """Rejects damaged weights in a folder that `save_pretrained` wrote. Users may edit its other files."""
     try:
         manifest = read_manifest(folder)
-    except CheckpointError:  # it has none, or a file of this name that is something else
+    except CheckpointError:  # it has none, or an unrelated file of this name
         return
-    # Models that an earlier version converted have the same kind.
-    if (manifest["kind"], manifest["schema"]) == (KIND, SCHEMA):
+    # Earlier versions saved models of the same kind in another format.
+    if manifest["kind"] == KIND and manifest["schema"] == SCHEMA:
         files = manifest["files"].items()
-        check_files(folder, {name: listed for name, listed in files if name.endswith((".safetensors", ".bin"))})
+        check_files(folder, {name: entry for name, entry in files if name.endswith((".safetensors", ".bin"))})
 
 
 def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
-    # Do not ask on the terminal whether to run a repository's code. Report mismatched shapes below instead of raising
-    # here.
+    """Loads a language model, and rejects missing weights and weights of other shapes or of more layers."""
+    # Never asks on the terminal whether to run a repository's code. Mismatched shapes are reported below.
     options = {"trust_remote_code": False, **kwargs, "ignore_mismatched_sizes": True}
     if Path(source).is_dir():
         check_indexes(Path(source) / (kwargs.get("subfolder") or ""))
-    with _errors_named(source):
+    with _as_load_error(source):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     model: PreTrainedModel
     model, report = loaded
-    # transformers fills what is missing with random numbers, which would pass for a bad model.
+    # transformers initializes missing weights at random, and the result would look like a bad model.
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(
@@ -444,12 +443,12 @@ def _load_base(source: str | Path, kwargs: dict[str, Any]) -> PreTrainedModel:
             f"{str(source)!r} holds {len(mismatched)} weights of other shapes than {type(model).__name__} has by its "
             f"config.json, among them {key!r}: {tuple(saved)}, expected {tuple(expected)}. Check that the two fit."
         )
-    # The value head of TRL's checkpoints is read later.
+    # The value head of a model that TRL saved is read later.
     unused = sorted(key for key in report["unexpected_keys"] if not key.startswith(_PREFIX))
-    # Unused layer weights mean that config.json describes a smaller model. Other unused weights, such as old buffers,
-    # are harmless.
+    # Unused weights of layers mean that config.json describes a smaller model. Other unused weights, such as old
+    # buffers, are harmless.
     of_layers = [key for key in unused if _LAYER_NUMBER.sub(".0.", key) in model.state_dict()]
-    is_overridden = "config" in kwargs or any(hasattr(model.config, key) for key in kwargs.keys() - _NOT_OF_SIZE)
+    is_overridden = "config" in kwargs or any(hasattr(model.config, key) for key in kwargs.keys() - _SHAPELESS_OPTIONS)
     if of_layers and not is_overridden:
         raise ModelLoadError(
             f"{str(source)!r} holds {len(of_layers)} weights of layers that {type(model).__name__} lacks by its "
@@ -467,42 +466,46 @@ def _load_adapter(
     kwargs: dict[str, Any],
     hub: dict[str, Any],
 ) -> PeftModel:
+    """Loads an adapter, on a given base or on the one that its configuration names."""
     from peft import PeftModel
 
     if not isinstance(base_model, transformers.PreTrainedModel):
         where = base_model or config.get("base_model_name_or_path")
         if not where:
             raise ModelLoadError(f"the adapter in {str(source)!r} does not name its base. Pass base_model.")
-        # The caller's revision is one of the adapter's repository; the adapter knows its base's.
-        revision = {} if base_model or not config.get("revision") else {"revision": config["revision"]}
-        options = {key: value for key, value in kwargs.items() if key != "revision"} | revision
+        # The caller's revision is one of the adapter's repository; the adapter's configuration has its base's.
+        options = dict(kwargs)
+        options.pop("revision", None)
+        if config.get("revision") and not base_model:
+            options["revision"] = config["revision"]
         try:
-            base = _source(where)
+            base = _resolve(where)
         except ModelLoadError as error:
             raise ModelLoadError(
                 f"the base of the adapter in {str(source)!r} is missing: {error} If it has moved, pass base_model."
             ) from error
         base_model = _load_base(base, options)
     model = PeftModel.from_pretrained(_prepare(base_model), str(source), is_trainable=True, **hub)
-    # The module and class of the base, which AutoPeftModel imports. Nothing here does, and no later save names them.
-    for each in model.peft_config.values():
-        each.auto_mapping = None
+    # Removes the module and class of the base, which AutoPeftModel would import, from later saves.
+    for adapter_config in model.peft_config.values():
+        adapter_config.auto_mapping = None
     return model
 
 
 def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
+    """Adds an adapter to a model that has none."""
     from peft import PeftModel, get_peft_model
 
     if isinstance(model, PeftModel):
         raise ModelLoadError(
-            "peft_config was given for a model that already has an adapter. Drop peft_config to go on training that "
-            "adapter, or load its base to begin a new one."
+            "peft_config was passed for a model that already has an adapter. Drop peft_config to continue training "
+            "that adapter, or load its base to train a new one."
         )
     if peft_config.task_type is None:
-        # Otherwise PEFT saves the module of the base for AutoPeftModel to import.
+        # Otherwise PEFT saves the module of the base, which AutoPeftModel imports.
         peft_config = copy(peft_config)
         peft_config.task_type = "CAUSAL_LM"
-    # Before an adapter that fails has changed some of them.
+    # Listed first, because an adapter that fails may have replaced some of them.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     try:
         wrapped = get_peft_model(_prepare(model), peft_config)
@@ -516,11 +519,11 @@ def _add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) ->
 
 
 def _prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze a quantized base and put what is not quantized in float32, as training an adapter on it needs."""
+    """Prepares a quantized base for training an adapter: freezes it, and converts other weights to float32."""
     if getattr(model, "hf_quantizer", None) is None:
         return model
     from peft import prepare_model_for_kbit_training
 
-    # Checkpointing would switch the key-value cache off, which sampling and shared prefixes live on.
+    # Gradient checkpointing would switch the KV cache off, which sampling and shared prefixes need.
     prepared: PreTrainedModel = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared

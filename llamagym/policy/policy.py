@@ -29,9 +29,9 @@ from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..errors import ConfigError
 from ..models.generation import GenerationConfig
-from ..models.lock import alone, lock_of
-from ..models.lora import aim_, fresh_rows, is_fresh, mask_frozen_gradients_
-from ..models.peft_internals import is_low_rank
+from ..models.lock import lock_of, with_model_lock
+from ..models.lora import fresh_rows, initialize_rows_, is_fresh, mask_frozen_gradients_
+from ..models.peft_internals import is_lora_weight
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..text.episode import Reply, Segment
 from .calibration import Calibration
@@ -155,7 +155,7 @@ class Policy:
         self.rng = torch.Generator()
         self.seed(seed)
 
-    @alone
+    @with_model_lock
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
         """A policy with its own copy of the model and the same distribution."""
         # Otherwise a change of weights that was not noticed here would never be noticed in the copy.
@@ -322,7 +322,7 @@ class Policy:
         """
         weights = self._weights_that_learn()
         if self.reference is None:
-            is_base = is_fresh(self.model.pretrained_model) and all(map(is_low_rank, weights))
+            is_base = is_fresh(self.model.pretrained_model) and all(map(is_lora_weight, weights))
             self.reference = {} if is_base else {name: weight.detach().clone() for name, weight in weights.items()}
         elif self.reference and _shapes(self.reference) != _shapes(weights):
             logger.warning("the trainable weights were replaced: the reference is the policy as it is now")
@@ -334,7 +334,7 @@ class Policy:
         named = self.model.pretrained_model.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
-    @alone
+    @with_model_lock
     @torch.no_grad()
     def calibrate(self, contexts: Sequence[Segment]) -> None:
         """Calibrates choices that are new, on these contexts. Call it before `sample`.
@@ -356,7 +356,7 @@ class Policy:
         else:
             self._choices_measured()
 
-    @alone
+    @with_model_lock
     @torch.no_grad()
     def sample(self, contexts: Sequence[Segment], learning: bool = True, greedy: bool = False) -> list[Reply]:
         """Samples a reply to each pending prompt; changes no state but random numbers and caches.
@@ -395,7 +395,7 @@ class Policy:
             replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
         return [replies[row] for row in range(len(contexts))]
 
-    @alone
+    @with_model_lock
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
         """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
 
@@ -409,7 +409,7 @@ class Policy:
         of: Weights = "reference" if reference else "policy"
         return evaluate_turns(segments, self.trees.of(segments), lambda trees: self._read(trees, of))
 
-    @alone
+    @with_model_lock
     @torch.no_grad()
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
         """Log-probabilities of all choices of each pending prompt, calibrated before; float32 (C,) each."""
@@ -417,7 +417,7 @@ class Policy:
         check_room(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
 
-    @alone
+    @with_model_lock
     @torch.no_grad()
     def read_critic(self, contexts: Sequence[Segment]) -> CriticReading:
         """The critic's values and features at each pending prompt; `contexts` may be empty."""
@@ -443,7 +443,7 @@ class Policy:
         values: list[float] = self.read_critic(contexts).values.tolist()
         return values
 
-    @alone
+    @with_model_lock
     @torch.no_grad()
     def initialize_from_data(self, segments: Sequence[Segment], critic: bool = True) -> None:
         """Data-dependent initialization that changes neither replies nor values.
@@ -467,7 +467,7 @@ class Policy:
             features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
         self._notice_changes()
         for layer, received in inputs.items():
-            aim_(layer, fresh[layer], received, groups)
+            initialize_rows_(layer, fresh[layer], received, groups)
         if critic:
             self.model.v_head.standardize_(features)
         self._state.keep()

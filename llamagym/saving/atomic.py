@@ -1,9 +1,9 @@
-"""Files and folders that appear whole or not at all, whatever stops the process that writes them.
+"""Files and folders that are replaced as a whole or not at all, whatever stops the process that writes them.
 
 A folder's files are written to a temporary folder beside it, flushed to the disk, listed in a manifest with their sizes
-and checksums, and put in place by one rename. So a folder under its own name is complete; and should a disk lose or
-alter some of it later, the manifest shows it. A folder that is replaced is exchanged with the new one, in one step on
-Linux; elsewhere it is renamed first, and renamed back if the process gets no further.
+and checksums, and put in place by one rename. So a folder under its own name is complete; if a disk later loses or
+alters some of it, the manifest shows it. A folder that is replaced is exchanged with the new one, in one step on
+Linux. Elsewhere it is first renamed to a backup, which is renamed back if the process gets no further.
 
 The manifest also protects the user's files. Only a folder that is new, empty, or has a manifest of the same kind is
 written to; a model may also be written beside files of other names, such as a tokenizer's. Only files that its manifest
@@ -12,8 +12,6 @@ lists are removed, and all others are carried over.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 import logging
 import os
@@ -26,39 +24,41 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError, ConfigError
-from .file_operations import are_equal, delete_folder, keep_mode, link_file
+from ..errors import CheckpointError, ConfigError, reason_of
+from .file_operations import (
+    are_equal,
+    delete_folder,
+    exchange_folders,
+    flush,
+    is_locked,
+    keep_mode,
+    link_file,
+    locked,
+    write_file,
+)
+from .manifest import MANIFEST, SCHEMA, check_manifest, has_manifest, read_manifest, write_manifest
 from .paths import file_inside, user_folder
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-SCHEMA = 3
-"""Version of the format that is written, and the only one that is read."""
-
-_PIECE = 2**20
-_SCRATCH, _ASIDE = ".writing-", ".replaced-"
+_SCRATCH_PREFIX = ".writing-"
 # Names that `tempfile.mkdtemp` gives.
-_SCRATCH_PATTERN = re.compile(rf"{re.escape(_SCRATCH)}[a-z0-9_]{{8}}")
-_SCRATCH_FILE = ".llamagym-"
-_SCRATCH_FILE_PATTERN = re.compile(rf"{re.escape(_SCRATCH_FILE)}.+-[0-9a-f]{{8}}")
-# Only a temporary folder that contains this file, empty, is ours to remove. Its writer holds a lock on it.
-_OWNER = "llamagym"
-_WHOLE, _RETIRED = "whole", "retired"
+_SCRATCH_PATTERN = re.compile(rf"{re.escape(_SCRATCH_PREFIX)}[a-z0-9_]{{8}}")
+_SCRATCH_FILE_PREFIX = ".llamagym-"
+_SCRATCH_FILE_PATTERN = re.compile(rf"{re.escape(_SCRATCH_FILE_PREFIX)}.+-[0-9a-f]{{8}}")
+_BACKUP_PREFIX = ".replaced-"
+# Only a temporary folder that contains this file, empty, may be deleted. Its writer holds a lock on it.
+_MARKER = "llamagym"
+# The new folder, and an old backup, inside of a temporary folder.
+_NEW = "whole"
+_OLD = "retired"
 # Older temporary folders are treated as abandoned.
 _STALE_S = 3600.0
-_LARGEST_MANIFEST = 2**24
 # Kinds that may be written to a folder without a manifest, beside files of other names.
 _SHARES_FOLDER = ("model",)
 # Not beside weights, which could be loaded instead.
@@ -68,50 +68,49 @@ _TEMPLATES = "additional_chat_templates"
 
 
 @contextmanager
-def written_whole(
+def atomic_folder(
     folder: str | Path, kind: str, facts: Mapping[str, Any] | None = None, *, replace: bool = True
 ) -> Iterator[Path]:
-    """While open, files are written to the folder that it yields; closed without an error, that becomes `folder`.
+    """Yields a temporary folder to write files to; closed without an error, it becomes `folder`.
 
     Args:
         folder: Folder to write: new, empty, or one that this function wrote with the same kind; for a model, also one
             without a manifest, weights and folders. Files in it that its manifest does not list stay.
-        kind: What it is, such as "checkpoint", for `verify`.
+        kind: Kind of the folder, such as "checkpoint", for `verify`.
         facts: Further entries of the manifest, as JSON holds them.
         replace: Whether an older version may be replaced.
 
     Raises:
         ConfigError: The folder's path is invalid.
-        CheckpointError: The folder holds something else, or cannot be written. What lay there is as it was, and no
-            temporary file is left. If only the final flush failed, the new version is in place, and the message says
-            so.
+        CheckpointError: The folder holds something else, or cannot be written. It is unchanged, and no temporary file
+            is left. If only the final flush failed, the new version is in place, and the message says so.
     """
     folder = user_folder(folder).resolve()
-    _require_replaceable(folder, kind)
-    missing = [parent for parent in folder.parents if not os.path.exists(parent)]
+    _reject_working_directory(folder, kind)
+    missing_parents = [parent for parent in folder.parents if not os.path.exists(parent)]
     scratch: Path | None = None
     is_in_place = False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        bring_back(folder)
+        restore_backup(folder)
         remove_stale(folder.parent)
-        require_own(folder, kind)
+        require_replaceable(folder, kind)
         _require_writable(folder)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH))
-        (scratch / _OWNER).touch()
-        # Not the scratch folder itself, which only its owner may open.
-        whole = scratch / _WHOLE
-        whole.mkdir()
-        with _locked(scratch / _OWNER):
-            yield whole
-            _seal(whole, {**(facts or {}), "kind": kind, "schema": SCHEMA, "llamagym": own_version()})
-            with _locked(folder.parent):
-                _put(folder, whole, kind, replace)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH_PREFIX))
+        (scratch / _MARKER).touch()
+        # Not the temporary folder itself, which only its owner may open.
+        new = scratch / _NEW
+        new.mkdir()
+        with locked(scratch / _MARKER):
+            yield new
+            _seal(new, kind, facts or {})
+            with locked(folder.parent):
+                _install(new, folder, kind, replace)
             is_in_place = True
-            _flush(folder.parent)
+            flush(folder.parent)
     except BaseException as error:
-        _clean_up(scratch, missing)
-        if not _is_of_writing(error):
+        _clean_up(scratch, missing_parents)
+        if not _is_write_error(error):
             raise
         if is_in_place:
             raise CheckpointError(
@@ -124,20 +123,40 @@ def written_whole(
     _clean_up(scratch, [])
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole or not at all, in place of an older version, whose mode it keeps.
+def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]:
+    """Checks a folder that `atomic_folder` wrote, after it restored the backup of a killed process.
+
+    Args:
+        folder: The folder.
+        kind: The expected kind.
+        checksums: Whether to compare the content of all files, and not their sizes alone.
+
+    Returns:
+        The manifest.
 
     Raises:
-        OSError: The disk is full, or cannot be written; then the older version is as it was.
+        CheckpointError: The folder is missing, damaged, of another kind, or of another version.
+    """
+    restore_backup(folder)
+    return check_manifest(folder, kind, checksums=checksums)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file that appears whole or not at all, in place of an older version, whose mode it keeps.
+
+    Raises:
+        OSError: The disk is full, or cannot be written; the older version is unchanged.
     """
     _remove_stale_files(path)
-    scratch = path.with_name(f"{_SCRATCH_FILE}{path.name}-{secrets.token_hex(4)}")
+    if isinstance(content, str):
+        # Text may hold a lone surrogate, such as a file's name that is not UTF-8.
+        content = content.encode("utf-8", "replace")
+    scratch = path.with_name(f"{_SCRATCH_FILE_PREFIX}{path.name}-{secrets.token_hex(4)}")
     try:
         if path.is_file() and not path.is_symlink():
             scratch.touch(0o600)
-        # Text may hold a lone surrogate, such as a file's name that is not UTF-8.
-        write_file(scratch, [content.encode("utf-8", "replace") if isinstance(content, str) else content])
-        _flush(scratch)
+        write_file(scratch, content)
+        flush(scratch)
         keep_mode(path, scratch)
         scratch.replace(path)
     except BaseException:
@@ -152,155 +171,58 @@ def is_scratch_file(name: str) -> bool:
 
 def _remove_stale_files(path: Path) -> None:
     """Deletes temporary files that killed processes left when they replaced a file."""
-    for scratch in path.parent.glob(f"{_SCRATCH_FILE}*"):
-        belongs = is_scratch_file(scratch.name) and scratch.name.startswith(f"{_SCRATCH_FILE}{path.name}-")
+    prefix = f"{_SCRATCH_FILE_PREFIX}{path.name}-"
+    for scratch in path.parent.glob(f"{_SCRATCH_FILE_PREFIX}*"):
+        belongs = is_scratch_file(scratch.name) and scratch.name.startswith(prefix)
         with suppress(OSError):  # another process deletes it too
             if belongs and time.time() - scratch.lstat().st_mtime > _STALE_S:
                 scratch.unlink()
 
 
-def write_file(path: Path, parts: Iterable[Any]) -> None:
-    """Write a file from buffers of bytes, by `os.write` in pieces of a megabyte at most.
+def remove_saved(folder: Path) -> None:
+    """Deletes the files that a folder's manifest lists, and the folder if it holds nothing else.
 
     Raises:
-        OSError: The disk is full, or cannot be written.
-    """
-    with path.open("wb", buffering=0) as file:
-        for part in parts:
-            left = memoryview(part)
-            while left:
-                left = left[os.write(file.fileno(), left[:_PIECE]) :]
-
-
-def read_manifest(folder: Path, kind: str = "save") -> dict[str, Any]:
-    """Read the manifest of a folder that `written_whole` wrote, whatever its kind.
-
-    Args:
-        folder: The folder.
-        kind: Kind that is expected, for errors.
-
-    Returns:
-        The manifest; `files` has the size and the checksum of each file.
-
-    Raises:
-        CheckpointError: The manifest is missing or damaged.
-    """
-    path = folder / MANIFEST
-    try:
-        if not file_inside(folder, MANIFEST).is_file():
-            raise FileNotFoundError(f"{MANIFEST} is missing")
-        if path.stat().st_size > _LARGEST_MANIFEST:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        files = {name: (size, checksum) for name, (size, checksum) in manifest["files"].items()}
-        types = {type(manifest["kind"]), *(type(checksum) for _, checksum in files.values())}
-        if types != {str} or {type(manifest["schema"]), *(type(size) for size, _ in files.values())} != {int}:
-            raise ValueError("an entry is of another type")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{str(folder)!r} holds no {kind} of llamagym, or a damaged one: its {MANIFEST} cannot be read "
-            f"({reason_of(error)})."
-        ) from error
-    return {**manifest, "files": files}
-
-
-def verify(folder: Path, kind: str, *, checksums: bool = True) -> dict[str, Any]:
-    """Read a folder's manifest, and check that its files are those that were written.
-
-    Args:
-        folder: A folder that `written_whole` wrote.
-        kind: Its kind.
-        checksums: Whether to compare the content of all files, and not their sizes alone.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: It is damaged, something else, or of another version.
-    """
-    bring_back(folder)
-    if not folder.is_dir():
-        found = "a file, not a folder" if folder.exists() else "missing"
-        raise CheckpointError(f"cannot load a saved {kind}: {str(folder)!r} is {found}. Check the path.")
-    manifest = read_manifest(folder, kind)
-    if manifest["kind"] != kind:
-        raise CheckpointError(f"{str(folder)!r} holds: {manifest['kind'][:80]}; expected: {kind}.")
-    if manifest["schema"] != SCHEMA:
-        raise CheckpointError(
-            f"{str(folder)!r} was written by llamagym {str(manifest.get('llamagym'))[:80]} in format "
-            f"{manifest['schema']}, and this version reads format {SCHEMA} only. Use the version that wrote it."
-        )
-    check_files(folder, manifest["files"], checksums=checksums)
-    return manifest
-
-
-def check_files(folder: Path, files: Mapping[str, tuple[int, str]], *, checksums: bool = True) -> None:
-    """Rejects files that are not as a manifest lists them.
-
-    Args:
-        folder: Their folder.
-        files: Sizes and checksums by name.
-        checksums: Whether to compare checksums, and not sizes alone.
-
-    Raises:
-        CheckpointError: A file is missing, cannot be read, or differs.
-    """
-    for name, (size, checksum) in files.items():
-        path = file_inside(folder, name)
-        try:
-            is_intact = path.is_file() and path.stat().st_size == size
-            is_intact = is_intact and not (checksums and _checksum(path) != checksum)
-        except OSError as error:
-            raise CheckpointError(f"{str(folder)!r}: {name!r} cannot be read: {reason_of(error)}.") from error
-        if not is_intact:
-            raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is missing or not what was written.")
-
-
-def reason_of(error: BaseException) -> str:
-    """An error's type and the beginning of its message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
-
-
-def remove_own(folder: Path) -> None:
-    """Delete the files that a folder's manifest lists, and the folder if it holds nothing else.
-
-    Raises:
-        CheckpointError: It has no manifest; then nothing is deleted.
+        CheckpointError: The folder has no manifest; nothing is deleted.
     """
     listed = read_manifest(folder)["files"]
-    # Without its manifest it does not count, should the rest stay.
     with suppress(OSError):
+        # First, so that a deletion that fails halfway does not leave a folder that counts as a damaged save.
         (folder / MANIFEST).unlink()
         for name in listed:
             with suppress(OSError, CheckpointError):
                 file_inside(folder, name).unlink()
-    inner = {str(parent) for name in listed for parent in PurePosixPath(name).parents}
-    for parent in sorted(inner, reverse=True):
+    subfolders = {str(parent) for name in listed for parent in PurePosixPath(name).parents}
+    for subfolder in sorted(subfolders, reverse=True):
         with suppress(OSError, CheckpointError):  # it holds other files
-            file_inside(folder, parent).rmdir()
+            file_inside(folder, subfolder).rmdir()
     with suppress(OSError):
         folder.rmdir()
 
 
-def bring_back(folder: Path) -> None:
-    """Rename a folder back that a killed process had renamed to replace it."""
-    aside = _aside(folder)
-    if not os.path.lexists(folder) and _is_own(aside):
-        with suppress(OSError), _locked(folder.parent):
+def restore_backup(folder: Path) -> None:
+    """Renames a folder's backup back, if a process was killed before it had put the new folder in place."""
+    backup = _backup_of(folder)
+    if not os.path.lexists(folder) and has_manifest(backup):
+        with suppress(OSError), locked(folder.parent):
             if not os.path.lexists(folder):
-                aside.rename(folder)
+                backup.rename(folder)
 
 
-def bring_back_all(parent: Path) -> None:
-    """Calls `bring_back` for every folder in `parent` that was set aside."""
-    for aside in parent.glob(f"{_ASIDE}*"):
-        bring_back(parent / aside.name.removeprefix(_ASIDE))
+def restore_backups(parent: Path) -> None:
+    """Calls `restore_backup` for every backup in a folder."""
+    for backup in parent.glob(f"{_BACKUP_PREFIX}*"):
+        restore_backup(parent / backup.name.removeprefix(_BACKUP_PREFIX))
+
+
+def _backup_of(folder: Path) -> Path:
+    """The path that a folder is renamed to while it is replaced without an exchange."""
+    return folder.parent / (_BACKUP_PREFIX + folder.name)
 
 
 def remove_stale(parent: Path) -> None:
     """Deletes temporary folders that killed processes left in a folder, but not those of running processes."""
-    for scratch in parent.glob(f"{_SCRATCH}*"):
+    for scratch in parent.glob(f"{_SCRATCH_PREFIX}*"):
         with suppress(OSError):  # another process deletes it too
             if _is_scratch(scratch) and not _is_in_use(scratch):
                 _remove_scratch(scratch)
@@ -310,54 +232,38 @@ def _is_scratch(folder: Path) -> bool:
     """Whether a folder is a temporary one of this library: the user's folders may have such a name, too."""
     if folder.is_symlink() or not _SCRATCH_PATTERN.fullmatch(folder.name):
         return False
-    mark = (folder / _OWNER).lstat()
-    return stat.S_ISREG(mark.st_mode) and not mark.st_size and {*os.listdir(folder)} <= {_OWNER, _WHOLE, _RETIRED}
+    marker = (folder / _MARKER).lstat()
+    is_empty_file = stat.S_ISREG(marker.st_mode) and not marker.st_size
+    return is_empty_file and {*os.listdir(folder)} <= {_MARKER, _NEW, _OLD}
 
 
 def _is_in_use(scratch: Path) -> bool:
-    """Whether a temporary folder is in use: a file in it changed within the last hour, or its mark is locked."""
+    """Whether a temporary folder is in use: a file in it changed within the last hour, or its marker is locked."""
     newest = max(path.lstat().st_mtime for path in (scratch, *scratch.rglob("*")))
-    if time.time() - newest <= _STALE_S:
-        return True
-    if fcntl is not None:
-        with (scratch / _OWNER).open("rb") as mark:
-            try:
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:  # some network file systems have no locks
-                return False
-    return False
+    return time.time() - newest <= _STALE_S or is_locked(scratch / _MARKER)
 
 
 def _remove_scratch(scratch: Path) -> None:
-    """Deletes a temporary folder.
-
-    The mark is deleted last, so that a later process can finish an interrupted deletion.
-    """
-    inner = [scratch / name for name in (_WHOLE, _RETIRED)]
+    """Deletes a temporary folder, its marker last, so that a later process can finish an interrupted deletion."""
+    subfolders = [scratch / _NEW, scratch / _OLD]
     with suppress(OSError):
-        for folder in inner:
+        for folder in subfolders:
             delete_folder(folder)
-    if not any(map(os.path.lexists, inner)):
+    if not any(map(os.path.lexists, subfolders)):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _clean_up(scratch: Path | None, made: Iterable[Path]) -> None:
-    """Remove a temporary folder, and those folders that were made for it and are still empty."""
+def _clean_up(scratch: Path | None, created_parents: Iterable[Path]) -> None:
+    """Deletes a temporary folder, and the parents that were created for it and are still empty."""
     if scratch is not None:
         _remove_scratch(scratch)
-    for parent in made:
+    for parent in created_parents:
         with suppress(OSError):
             parent.rmdir()
 
 
-def _require_replaceable(folder: Path, kind: str) -> None:
-    """Reject the current working directory and those above it: they cannot be replaced as a whole.
-
-    Raises:
-        ConfigError: It is one of them.
-    """
+def _reject_working_directory(folder: Path, kind: str) -> None:
+    """Rejects the current working directory and those above it: they cannot be replaced as a whole."""
     try:
         here = Path.cwd().resolve()
     except OSError:  # it has been deleted
@@ -369,23 +275,23 @@ def _require_replaceable(folder: Path, kind: str) -> None:
         )
 
 
-def require_own(folder: Path, kind: str) -> None:
+def require_replaceable(folder: Path, kind: str) -> None:
     """Rejects an existing folder that has files and no manifest of this kind.
 
     Raises:
         CheckpointError: It is such a folder.
         ConfigError: It is the current working directory, or contains it.
     """
-    _require_replaceable(folder.resolve(), kind)
+    _reject_working_directory(folder.resolve(), kind)
     if not folder.parent.is_dir():
         return
     # While another process renames the folder, it has no manifest.
-    with _locked(folder.parent):
-        _require_own(folder, kind)
+    with locked(folder.parent):
+        _check_replaceable(folder, kind)
 
 
-def _require_own(folder: Path, kind: str) -> None:
-    """Does the check of `require_own`; the caller holds the lock."""
+def _check_replaceable(folder: Path, kind: str) -> None:
+    """Does the check of `require_replaceable`; the caller holds the lock."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
     if kind in _SHARES_FOLDER and MANIFEST not in names:
         names = [name for name in names if _is_in_the_way(folder / name)]
@@ -412,11 +318,7 @@ def _is_in_the_way(path: Path) -> bool:
 
 
 def _require_writable(folder: Path) -> None:
-    """Rejects a read-only folder, and one in a read-only folder, where it cannot be renamed.
-
-    Raises:
-        PermissionError: It is such a folder.
-    """
+    """Raises a PermissionError for a read-only folder, and for one in a read-only folder, where no rename works."""
     for path in (folder.parent, folder):
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(
@@ -424,19 +326,23 @@ def _require_writable(folder: Path) -> None:
             )
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether a folder has a manifest."""
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        return False
-    return not folder.is_symlink()
+def _seal(folder: Path, kind: str, facts: Mapping[str, Any]) -> None:
+    """Flushes a folder's files to the disk, then writes its manifest."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        flush(path)
+    write_manifest(folder, kind, facts, paths)
+    flush(folder / MANIFEST)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            flush(path)
+    flush(folder)
 
 
-def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
-    """Put a new folder in place; an older one of the same kind ends up where the new one was."""
+def _install(new: Path, folder: Path, kind: str, replace: bool) -> None:
+    """Puts a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
-    _require_own(folder, kind)
+    _check_replaceable(folder, kind)
     keep_mode(folder, new)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():
@@ -445,64 +351,72 @@ def _put(folder: Path, new: Path, kind: str, replace: bool) -> None:
         return
     if not replace:
         raise FileExistsError(f"{str(folder)!r} exists")
-    has_manifest = (folder / MANIFEST).exists()
-    listed = {MANIFEST, *(read_manifest(folder)["files"] if has_manifest else ())}
+    is_listed = (folder / MANIFEST).exists()
+    listed = {MANIFEST}
+    if is_listed:
+        listed.update(read_manifest(folder)["files"])
     carried = _carry_over(folder, new, listed)
     for path in new.rglob("*"):
         keep_mode(folder / path.relative_to(new), path)
-    aside = _aside(folder)
-    if _is_own(aside):  # of a process that was killed just after its new folder had the name
-        _retire(aside, folder, new.parent)
-    if not _exchange(new, folder):
-        try:
-            if not has_manifest:
-                # `bring_back` needs one to recognize the folder.
-                replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
-            folder.rename(aside)
-            try:
-                new.rename(folder)
-            except BaseException:
-                aside.rename(folder)
-                raise
-        except BaseException:
-            if not has_manifest:
-                (folder / MANIFEST).unlink(missing_ok=True)
-            raise
-        aside.rename(new)
+    backup = _backup_of(folder)
+    if has_manifest(backup):  # of a process that was killed just after its new folder was in place
+        _discard_backup(backup, folder, new.parent)
+    if not exchange_folders(new, folder):
+        _exchange_by_renames(new, folder, kind, is_listed)
     # Files that were added since.
     _carry_over(new, folder, listed | carried)
 
 
-def _retire(aside: Path, folder: Path, scratch: Path) -> None:
-    """Moves what a killed process had replaced to the temporary folder, or to a name of its own.
+def _exchange_by_renames(new: Path, folder: Path, kind: str, is_listed: bool) -> None:
+    """Exchanges a new folder and an old one, with or without a manifest; an error leaves the old one in place."""
+    backup = _backup_of(folder)
+    try:
+        if not is_listed:
+            # `restore_backup` recognizes a backup by its manifest.
+            replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
+        folder.rename(backup)
+        try:
+            new.rename(folder)
+        except BaseException:
+            backup.rename(folder)
+            raise
+    except BaseException:
+        if not is_listed:
+            (folder / MANIFEST).unlink(missing_ok=True)
+        raise
+    backup.rename(new)
+
+
+def _discard_backup(backup: Path, folder: Path, scratch: Path) -> None:
+    """Moves the backup of a killed process to a temporary folder, or to a new name if it has other files of the user.
 
     Args:
-        aside: The folder that was replaced.
+        backup: The folder that was replaced.
         folder: The folder that replaced it, with links to the files of the user.
-        scratch: The temporary folder, which is deleted at the end.
+        scratch: The temporary folder.
     """
-    listed = {MANIFEST, *read_manifest(aside)["files"]}
-    if all(are_equal(aside / name, folder / name) for name in _unlisted(aside, listed)):
-        aside.rename(scratch / _RETIRED)
+    listed = {MANIFEST, *read_manifest(backup)["files"]}
+    if all(are_equal(backup / name, folder / name) for name in _unlisted(backup, listed)):
+        backup.rename(scratch / _OLD)
         return
     kept = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
-    aside.rename(kept)
+    backup.rename(kept)
     logger.warning("%s holds files of yours that %s does not; it is kept.", kept, folder)
 
 
 def _unlisted(folder: Path, listed: set[str]) -> Iterator[str]:
     """The files, links and empty folders in a folder that are not listed."""
-    for inner, folders, files in os.walk(folder):
-        here = Path(inner)
-        ends = [name for name in folders if (here / name).is_symlink() or not os.listdir(here / name)]
-        for name in (*files, *ends):
+    for parent, folders, files in os.walk(folder):
+        here = Path(parent)
+        leaves = [name for name in folders if (here / name).is_symlink() or not os.listdir(here / name)]
+        for name in (*files, *leaves):
             relative = (here / name).relative_to(folder).as_posix()
             if relative not in listed:
                 yield relative
 
 
 def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
-    """Link the files of an old folder that are not listed into a new one; returns their names."""
+    """Links the files of an old folder that are not listed into a new one; returns their names."""
     carried = set()
     for name in _unlisted(old, listed):
         path = old / name
@@ -521,77 +435,6 @@ def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
     return carried
 
 
-def _aside(folder: Path) -> Path:
-    return folder.parent / (_ASIDE + folder.name)
-
-
-def _is_of_writing(error: BaseException) -> bool:
+def _is_write_error(error: BaseException) -> bool:
     """Whether an error comes from writing files; tokenizers raises a bare Exception then."""
     return isinstance(error, (OSError, SafetensorError)) or type(error) is Exception
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """While open, this process holds the lock of a file or folder, where the system has such locks.
-
-    Callers lock the parent folder before they rename a folder in it.
-    """
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems lock no folders
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the system or the file system cannot."""
-    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
-    try:
-        renameat2 = ctypes.CDLL(None).renameat2
-    except (OSError, AttributeError, TypeError):
-        return False
-    return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0)
-
-
-def _seal(folder: Path, manifest: dict[str, Any]) -> None:
-    """Flush a folder's files to the disk, then write its manifest."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in paths:
-        _flush(path)
-    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in paths}
-    write_file(folder / MANIFEST, [json.dumps({**manifest, "files": files}, indent=1).encode() + b"\n"])
-    _flush(folder / MANIFEST)
-    for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-        _flush(inner)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open folders, and writes their lists through
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_PIECE):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def own_version() -> str:
-    """The version of this library, "unknown" where it is not installed."""
-    try:
-        return version("llamagym")
-    except PackageNotFoundError:
-        return "unknown"

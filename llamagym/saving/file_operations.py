@@ -1,13 +1,102 @@
-"""Operations on files and folders: compare, link and delete them, and copy their permissions."""
+"""Operations on single files and folders: write, flush, lock, exchange, compare, link and delete.
+
+Each is one step of what `atomic` does, without any knowledge of manifests or temporary folders.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import filecmp
+import hashlib
 import os
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_BLOCK_BYTES = 2**20
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file by `os.write`, in blocks of at most a megabyte.
+
+    Raises:
+        OSError: The disk is full, or cannot be written.
+    """
+    remaining = memoryview(content)
+    with path.open("wb", buffering=0) as file:
+        while remaining:
+            written = os.write(file.fileno(), remaining[:_BLOCK_BYTES])
+            remaining = remaining[written:]
+
+
+def flush(path: Path) -> None:
+    """Waits until the content of a file, or the listing of a folder, is on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open folders, and writes their listings through
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum_of(path: Path) -> str:
+    """The SHA-256 checksum of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While open, this process holds the lock of a file or folder, where the system has such locks.
+
+    Callers lock the parent folder before they rename a folder in it.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the lock of a file; False where the system has no locks."""
+    if fcntl is None:
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # some network file systems have no locks
+            return False
+    return False
+
+
+def exchange_folders(one: Path, other: Path) -> bool:
+    """Exchanges two folders in one step; returns False where the system or the file system cannot."""
+    at_cwd = -100  # AT_FDCWD of renameat2(2)
+    exchange = 2  # RENAME_EXCHANGE
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0)
 
 
 def delete_folder(folder: Path) -> None:
@@ -19,9 +108,10 @@ def delete_folder(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     folder.chmod(stat.S_IRWXU)
-    # Files are left as they are: they may be links to those of the user.
+    # The modes of files stay: a file may be a hard link to one of the user's.
     for parent, folders, _ in os.walk(folder):
-        for path in (Path(parent) / name for name in folders):
+        for name in folders:
+            path = Path(parent) / name
             if not path.is_symlink():
                 path.chmod(stat.S_IRWXU)
     shutil.rmtree(folder)

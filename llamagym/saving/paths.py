@@ -1,4 +1,4 @@
-"""Paths: those that users pass, and those inside folders that somebody else may have written."""
+"""Checks of paths: those that users pass, and those inside folders from untrusted sources."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..options import user_path
 
 
 def user_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
-    """The absolute path of a folder that a user passed: it exists, or could be created.
+    """Returns the absolute path of a folder that a user passed: it exists, or could be created.
 
-    Nothing is created here. Every folder that the library writes into is looked up by this function.
+    Creates nothing. The path of every folder that the library writes to goes through this function.
 
     Args:
         path: The path; `~` is expanded, and a relative path starts at the current working directory.
@@ -40,7 +40,7 @@ def user_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a path that existed is a folder; one that another process is just replacing is."""
+    """Whether a path that existed is a folder; one that another process is replacing counts as a folder."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -48,26 +48,28 @@ def _is_folder(path: Path) -> bool:
         return not path.is_symlink()
 
 
-def is_plain(name: Any) -> bool:
+def is_relative_inside(name: Any) -> bool:
     """Whether a name is a relative path without `..`; symbolic links are not checked."""
-    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not isinstance(name, str):
+        return False
+    parts = PurePosixPath(name).parts
     return bool(parts) and not {"..", "/"} & set(parts) and not set("\0\\:") & set(name)
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The path of a file that something inside a folder names; it lies in the folder, symbolic links resolved.
+    """Returns the path of a file in a folder, and rejects one that lies outside of it, symbolic links resolved.
 
     Args:
-        folder: A folder that may come from somebody else.
-        name: The file, relative to the folder, with slashes.
+        folder: A folder that may come from an untrusted source.
+        name: The path of the file relative to the folder, with slashes.
 
     Raises:
-        CheckpointError: The name is absolute or leads out of the folder, itself or by a symbolic link.
+        CheckpointError: The name is absolute, or leads out of the folder, by `..` or by a symbolic link.
     """
-    if is_plain(name):
+    if is_relative_inside(name):
         real_folder = folder.resolve()
         roots = [real_folder]
-        # In the model hub's cache a snapshot's files are links to the blobs beside it.
+        # In the cache of the model hub the files of a snapshot are links to the blobs beside it.
         if real_folder.parent.name == "snapshots":
             roots.append(real_folder.parent.parent / "blobs")
         try:
@@ -83,12 +85,12 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def require_files_inside(folder: Path) -> None:
-    """Rejects a folder in which anything is neither a file nor a folder inside it.
+    """Rejects a folder that contains anything but files and folders inside it.
 
-    For folders that other libraries read by the names that they know, listed in a manifest or not.
+    For folders from which other libraries read files of certain names, listed in a manifest or not.
 
     Args:
-        folder: A folder that may come from somebody else.
+        folder: A folder that may come from an untrusted source.
 
     Raises:
         CheckpointError: A symbolic link leads out of the folder, or there is a pipe, device or socket.

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
 from ..options import as_statistics, check_arguments, require_positive
-from ..saving.saveable import saveable_state
+from ..saving.state_files import saveable_state
 from .played import PlayedEpisode
 from .run import Run
 

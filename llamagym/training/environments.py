@@ -24,9 +24,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from ..errors import ConfigError, EnvironmentTimeoutError, LlamaGymError
+from ..errors import ConfigError, EnvironmentTimeoutError, LlamaGymError, reason_of
 from ..options import as_json, shortened
-from ..saving.atomic import reason_of
 from .copy_errors import unpacked
 from .env_processes import ProcessEnvs, exit_with_parent, lead_group, named_if_lost
 from .infos import Info, check_names_of_same_step, lost_names, put_finals, split

@@ -12,7 +12,7 @@ from ..agent.export import KIND
 from ..errors import ConfigError
 from ..learners.base import Stats
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, require_text
-from ..saving.atomic import require_own
+from ..saving.atomic import require_replaceable
 from ..saving.paths import user_folder
 from .callbacks import Callback
 from .environments import EnvSource
@@ -78,7 +78,7 @@ class EvalCallback(Callback):
         self._greedy, self._on_best = greedy, on_best
         self._best_dir = None if best_dir is None else user_folder(best_dir, "best_dir")
         if self._best_dir is not None:
-            require_own(self._best_dir, KIND)
+            require_replaceable(self._best_dir, KIND)
         self._every = 10 if every is None else every
         self._every_episodes = every_episodes
         self.on_training_start(None)

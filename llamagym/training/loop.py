@@ -19,7 +19,7 @@ from ..agent.agent import Agent, collector_of
 from ..errors import CheckpointError, ConfigError
 from ..learners.base import Learner, Stats
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, user_path
-from ..saving.checkpoints import require_none
+from ..saving.checkpoints import require_no_checkpoints
 from ..saving.paths import user_folder
 from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, copies_for, opened
@@ -319,7 +319,7 @@ def _checked_folders(
         require_same_run(run_folder, checkpoints)
     if checkpoints is not None and not resume:
         with distributed.main_process_first():
-            require_none(checkpoints)
+            require_no_checkpoints(checkpoints)
     return _Folders(run_folder, checkpoints, runs)
 
 
@@ -461,8 +461,8 @@ class _Loop:
         if is_over:
             logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
         if is_new:
-            # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and states of
-            # callbacks are restored.
+            # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and
+            # callbacks' states are restored.
             self.save()
             self.callbacks.raise_error()
         while not is_over:

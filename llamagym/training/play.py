@@ -27,7 +27,7 @@ from ..agent.text_interface import Hooks
 from ..errors import CheckpointError
 from ..learners.base import Stats
 from ..options import shortened
-from ..saving.checkpoints import difference
+from ..saving.checkpoints import describe_change
 from .environments import Copies
 from .infos import Info
 from .played import Judge, PlayedEpisode, verdict
@@ -550,7 +550,8 @@ def _require_same_choices(saved: list[str] | None, now: list[str] | None) -> Non
         return
     was = "free text" if saved is None else str(saved)
     is_now = "free text" if now is None else str(now)
+    change = describe_change("choices", was, is_now)
     raise CheckpointError(
-        f"The agent offers other choices than when the checkpoint was saved: {difference('choices', was, is_now)}. "
+        f"The agent offers other choices than when the checkpoint was saved: {change}. "
         "Offer those that were saved, begin another run in another folder, or pass allow_changes=['choices']."
     )

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..errors import ConfigError
-from ..saving.atomic import is_scratch_file, own_version
+from ..saving.atomic import is_scratch_file
 from ..saving.checkpoints import manifests
+from ..saving.manifest import llamagym_version
 
 CONFIG = "config.json"
 MARK = "llamagym"
@@ -43,7 +44,7 @@ def is_run_id(value: object) -> TypeGuard[str]:
 
 def mark_of(run_id: str) -> str:
     """The mark in the settings of a run."""
-    return f"{own_version()} run {run_id}"
+    return f"{llamagym_version()} run {run_id}"
 
 
 def run_id_of(folder: Path) -> str | None:

@@ -15,10 +15,10 @@ from ..agent.checkpoint import loading_checkpoint
 from ..errors import CheckpointError
 from ..learners.base import Stats
 from ..options import as_json
-from ..saving.atomic import require_own, verify
-from ..saving.checkpoints import KIND, check_options, newest, path_of, prune
+from ..saving.atomic import require_replaceable, verify
+from ..saving.checkpoints import KIND, check_options, checkpoint_path, newest, prune
 from ..saving.paths import file_inside
-from ..saving.state_files import named_on_error
+from ..saving.state_files import as_checkpoint_error
 from .copy_errors import failed_copy
 from .loop_state import check_loop_state
 from .play import Play
@@ -76,7 +76,7 @@ class SavedRun:
             "run": self.run_id,
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
-        path = path_of(self.root, turns)
+        path = checkpoint_path(self.root, turns)
         # A run may come from somebody else: a link would lead to a checkpoint of another one.
         file_inside(self.root, path.name)
         if distributed.is_main_process():
@@ -113,7 +113,7 @@ class SavedRun:
             collector_of(self._agent), path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
         loop = resuming.enter_context(loading)
-        with named_on_error(path, "state.json"):
+        with as_checkpoint_error(path, "state.json"):
             check_loop_state(loop, self._options["num_envs"], starts_again)
             self._play.check_actions(loop["play"], starts_again)
         try:
@@ -131,7 +131,7 @@ def _move_damaged_aside(path: Path) -> None:
     A resumed run reaches the turns of a damaged checkpoint again, since it continues from an older one.
     """
     try:
-        require_own(path, KIND)
+        require_replaceable(path, KIND)
     except (CheckpointError, OSError):  # it is damaged, or a file
         # A name that no checkpoint has.
         aside = path.with_name(f"{path.name}-damaged-{secrets.token_hex(4)}")

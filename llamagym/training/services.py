@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..agent.agent import Agent, collector_of
-from ..errors import ConfigError, did_you_mean
-from ..saving.atomic import reason_of
+from ..errors import ConfigError, did_you_mean, reason_of
 
 _COLUMNS = ("update", "episode", "turn", "read", "reply", "probability", "reward", "value", "advantage")
 

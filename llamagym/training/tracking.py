@@ -29,7 +29,7 @@ from ..options import (
 )
 from ..saving.atomic import replace_file
 from ..saving.paths import user_folder
-from ..saving.saveable import saveable_state
+from ..saving.state_files import saveable_state
 from .run_folder import CONFIG, MARK, mark_of, new_run_id, require_run_folder, run_id_of
 from .services import ServiceTracker
 

@@ -23,8 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from common import ROOT, setting
 
-from llamagym.saving.atomic import MANIFEST
 from llamagym.saving.checkpoints import newest
+from llamagym.saving.manifest import MANIFEST
 from llamagym.saving.state_files import read_state
 
 HERE = Path(__file__).resolve().parent

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ...models.hardware import sum_dtype
-from ...models.peft_internals import base_of, is_low_rank, low_rank_of
-from ...models.torch_internals import hooks_of
+from ...models.peft_internals import base_of, is_lora_weight, low_rank_of
+from ...models.torch_internals import forward_hooks_of
 from ...models.transformers_internals import (
     attention_function,
-    attention_of,
+    attention_name,
     cache_argument,
     captures_outputs,
     has_attention,
@@ -98,7 +98,7 @@ class _Layer:
         self._attention, projections, self._norms = parts_of(layer)
         self._in, self._out, self._gate_up, self._down = projections
         inner = [module for module in layer.modules() if module is not layer]
-        self._hooks = [hooks for module in inner for hooks in hooks_of(module)]
+        self._hooks = [hooks for module in inner for hooks in forward_hooks_of(module)]
 
     def has_hooks(self) -> bool:
         """Whether an inner module has hooks, which a fused layer would not call."""
@@ -120,7 +120,7 @@ class _Layer:
         if not torch.is_grad_enabled():
             return hasattr(cache, "grow")
         are_frozen = not any(norm.weight.requires_grad for norm in self._norms)
-        return are_frozen and has_attention(attention_of(self._attention.config))
+        return are_frozen and has_attention(attention_name(self._attention.config))
 
     def _run(
         self, hidden: Tensor, cache: Any, *, attention_mask: Tensor, position_embeddings: Any, **others: Any
@@ -154,7 +154,7 @@ class _Layer:
             return self._attend_in_parts(query, key, value, mask, attention.scaling, of_layer).flatten(2)
         query, key = (_rotate(part, angles) for part in (query, key))
         key, value = cache.update(key, value, attention.layer_idx)
-        by_pytorch = attention_function(attention_of(attention.config))
+        by_pytorch = attention_function(attention_name(attention.config))
         attended: Tensor = by_pytorch(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
         return attended.flatten(2)
 
@@ -200,7 +200,7 @@ def _can_be_fused(layer: Any) -> bool:
     attention, projections, _ = parts_of(layer)
     return (
         attention.config.hidden_act == "silu"
-        and len({weight.dtype for name, weight in layer.named_parameters() if not is_low_rank(name)}) == 1
+        and len({weight.dtype for name, weight in layer.named_parameters() if not is_lora_weight(name)}) == 1
         and not any("forward" in vars(module) for module in layer.modules())
         and all(type(base_of(module)) is nn.Linear for modules in projections for module in modules)
     )
