@@ -23,7 +23,7 @@ from ..options import check_arguments
 from ..policy.policy import NOT_PICKLED, Policy
 from ..policy.sampling import redrawn_on_error
 from ..policy.saved import policy_state, restore_policy
-from ..text.arguments import check_text, environment_ids, informed, listed, plain_keys
+from ..text.arguments import check_text, environment_ids, as_infos, as_list, plain_keys
 from ..text.chat_template import ChatTemplate, Message
 from ..text.episode import Context, Conversation, Reply
 from ..text.records import IdTable, conversation_record, key_from, restore_conversation
@@ -164,9 +164,9 @@ class Actor(TextInterface):
         Returns:
             One action per observation; None where the reply names no action and `fallback_action` is not defined.
         """
-        observations = listed(observations, "observations")
+        observations = as_list(observations, "observations")
         ids = environment_ids(observations, env_ids, "observations")
-        infos = informed(infos, ids)
+        infos = as_infos(infos, ids)
         started = time.perf_counter()
         forwarded = self.policy.tokens_forwarded
         # After an error no turn is taken, so that a caller that fixes the cause can act again.
@@ -222,7 +222,7 @@ class Actor(TextInterface):
 
     def choices_for(self, observation: Any, info: Mapping[str, Any] | None = None) -> list[str] | None:
         """The allowed replies, without those that `info["action_mask"]` excludes; None for free text."""
-        (info,) = informed([info], [0])
+        (info,) = as_infos([info], [0])
         offered = self.get_action_choices(observation, **self._told("get_action_choices", info))
         mask = None if info is None else info.get("action_mask")
         return offered if offered is None or mask is None else self._masking.possible(offered, mask)
@@ -251,7 +251,7 @@ class Actor(TextInterface):
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
         """Drops unfinished episodes without learning from them."""
-        for env_id in plain_keys(listed(env_ids, "env_ids"), "environment id"):
+        for env_id in plain_keys(as_list(env_ids, "env_ids"), "environment id"):
             self._conversations.pop(env_id, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -313,8 +313,8 @@ class Actor(TextInterface):
         """
         contexts = []
         offers: list[list[str]] = []
-        observations = listed(observations, "observations")
-        for observation, info in zip(observations, informed(infos, range(len(observations))), strict=True):
+        observations = as_list(observations, "observations")
+        for observation, info in zip(observations, as_infos(infos, range(len(observations))), strict=True):
             offered = self.choices_for(observation, info)
             if offered is None:
                 raise ConfigError(

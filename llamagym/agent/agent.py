@@ -30,7 +30,7 @@ from ..policy.policy import Policy
 from ..policy.saved import restore_choices
 from ..saving.atomic import written_whole
 from ..saving.state_files import named_on_error
-from ..text.arguments import listed
+from ..text.arguments import as_list
 from ..text.chat_template import ChatTemplate, check_vocabulary, end_ids
 from ..text.demonstrations import read_demonstrations
 from ..text.episode import Context
@@ -138,15 +138,15 @@ class Agent(LearningActor):
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty, learner, replay)
         self._seeds = distributed.gather_objects(np.random.default_rng(seed))[0]
         given = {
-            "generate_config_dict": generation.given(),
+            "generate_config_dict": generation.to_dict(),
             "algorithm": algorithm,
-            f"{algorithm}_config_dict": learner.config.given(),
+            f"{algorithm}_config_dict": learner.config.to_dict(),
             "context": context,
             "response_prefix": response_prefix,
             "invalid_action_penalty": float(invalid_action_penalty),
             "calibrate_choices": calibrate_choices,
             "aim_lora": aim_lora,
-            "replay_config_dict": None if replay is None else replay.given(),
+            "replay_config_dict": None if replay is None else replay.to_dict(),
             "seed": seed,
         }
         self._options = as_json(given)
@@ -194,7 +194,7 @@ class Agent(LearningActor):
         Returns:
             The checks; print it, or ask whether all have `passed`.
         """
-        return preflight(self, listed(observations, "observations"))
+        return preflight(self, as_list(observations, "observations"))
 
     def draw_seed(self) -> int:
         """A seed for episodes to come, another one each time."""

@@ -26,7 +26,7 @@ from ..saving import checkpoints
 from ..saving.atomic import written_whole
 from ..saving.saveable import saveable_state
 from ..saving.state_files import check_alike, named_on_error, read_state, write_state
-from ..text.arguments import check_flags, environment_ids, informed, listed, one_each, plain_keys
+from ..text.arguments import check_flags, environment_ids, as_infos, as_list, per_env, plain_keys
 from ..text.chat_template import ChatTemplate
 from ..text.episode import Context, Conversation, Episode, commonest_reply, renumbered
 from ..text.records import IdTable, episode_from, episode_record
@@ -82,7 +82,7 @@ class LearningActor(Actor):
             sets_critic=any(
                 getattr(config, name, None) is not None for name in ("value_learning_rate", "cliprange_value")
             ),
-            epochs_option=next((name for name in ("ppo_epochs", "epochs") if name in config.given()), ""),
+            epochs_option=next((name for name in ("ppo_epochs", "epochs") if name in config.to_dict()), ""),
         )
         self._alarms = Alarms(settings)
         self._buffer: list[Episode] = []
@@ -306,9 +306,9 @@ class LearningActor(Actor):
         Raises:
             EpisodeError: A turn is missing, or a reward is not a finite number; none is assigned.
         """
-        given = listed(rewards, "rewards")
+        given = as_list(rewards, "rewards")
         ids = environment_ids(given, env_ids, "rewards")
-        places = one_each(turns, -1, ids, "turns")
+        places = per_env(turns, -1, ids, "turns")
         for reward, env_id, place in zip(given, ids, places, strict=True):
             if not self._has_turns(env_id):
                 raise EpisodeError(
@@ -356,13 +356,13 @@ class LearningActor(Actor):
         Returns:
             Statistics of the update, or an empty dictionary if none ran.
         """
-        ids = listed(env_ids, "env_ids")
+        ids = as_list(env_ids, "env_ids")
         ids = environment_ids(ids, ids, "episodes")
-        flagged = one_each(truncated, False, ids, "truncated")
-        finals = one_each(final_observations, None, ids, "final_observations")
-        group_of = plain_keys(one_each(groups, None, ids, "groups"), "group")
-        last_infos = informed(final_infos, ids)
-        ends = one_each(terminated, False, ids, "terminated")
+        flagged = per_env(truncated, False, ids, "truncated")
+        finals = per_env(final_observations, None, ids, "final_observations")
+        group_of = plain_keys(per_env(groups, None, ids, "groups"), "group")
+        last_infos = as_infos(final_infos, ids)
+        ends = per_env(terminated, False, ids, "terminated")
         check_flags([*flagged, *ends, train], "truncated, terminated or train")
         cut = [bool(flag) for flag in flagged] if terminated is None else [not end for end in ends]
         bootstraps = self._learning and train and self.learner.has_critic

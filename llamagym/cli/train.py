@@ -145,6 +145,6 @@ def _require_same_options(
     path = newest(checkpoint_dir)
     if path is None:
         return
-    own = {"class": type(agent).__name__, "context": context, "ppo_config_dict": agent.learner.config.given()}
+    own = {"class": type(agent).__name__, "context": context, "ppo_config_dict": agent.learner.config.to_dict()}
     check_options(path, "options", own, free={"seed", "microbatch_nodes"}, fixed={"context"})
     check_options(path, "train", {"num_envs": copies_for(env_id, num_envs), "seed": seed}, fixed={"seed"})

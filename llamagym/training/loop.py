@@ -388,7 +388,7 @@ def _trackers_of_run(
     run_dir: Path, agent: Agent, settings: Mapping[str, Any], log_with: Sequence[str], run_id: str
 ) -> MultiTracker:
     """The trackers that write a run's folder."""
-    config = {"agent": type(agent).__name__, **settings, **agent.learner.config.given()}
+    config = {"agent": type(agent).__name__, **settings, **agent.learner.config.to_dict()}
     return trackers_of_run(run_dir, config, agent=agent, log_with=log_with, run_id=run_id)
 
 
