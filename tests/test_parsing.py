@@ -195,7 +195,7 @@ def test_every_json_object_of_a_reply_is_read(reply, space, action):
     ],
 )
 def test_rejects_reply_that_means_several_actions(reply, space):
-    with pytest.raises(ActionParseError, match="means several actions"):
+    with pytest.raises(ActionParseError, match="names several actions"):
         parse_action(reply, space)
 
 
@@ -325,7 +325,7 @@ def test_characters_read_grow_linearly_with_the_reply(piece, monkeypatch):
         "raw_decode",
         lambda decoder, text, *where: counted.append(len(text)) or usual(decoder, text, *where),
     )
-    most = parsing._WINDOW + 2 * (parsing._MOST_READS + 2)
+    most = parsing._WINDOW + 2 * (parsing._MAX_WASTED_READS + 2)
     for length in (1_000, 10_000, 100_000):
         reply = (piece * length)[:length]
         counted.clear()

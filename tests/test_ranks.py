@@ -20,7 +20,7 @@ from accelerate import PartialState
 from llamagym import distributed
 from llamagym.errors import ConfigError, RankError
 from llamagym.policy.calibration import Calibration
-from llamagym.text.episode import renumbered
+from llamagym.text.episode import map_weights_versions
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.processes import KILLED, together
 from tests.resumed_run import CASES as RUNS
@@ -144,7 +144,7 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
     agent.policy.calibration = Calibration.from_record(first["calibration"])
     now = {first["version"]: agent.policy.weights_version}
     for episode in first["episodes"]:
-        object.__setattr__(episode, "turns", tuple(renumbered(episode.turns, now)))
+        object.__setattr__(episode, "turns", tuple(map_weights_versions(episode.turns, now)))
     assert all(episode.is_over for episode in first["episodes"]) != CASES[name].cuts
     assert {episode.rank for episode in first["episodes"]} == {0, 1} - ({1} if not CASES[name].lengths[1] else set())
     with torch.enable_grad():

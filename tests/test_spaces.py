@@ -47,7 +47,7 @@ def test_replies_mean_actions_of_the_space_or_none(name):
     if name not in ("dict", "text"):
         assert str(parse_action(f'I think {{"action": {reply}}}', space)) == str(action)
     for other in others:
-        with pytest.raises(ActionParseError, match="means no action of"):
+        with pytest.raises(ActionParseError, match="names no action of"):
             parse_action(other, space)
 
 

@@ -28,7 +28,7 @@ from ..saving.saveable import saveable_state
 from ..saving.state_files import check_alike, named_on_error, read_state, write_state
 from ..text.arguments import check_flags, environment_ids, as_infos, as_list, per_env, plain_keys
 from ..text.chat_template import ChatTemplate
-from ..text.episode import Context, Conversation, Episode, commonest_reply, renumbered
+from ..text.episode import Context, Conversation, Episode, commonest_reply, map_weights_versions
 from ..text.records import IdTable, episode_from, episode_record
 from .actor import Actor
 from .alarms import Alarms, Settings
@@ -231,7 +231,7 @@ class LearningActor(Actor):
             own = others[distributed.rank() - 1]
             self.load_own_state_dict(own["acting"])
             for conversation in self._conversations.values():
-                conversation.turns = renumbered(conversation.turns, {own["version"]: self.policy.weights_version})
+                conversation.turns = map_weights_versions(conversation.turns, {own["version"]: self.policy.weights_version})
             self.policy.rng.set_state(own["rng"])
             loop = dict(own["loop"])
         elif distributed.rank():

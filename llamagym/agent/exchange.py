@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import distributed
 from ..policy.policy import Policy
-from ..text.episode import Episode, played_by
+from ..text.episode import Episode, from_process
 
 
 def of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
@@ -19,7 +19,7 @@ def of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
     # Every process counts the states of its weights for itself.
     now = policy.weights_version
     return [
-        played_by(rank, episode, {} if changed else {version: now})
+        from_process(rank, episode, {} if changed else {version: now})
         for rank, (version, _, episodes) in enumerate(told)
         for episode in episodes
     ]
