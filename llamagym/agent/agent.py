@@ -268,7 +268,7 @@ class Agent(LearningActor):
             agent = cls(model, tokenizer, **{**state["options"], **options})
             restore_choices(agent.policy, state, agent.policy.calibrates == state["options"]["calibrate_choices"])
             agent.policy.rng.set_state(state["rng"])
-        distributed.diverge_(agent.policy.rng)
+        distributed.reseed_by_rank_(agent.policy.rng)
         return agent
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None, **saved: Any) -> str:

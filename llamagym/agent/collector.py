@@ -69,7 +69,7 @@ class LearningActor(Actor):
         """Prepare to act and to learn; arguments as for `Agent`."""
         super().__init__(policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
         warn_if_shared(self, policy.model)
-        distributed.diverge_(policy.rng)
+        distributed.reseed_by_rank_(policy.rng)
         self.learner = learner
         self._replay = None if replay is None else Replay(policy, replay)
         config = learner.config
@@ -216,7 +216,7 @@ class LearningActor(Actor):
                 self.check_state(state["agent"], "model" in allow_changes)
                 self.load_state_dict(state["agent"])
                 loop = self._take_own_share(state)
-                is_same = distributed.count() == 1 + len(state.get("others", []))
+                is_same = distributed.world_size() == 1 + len(state.get("others", []))
                 if not (keep_episodes and is_same):
                     self.discard_episodes(list(self._conversations))
                 if not is_same:
@@ -235,7 +235,7 @@ class LearningActor(Actor):
             self.policy.rng.set_state(own["rng"])
             loop = dict(own["loop"])
         elif distributed.rank():
-            distributed.diverge_(self.policy.rng)
+            distributed.reseed_by_rank_(self.policy.rng)
         return loop
 
     @contextmanager

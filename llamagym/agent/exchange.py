@@ -9,7 +9,7 @@ from ..text.episode import Episode, from_process
 
 def of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
     """The episodes of all processes, this one's own among them, once all measure choices against the same."""
-    if distributed.count() == 1:
+    if distributed.world_size() == 1:
         return own
     calibration = policy.calibration
     told = distributed.gather_objects((policy.weights_version, calibration.measured if calibration else {}, own))

@@ -231,7 +231,7 @@ def train(
         ExitStack() as resuming,
     ):
         base_seed = agent.draw_seed() if seed is None else seed
-        play = Play(agent, parts, ids, base_seed, size, judge, (distributed.rank(), distributed.count()))
+        play = Play(agent, parts, ids, base_seed, size, judge, (distributed.rank(), distributed.world_size()))
 
         def run_saved_in(folder: Path) -> SavedRun:
             options = {
@@ -420,7 +420,7 @@ def _is_interactive() -> bool:
 def _copies_for_batches(learner: Learner, stats: Stats) -> int:
     """As many copies as a batch holds episodes of the length of the last batch's, in each process its share."""
     length = stats["turns"] / stats["episodes"]
-    return max(_FEWEST_COPIES, math.ceil(learner.turns_wanted / length / distributed.count()))
+    return max(_FEWEST_COPIES, math.ceil(learner.turns_wanted / length / distributed.world_size()))
 
 
 @contextmanager

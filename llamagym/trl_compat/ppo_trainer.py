@@ -209,7 +209,7 @@ class PPOTrainer:
                 batch, stats = self._prepare(queries, responses, torch.tensor([float(score) for score in scores]))
                 stats |= self._optimize(batch)
                 if self.config.adap_kl_ctrl:
-                    self._kl_controller.update(stats["ref_kl"], len(queries) * distributed.count())
+                    self._kl_controller.update(stats["ref_kl"], len(queries) * distributed.world_size())
         return stats | {"learn_s": time.perf_counter() - started}
 
     @torch.no_grad()
@@ -284,7 +284,7 @@ class PPOTrainer:
             chunk = batch.rows(index)
             share = chunk.mask.sum().item() / total
             loss, parts, error = self._loss(chunk)
-            self.accelerator.backward(share / distributed.count() * loss)
+            self.accelerator.backward(share / distributed.world_size() * loss)
             for name, value in parts.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, error)
