@@ -231,7 +231,9 @@ class LearningActor(Actor):
             own = others[distributed.rank() - 1]
             self.load_own_state_dict(own["acting"])
             for conversation in self._conversations.values():
-                conversation.turns = map_weights_versions(conversation.turns, {own["version"]: self.policy.weights_version})
+                conversation.turns = map_weights_versions(
+                    conversation.turns, {own["version"]: self.policy.weights_version}
+                )
             self.policy.rng.set_state(own["rng"])
             loop = dict(own["loop"])
         elif distributed.rank():

@@ -224,7 +224,9 @@ def _read_final_states(policy: Policy, episodes: Sequence[Episode], width: int) 
     features = torch.zeros(len(episodes), width)
     # Each process reads its share: read by all, they would be rounded differently in each.
     own = [
-        row for row, final in enumerate(finals) if final is not None and row % distributed.world_size() == distributed.rank()
+        row
+        for row, final in enumerate(finals)
+        if final is not None and row % distributed.world_size() == distributed.rank()
     ]
     if own:
         reading = policy.read_critic([final for final in (finals[row] for row in own) if final is not None])

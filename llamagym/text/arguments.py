@@ -132,9 +132,7 @@ def check_text(text: object, source: str) -> None:
         ConfigError: The value is not a string, or contains half of a surrogate pair.
     """
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{source} gave {excerpt(text)} ({type(text).__name__}). Expected a string, '' for no text."
-        )
+        raise ConfigError(f"{source} gave {excerpt(text)} ({type(text).__name__}). Expected a string, '' for no text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
