@@ -29,8 +29,8 @@ from .errors import ConfigError, RankError
 
 T = TypeVar("T")
 
-# Long enough for the main process to evaluate or to write files meanwhile. A process that ends is noticed at once, since
-# its connections close.
+# Long enough for the main process to evaluate or to write files. A process that ends is noticed at once, since its
+# connections close.
 _TIMEOUT_S = 600
 # Engines of accelerate that shard a model, by the environment variable that its launcher sets.
 _SHARDING_ENGINES = {

@@ -23,7 +23,7 @@ from ..options import check_arguments
 from ..policy.policy import NOT_PICKLED, Policy
 from ..policy.sampling import redrawn_on_error
 from ..policy.saved import policy_state, restore_policy
-from ..text.arguments import check_text, environment_ids, as_infos, as_list, plain_keys
+from ..text.arguments import as_infos, as_list, check_text, environment_ids, plain_keys
 from ..text.chat_template import ChatTemplate, Message
 from ..text.episode import Context, Conversation, Reply
 from ..text.records import IdTable, conversation_record, key_from, restore_conversation

@@ -26,7 +26,7 @@ from ..saving import checkpoints
 from ..saving.atomic import written_whole
 from ..saving.saveable import saveable_state
 from ..saving.state_files import check_alike, named_on_error, read_state, write_state
-from ..text.arguments import check_flags, environment_ids, as_infos, as_list, per_env, plain_keys
+from ..text.arguments import as_infos, as_list, check_flags, environment_ids, per_env, plain_keys
 from ..text.chat_template import ChatTemplate
 from ..text.episode import Context, Conversation, Episode, commonest_reply, map_weights_versions
 from ..text.records import IdTable, episode_from, episode_record

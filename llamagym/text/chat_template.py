@@ -252,7 +252,8 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             problem = f"the ids {sorted(defined)} are beyond its {vocab_size} tokens"
         raise ConfigError(
             "Neither the tokenizer nor the model's generation_config names an end token that the model has, so no "
-            f"reply could end: {problem}. Set tokenizer.eos_token to the token that ends a message in the model's chats."
+            f"reply could end: {problem}. Set tokenizer.eos_token to the token that ends a message in the model's "
+            "chats."
         )
     return found
 
@@ -291,8 +292,8 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     if disagrees or (end_tokens and not end_tokens & control_tokens):
         raise ConfigError(
             f"The tokenizer seems to be another model's: its special tokens are {of_tokenizer}, the model's "
-            f"{of_model}. Pass the model's own tokenizer. If you chose other special tokens on purpose, set their ids in "
-            "model.pretrained_model.config and .generation_config too."
+            f"{of_model}. Pass the model's own tokenizer. If you chose other special tokens on purpose, set their ids "
+            "in model.pretrained_model.config and .generation_config too."
         )
 
 

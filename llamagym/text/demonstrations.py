@@ -69,8 +69,8 @@ def read_demonstrations(
     """
     if path is None:
         raise ConfigError(
-            "no demonstrations file is set. Set your agent's class attribute demonstrations to a JSONL file, or pass its "
-            "path to sft_from_jsonl()."
+            "no demonstrations file is set. Set your agent's class attribute demonstrations to a JSONL file, or pass "
+            "its path to sft_from_jsonl()."
         )
     try:
         lines = user_path(path).read_text(encoding="utf-8").split("\n")

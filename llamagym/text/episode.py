@@ -305,10 +305,7 @@ class Conversation:
         max_prompt_length = math.inf if self.max_length is None else self.max_length - reply_length
         visible_turns = 0 if self.context == "turn" else len(self.turns) - self.first_shown
         starts_context = visible_turns == 0
-        if starts_context:
-            ids = self._first_prompt(text, prefix_ids)
-        else:
-            ids = self._next_prompt(text, prefix_ids)
+        ids = self._first_prompt(text, prefix_ids) if starts_context else self._next_prompt(text, prefix_ids)
         if visible_turns and self.current_segment().token_count + len(ids) > max_prompt_length:
             starts_context = True
             # Dropping only as many turns as necessary would start a new context, and so a prefill, at every turn.

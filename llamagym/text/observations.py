@@ -50,8 +50,8 @@ def part_names(space: spaces.Space[Any]) -> list[str]:
     names = [name for name, _ in _parts(space.sample(), space, "")]
     if len(names) > _MAX_PARTS:
         raise ConfigError(
-            f"Observations have {len(names)} numbers, more than the {_MAX_PARTS} that can be described in words. Define "
-            "an Agent whose format_observation() selects what matters."
+            f"Observations have {len(names)} numbers, more than the {_MAX_PARTS} that can be described in words. "
+            "Define an Agent whose format_observation() selects what matters."
         )
     return names
 

@@ -168,7 +168,7 @@ class PPOTrainer:
             ref_model = deepcopy(model).requires_grad_(False)
         self.ref_model = None if ref_model is None else ref_model.eval()
         self.accelerator = distributed.accelerator(model.device)
-        # No `target_kl` here: TRL's early stopping undoes no step, so only steps to output that is not finite are undone.
+        # Without `target_kl`, since TRL's early stopping undoes no step; only steps to output that is not finite are.
         self._safe_optimizer = SafeOptimizer(
             self._trainable_weights(),
             (config.learning_rate, self._sizes.value_learning_rate),
