@@ -351,7 +351,7 @@ def test_an_environment_whose_extra_is_missing_is_an_error_that_names_it(run, mo
         ("actions: [a, a, b, c]", "alike"),
         ("actions: left", "actions in .* is 'left'. Pass a list"),
         ("action: [a]", "unknown key 'action'. Did you mean 'actions'"),
-        ("observation: nothing", "nothing depends on what is observed"),
+        ("observation: nothing", "does not contain the observation"),
         ("system_prompt: [a]", "Pass a text"),
         ("observation_names: [a, b]", "has 2 names, but .* has 1 parts"),
         ("just words", "holds 'just words'"),

@@ -27,7 +27,7 @@ def test_the_embedded_model_is_well():
     assert "FAIL" not in result.stdout
     # On a machine that has other work to do, less is looked at in half a minute.
     left_out = "no time left" in result.stdout
-    assert result.stdout.endswith("All is well.\n") or left_out
+    assert result.stdout.endswith("All checks passed.\n") or left_out
     assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 1 or left_out
 
 
@@ -229,4 +229,4 @@ def test_a_fault_is_the_exit_status_of_the_command(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stderr
     assert result.stdout.startswith("FAIL model")
-    assert result.stdout.endswith("Not as it should be: model.\n")
+    assert result.stdout.endswith("Failed: model.\n")

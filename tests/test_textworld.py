@@ -149,10 +149,10 @@ def test_the_locked_door_opens(tmp_path):
 
 def test_paths_of_games_begin_at_the_home_folder_or_here(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 is not there"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 does not exist"):
         TextWorldEnv(["~/g.z8"])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 is not there"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 does not exist"):
         TextWorldEnv(["g.z8"])
 
 
@@ -161,7 +161,7 @@ def test_mistakes_are_told(tmp_path):
         make_games("coin_colector", [0], tmp_path)
     with pytest.raises(ConfigError, match="No games"):
         TextWorldEnv([])
-    with pytest.raises(ConfigError, match=r"g\.z8 is not there"):
+    with pytest.raises(ConfigError, match=r"g\.z8 does not exist"):
         TextWorldEnv([tmp_path / "g.z8"])
 
 
