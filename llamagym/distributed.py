@@ -134,10 +134,7 @@ def reseed_by_rank_(generator: torch.Generator) -> None:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Context manager: the other processes enter the block after the main process has left it.
-
-    For a download, for instance, that the others then find in the cache.
-    """
+    """While open, the other processes wait until the main process has left the block, for instance after a download."""
     if not is_main_process():
         gather_objects(None)
     yield

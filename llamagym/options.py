@@ -62,13 +62,9 @@ class Options:
         _check_types(get_type_hints(type(self)), values)
         for name, value in values.items():
             if isinstance(value, Real) and not isinstance(value, bool):
-                number: float
-                if isinstance(value, Integral):
-                    number = int(value)
-                    largest: float = _LARGEST_INT
-                else:
-                    number = float(value)
-                    largest = _LARGEST_FLOAT
+                is_integer = isinstance(value, Integral)
+                number = int(value) if is_integer else float(value)
+                largest = _LARGEST_INT if is_integer else _LARGEST_FLOAT
                 if largest < abs(number) < math.inf:
                     raise ConfigError(f"{name}={excerpt(value)} is too large. Pass a number up to {largest:.1e}.")
                 # NumPy's numbers cannot be saved as JSON.
@@ -369,16 +365,13 @@ def json_safe(value: Any, longest: int = 10_000, depth: int = 20) -> Any:
         if math.isnan(number) and isinstance(value, int):
             number = math.inf if value > 0 else -math.inf
         return value if math.isfinite(number) else str(number)
-    if isinstance(value, Mapping):
-        if depth:
-            return {json_safe(str(key), longest): json_safe(item, longest, depth - 1) for key, item in value.items()}
-        text = "..."
-    elif isinstance(value, (list, tuple)):
-        if depth:
-            return [json_safe(item, longest, depth - 1) for item in value]
-        text = "..."
-    else:
-        text = value if isinstance(value, str) else str(value)
+    if depth and isinstance(value, Mapping):
+        return {json_safe(str(key), longest): json_safe(item, longest, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [json_safe(item, longest, depth - 1) for item in value]
+    if isinstance(value, (Mapping, list, tuple)):
+        value = "..."
+    text = value if isinstance(value, str) else str(value)
     # UTF-8 cannot encode half of a surrogate pair.
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= longest else text[:longest] + "..."

@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import needs
 
 ACTIONS = ("left", "right", "ahead", "pick up", "drop", "toggle", "done")
 """Names of minigrid's actions, by number: turn left, turn right, go ahead and so on. Toggle opens and closes."""
@@ -43,10 +43,8 @@ def make_babyai(
     Raises:
         ConfigError: minigrid is not installed.
     """
-    try:
+    with needs("minigrid", level):
         import minigrid  # noqa: F401 - registers the levels
-    except ImportError as error:
-        raise ConfigError(f"{level} needs the package minigrid. Run pip install 'llamagym[minigrid]'.") from error
     limit: dict[str, Any] = {} if max_steps is None else {"max_steps": max_steps}
     return BabyAIText(gymnasium.make(level, **limit), all_actions, repeat_mission)
 

@@ -15,11 +15,7 @@ _LARGEST_KEY = 2**63 - 1
 
 
 def as_list(items: Iterable[Any], name: str) -> list[Any]:
-    """Returns the items of a list, an array or another iterable.
-
-    Args:
-        items: One item per environment.
-        name: Name of the argument, for errors.
+    """Returns the items of a list, an array or another iterable; `name` is the argument's name, for errors.
 
     Raises:
         EpisodeError: `items` is a string, a mapping, or not iterable.
@@ -35,11 +31,6 @@ def as_list(items: Iterable[Any], name: str) -> list[Any]:
 
 def environment_ids(items: Sequence[Any], env_ids: Iterable[Hashable] | None, name: str) -> list[Hashable]:
     """Returns the ids of the environments that `items` belong to, by default 0, 1, 2, ...
-
-    Args:
-        items: One item per environment.
-        env_ids: Distinct ids, one per item, or None.
-        name: Name of the items, for errors.
 
     Raises:
         EpisodeError: The ids are not distinct, or not one per item.
@@ -122,11 +113,7 @@ def check_flags(flags: Sequence[Any], name: str) -> None:
 
 
 def check_text(text: object, source: str) -> None:
-    """Rejects values that a tokenizer cannot encode.
-
-    Args:
-        text: The value.
-        source: Origin of the value, for errors.
+    """Rejects values that a tokenizer cannot encode; `source` is the value's origin, for errors.
 
     Raises:
         ConfigError: The value is not a string, or contains half of a surrogate pair.

@@ -300,10 +300,6 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 def _special_ids(owner: Any, role: str) -> set[int]:
     """Returns the ids of a special token that a config or tokenizer defines: none, one or several.
 
-    Args:
-        owner: A config or tokenizer.
-        role: Name of the attribute, such as "eos_token_id".
-
     Raises:
         ConfigError: An id is not an int.
     """

@@ -195,23 +195,12 @@ def rows_of(segments: Iterable[Segment]) -> list[int]:
 
 
 def from_process(rank: int, episode: Episode, versions: Mapping[int, int]) -> Episode:
-    """Returns an episode that another process played, with this process's versions of the weights.
-
-    Args:
-        rank: Rank of the other process.
-        episode: Its episode.
-        versions: This process's version by the other's, as for `map_weights_versions`.
-    """
+    """Returns an episode of process `rank` with this process's versions of the weights, as `map_weights_versions`."""
     return replace(episode, turns=tuple(map_weights_versions(episode.turns, versions)), rank=rank)
 
 
 def map_weights_versions(turns: Sequence[Turn], versions: Mapping[int, int]) -> list[Turn]:
-    """Returns turns with other versions of the weights.
-
-    Args:
-        turns: The turns.
-        versions: New version by old one; a version that is missing becomes -1, since its weights no longer exist.
-    """
+    """Returns turns with other versions of the weights, given by old version; -1 for weights that no longer exist."""
     mapped = []
     for turn in turns:
         version = versions.get(turn.reply.weights_version, -1)
@@ -396,10 +385,7 @@ class Conversation:
         )
 
     def under_way(self) -> Episode:
-        """Returns the turns to learn from before the episode ends.
-
-        The last turn is left out: its prompt is the final prompt, at which the value is bootstrapped.
-        """
+        """Returns the turns to learn from before the episode ends: all but the last, which bootstraps the value."""
         first = self.learned_turns
         return Episode(
             tuple(self.turns[first:-1]),
@@ -449,14 +435,10 @@ class Conversation:
 
 
 def _check_choices(choices: Sequence[Sequence[Any]], returned: Any) -> None:
-    """Rejects choices that are empty or repeated.
-
-    Args:
-        choices: The choices as strings or as token ids.
-        returned: The value that `get_action_choices` returned.
+    """Rejects choices, as strings or as token ids, that are empty or repeated.
 
     Raises:
-        ConfigError: `returned` is not a list of strings, or a choice is empty or repeated.
+        ConfigError: A choice is empty or repeated, or `get_action_choices` has not returned a list of strings.
     """
     is_list = isinstance(returned, (list, tuple)) and all(isinstance(choice, str) for choice in returned)
     if not is_list or not choices or not all(choices) or len(set(choices)) != len(choices):

@@ -164,11 +164,7 @@ def check_reply(reply: object) -> None:
 
 
 def check_json_key(key: object, name: str) -> None:
-    """Rejects a JSON key that is not a string.
-
-    Args:
-        key: The key.
-        name: Name of the argument, for errors.
+    """Rejects a JSON key that is not a string; `name` is the argument's name.
 
     Raises:
         ConfigError: The key is not a string.

@@ -73,14 +73,8 @@ class Shuffler(Protocol):
 class Samples(NamedTuple):
     """A batch of queries and responses, padded on the right, with the targets of the response tokens.
 
-    Attributes:
-        ids: Token ids, int64 (B, T).
-        attention: 1 at tokens, 0 at padding, int64 (B, T).
-        mask: True at t where token t + 1 belongs to the response, bool (B, T - 1).
-        logprobs: Log-probabilities at the start of the step, float (B, T - 1), as are the other targets.
-        values: Values at the start of the step.
-        advantages: GAE advantages.
-        returns: Targets of the value head.
+    ids and attention are int64 (B, T). mask is True at t where token t + 1 belongs to the response, bool (B, T - 1).
+    The others are float (B, T - 1) and defined at the mask; logprobs and values are those at the start of the step.
     """
 
     ids: Tensor
@@ -312,10 +306,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def _is_output_finite(self, batch: Samples) -> bool:
-        """Whether the model's output for the shortest sample is finite in all processes.
-
-        The statistics of a minibatch show the output before its step, so the last step needs this check.
-        """
+        """Whether the model's output after the last step is finite in all processes, checked on the shortest sample."""
         shortest = batch.rows(batch.attention.sum(1).argmin()[None])
         outputs = _forward(self.model, shortest.ids, shortest.attention, shortest.mask)
         is_finite = all(bool(output.isfinite().all()) for output in outputs)
@@ -407,17 +398,7 @@ def _pad(
 def _forward(
     model: AutoModelForCausalLMWithValueHead, ids: Tensor, attention: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the model on a padded batch.
-
-    Args:
-        model: The model with a value head.
-        ids: Token ids, int64 (B, T).
-        attention: 1 at tokens, 0 at padding, int64 (B, T).
-        mask: True at t where token t + 1 belongs to the response, bool (B, T - 1).
-
-    Returns:
-        Log-probabilities and values at the mask, 0 elsewhere, float32 (B, T - 1), and the logits at the mask (M, V).
-    """
+    """Returns log-probabilities and values at the mask, 0 elsewhere, float32 (B, T - 1), and its logits (M, V)."""
     logits, _, values = model(input_ids=ids, attention_mask=attention)
     logits = logits[:, :-1][mask]
     response_ids = ids[:, 1:][mask]
