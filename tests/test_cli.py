@@ -121,7 +121,7 @@ class Emojis(gym.Env):
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-8"])
-def test_what_the_output_cannot_encode_is_escaped(encoding, trained, monkeypatch):
+def test_escapes_characters_that_the_output_cannot_encode(encoding, trained, monkeypatch):
     spec = gym.envs.registration.EnvSpec("Emojis-v0", entry_point=Emojis, disable_env_checker=True)
     monkeypatch.setitem(gym.registry, "Emojis-v0", spec)
     printed, errors = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
@@ -142,7 +142,7 @@ def test_what_the_output_cannot_encode_is_escaped(encoding, trained, monkeypatch
     assert f"{snowman}-v0" in errors.buffer.getvalue().decode(encoding)
 
 
-def test_a_run_is_logged_and_its_agent_measured_watched_and_reported(trained, run):
+def test_eval_play_and_report_read_the_run_of_train(trained, run):
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     told = [json.loads(line) for line in (trained / "transcripts.jsonl").read_text().splitlines()]
     assert rows
@@ -239,7 +239,7 @@ def test_resuming_with_other_options_is_rejected_before_anything_is_played(
     assert f"is a checkpoint of a run with other options: {name}" in said
 
 
-def test_a_folder_with_other_files_is_not_trained_in(run, model, tmp_path):
+def test_rejects_a_run_dir_with_other_files(run, model, tmp_path):
     (tmp_path / "config.json").write_text("mine")
     status, _, said = run("train", LAKE, "--turns", 10, "--model", model, "--run-dir", tmp_path)
     assert status == 1
@@ -248,7 +248,7 @@ def test_a_folder_with_other_files_is_not_trained_in(run, model, tmp_path):
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
-def test_what_cannot_be_saved_to_is_rejected_before_anything_is_played(run, model, tmp_path, monkeypatch):
+def test_rejects_unwritable_folders_before_anything_is_played(run, model, tmp_path, monkeypatch):
     monkeypatch.setattr(llamagym.training, "evaluate", lambda *args, **kwargs: pytest.fail("it was played"))
     default_tracker(tmp_path / "run", {}).close()
     (tmp_path / "run" / "metrics.jsonl").unlink()
@@ -324,7 +324,7 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_said_in_a_line(words, status, said, run, tmp_path, monkeypatch):
+def test_errors_are_one_line(words, status, said, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     found, printed, errors = run(*words)
@@ -359,7 +359,7 @@ def test_an_environment_whose_extra_is_missing_is_an_error_that_names_it(run, mo
         ("", "Give it one or more of the keys"),
     ],
 )
-def test_a_wrong_wording_is_refused(text, match, tmp_path):
+def test_rejects_an_invalid_wording(text, match, tmp_path):
     path = tmp_path / "words.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=match) as wrong:
@@ -378,14 +378,14 @@ def test_a_wrong_wording_is_refused(text, match, tmp_path):
         ("words.txt", WORDS, "neither YAML nor Python"),
     ],
 )
-def test_a_wrong_agent_is_refused(name, text, match, tmp_path, monkeypatch):
+def test_rejects_an_invalid_agent_file(name, text, match, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=match):
         agent_class(gym.make(LAKE), tmp_path / name)
 
 
-def test_actions_may_be_called_what_yaml_takes_for_something_else(tmp_path):
+def test_reads_yaml_values_as_strings(tmp_path):
     path = tmp_path / "words.yaml"
     path.write_text("actions: [yes, no, 1, null]\n")
     assert read_wording(path) == Wording(actions=["yes", "no", "1", "null"])
@@ -407,13 +407,13 @@ BOX = spaces.Box(-np.inf, np.inf, (2,))
          "arm x1 = 1, arm x2 = 1, say = hi"),
     ],
 )  # fmt: skip
-def test_observations_of_every_space_are_put_into_words(space, observation, names, text):
+def test_describes_observations_of_every_space(space, observation, names, text):
     assert part_names(space) == names
     assert describe(observation, space) == text
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 255, (9, 9, 3), np.uint8), spaces.Sequence(spaces.Discrete(2))])
-def test_observations_that_make_no_words_are_refused(space):
+def test_rejects_spaces_that_cannot_be_described(space):
     with pytest.raises(ConfigError, match="Define an Agent"):
         generic_agent(Spaced(space, spaces.Discrete(2)), Wording())
 
@@ -428,7 +428,7 @@ def test_observations_that_make_no_words_are_refused(space):
         (spaces.MultiDiscrete([8, 8]), "3 4", "Answer with an action."),
     ],
 )
-def test_actions_are_chosen_or_said_in_free_text(space, reply, asks):
+def test_actions_are_choices_or_parsed_from_free_text(space, reply, asks):
     kind = generic_agent(Spaced(spaces.Discrete(2), space), Wording())
     agent = Agent.__new__(kind)
     assert asks in agent.get_system_prompt()

@@ -93,7 +93,7 @@ def least_dropped(shown, fits):
 
 
 @pytest.mark.parametrize("max_length", [300, 1000, 2500])
-def test_every_truncation_drops_a_quarter_of_the_turns_shown(template, max_length):
+def test_every_truncation_drops_a_quarter_of_the_visible_turns(template, max_length):
     conversation = new_conversation(template, max_length)
     lowest, truncations, before = 1.0, 0, []
     for number in range(150):
@@ -112,7 +112,7 @@ def test_every_truncation_drops_a_quarter_of_the_turns_shown(template, max_lengt
     assert lowest >= 0.75
 
 
-def test_a_long_observation_drops_as_many_more_turns_as_need_be(template):
+def test_a_long_observation_drops_only_as_many_more_turns_as_necessary(template):
     conversation = new_conversation(template)
     for number in range(9):
         take_turn(conversation, observation(number))
@@ -130,7 +130,7 @@ def test_a_long_observation_drops_as_many_more_turns_as_need_be(template):
     assert turns_shown(alone) == [10]
 
 
-def test_a_restored_conversation_is_truncated_where_it_would_have_been(template):
+def test_a_restored_conversation_is_truncated_at_the_same_turns(template):
     conversation = new_conversation(template)
     for number in range(25):
         take_turn(conversation, observation(number))
@@ -143,7 +143,7 @@ def test_a_restored_conversation_is_truncated_where_it_would_have_been(template)
         assert one.pending == other.pending
 
 
-def test_a_turn_that_is_taken_back_leaves_the_context_as_it_was(template):
+def test_rolling_back_a_turn_restores_the_context(template):
     one, other = new_conversation(template), new_conversation(template)
     for number in range(40):
         roll_back = one.savepoint()

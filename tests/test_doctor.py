@@ -21,7 +21,7 @@ from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 
 @pytest.mark.long
-def test_the_embedded_model_is_well():
+def test_the_embedded_model_passes_all_checks():
     result = subprocess.run([sys.executable, "-m", "llamagym", "doctor"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "FAIL" not in result.stdout
@@ -32,7 +32,7 @@ def test_the_embedded_model_is_well():
 
 
 @pytest.mark.pairwise(context=["turn", "episode"], family=FAMILIES)
-def test_tiny_models_of_every_family_are_well(family, context):
+def test_tiny_models_of_every_family_pass_all_checks(family, context):
     agent = make_agent(ChoiceAgent, family, context=context)
     for observations in ((), [1, 2, 3]):
         report = agent.preflight(observations)
@@ -61,7 +61,7 @@ class SlowEmbedding(torch.nn.Embedding):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", [3.0, 0.0])
-def test_a_slow_model_is_looked_over_in_time(seconds):
+def test_checks_of_a_slow_model_keep_the_time_limit(seconds):
     agent = make_agent(WordAgent, generate={"max_new_tokens": 300})
     agent.policy.model.pretrained_model.get_input_embeddings().__class__ = SlowEmbedding
     report = preflight(agent, [1, 2], seconds)
@@ -193,7 +193,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_broken_is_named(what, monkeypatch):
+def test_names_the_failed_check(what, monkeypatch):
     broken, name, advice = BROKEN[what]
     report = broken(monkeypatch).preflight([1, 2])
     found = {check.name: check for check in report.checks}[name]
@@ -223,7 +223,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_a_fault_is_the_exit_status_of_the_command(tmp_path):
+def test_a_failed_check_sets_the_exit_status(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "llamagym", "doctor", "--model", str(tmp_path), "--device", "cpu"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -137,7 +137,7 @@ def played() -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, name):
+def test_an_update_of_two_processes_equals_that_of_one_with_all_episodes(played, name):
     first = played[0][name]
     agent = made(CASES[name])
     assert np.array_equal(weights_of(agent), first["before"])
@@ -159,7 +159,7 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_both_processes_end_with_the_same_bits_and_draw_other_numbers(played, name):
+def test_processes_end_with_equal_weights_and_different_random_states(played, name):
     first, second = (answer[name] for answer in played)
     assert np.array_equal(first["after"], second["after"])
     assert first["calibration"] == second["calibration"]
@@ -238,7 +238,7 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_ends_the_others_and_any_number_goes_on(tmp_path):
+def test_a_killed_process_ends_the_others_and_any_number_can_resume(tmp_path):
     (said, seconds, updates), gone = together(2, killed_in_an_update, tmp_path / "run")
     assert gone == KILLED
     assert seconds < 60
@@ -279,27 +279,27 @@ def with_other_weights() -> None:
 
 
 @pytest.mark.long
-def test_other_weights_in_one_process_are_noticed():
+def test_rejects_different_weights_in_one_process():
     for answer in together(2, with_other_weights):
         assert isinstance(answer, RankError)
         assert "weights of processes [1]" in str(answer)
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_engines_that_divide_a_model_are_refused(engine, monkeypatch):
+def test_rejects_engines_that_shard_a_model(engine, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(ConfigError, match="they would deadlock"):
         make_agent(ChoiceAgent)
 
 
-def test_an_agent_joins_where_one_on_another_device_did(monkeypatch):
+def test_agents_on_different_devices_can_join(monkeypatch):
     """Accelerate, which this process has one state of, would refuse."""
     distributed.accelerator(torch.device("cpu"))
     monkeypatch.setitem(PartialState._shared_state, "device", torch.device("cuda:0"))
     assert distributed.accelerator(torch.device("cpu")).num_processes == 1
 
 
-def test_processes_that_accelerate_did_not_join_are_noticed(monkeypatch):
+def test_rejects_processes_that_accelerate_did_not_join(monkeypatch):
     make_agent(ChoiceAgent)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="has joined 1 of them"):

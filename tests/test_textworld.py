@@ -46,7 +46,7 @@ def play(env, seed, rule):
     return rewards, (terminated, truncated, info), seen
 
 
-def test_coins_are_found_by_what_is_observed(coins):
+def test_observations_suffice_to_find_the_coin(coins):
     env = TextWorldEnv(coins, max_steps=10)
     for seed in (0, 1):
         rewards, (terminated, truncated, info), seen = play(env, seed, explore)
@@ -68,7 +68,7 @@ def test_the_limit_truncates(coins):
     env.close()
 
 
-def test_the_text_is_the_one_printed(coins):
+def test_text_is_the_output_of_the_game(coins):
     env = TextWorldEnv(coins)
     observation, _ = env.reset(seed=0)
     # What to do, where one is, and a way out: neither the banner before nor the status line after it.
@@ -147,7 +147,7 @@ def test_the_locked_door_opens(tmp_path):
     env.close()
 
 
-def test_paths_of_games_begin_at_the_home_folder_or_here(tmp_path, monkeypatch):
+def test_expands_tilde_and_relative_paths_of_games(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 does not exist"):
         TextWorldEnv(["~/g.z8"])
@@ -156,7 +156,7 @@ def test_paths_of_games_begin_at_the_home_folder_or_here(tmp_path, monkeypatch):
         TextWorldEnv(["g.z8"])
 
 
-def test_mistakes_are_told(tmp_path):
+def test_rejects_invalid_arguments(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'coin_collector'"):
         make_games("coin_colector", [0], tmp_path)
     with pytest.raises(ConfigError, match="No games"):
@@ -170,7 +170,7 @@ def test_a_step_needs_a_reset(coins):
         TextWorldEnv(coins).step("look")
 
 
-def test_the_reward_is_what_the_score_rose_by(tmp_path):
+def test_the_reward_is_the_change_of_the_score(tmp_path):
     textworld = pytest.importorskip("textworld", reason="the extra textworld is not installed")
     maker = textworld.GameMaker()
     room = maker.new_room()

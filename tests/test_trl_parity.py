@@ -298,7 +298,7 @@ def test_entropy_bonus_raises_entropy() -> None:
     assert entropy_after_one_step(1.0) > entropy_after_one_step(0.0) + 0.05
 
 
-def test_mistakes_are_refused_with_the_next_move() -> None:
+def test_errors_name_the_next_step() -> None:
     model, config = tiny_model(), trl_config("adaptive_kl")
     with pytest.raises(ConfigError, match=r"kl_penalty='full'. Expected one of \['abs', 'kl', 'mse'\]"):
         PPOTrainer(config, model, None, tokenizer(), kl_penalty="full")  # type: ignore[arg-type]

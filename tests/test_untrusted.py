@@ -225,7 +225,7 @@ def test_an_agent_with_a_pipe_in_its_folder_is_rejected(run):
 @pytest.mark.parametrize(
     "env_id", ["gymnasium:a:b", "GymV21Environment-v0", "x" * 100_000, "gymnasium:" + "x" * 150, "\x1b[31mX-v0"]
 )
-def test_a_strange_environment_id_is_a_short_error(run, env_id):
+def test_rejects_a_strange_environment_id_with_a_short_error(run, env_id):
     settings(run, env_id=env_id)
     with pytest.raises(ConfigError) as error:
         load_agent(run, None, None)
@@ -282,7 +282,7 @@ def test_damaged_settings_are_named(run, content):
     assert len(str(error.value)) < 1000
 
 
-def test_the_command_line_says_it_in_a_line(run, monkeypatch, capsys):
+def test_errors_of_the_command_line_are_one_line(run, monkeypatch, capsys):
     (run / "prompt.py").write_text(EVIL)
     settings(run, prompt="prompt.py")
     for command in ("eval", "play"):
@@ -432,7 +432,7 @@ def test_a_model_s_own_code_is_never_executed(run, monkeypatch, file, changes):
     ],
     ids=["aliases", "nested", "long", "names", "actions", "deep actions", "tag", "key", "keys"],
 )
-def test_a_hostile_wording_is_refused_in_a_short_line(tmp_path, text):
+def test_rejects_a_hostile_wording_with_a_short_line(tmp_path, text):
     path = tmp_path / "prompt.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
