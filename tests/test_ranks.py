@@ -19,12 +19,15 @@ from accelerate import PartialState
 
 from llamagym import distributed
 from llamagym.errors import ConfigError, RankError
+from llamagym.learners.ppo import PPOConfig
 from llamagym.policy.calibration import Calibration
 from llamagym.text.episode import map_weights_versions
+from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.processes import KILLED, together
 from tests.resumed_run import CASES as RUNS
 from tests.resumed_run import learn, make
+from tests.tiny import tiny_model
 
 # Turns of the episodes that each of two processes plays.
 RAGGED = [[1, 4, 2], [3, 5]]
@@ -283,6 +286,32 @@ def test_rejects_different_weights_in_one_process():
     for answer in together(2, with_other_weights):
         assert isinstance(answer, RankError)
         assert "weights of processes [1]" in str(answer)
+
+
+def step_with_ratio(ratio: float) -> tuple[float, np.ndarray]:
+    """Steps a PPOTrainer in which process 1 measures this mean ratio; returns `skipped` and the weights."""
+    trainer = PPOTrainer(PPOConfig(batch_size=2, mini_batch_size=2), tiny_model("llama"))
+    loss = trainer._loss
+
+    def loss_with_ratio(*args: Any) -> Any:
+        value, stats, error = loss(*args)
+        return value, {**stats, "mean_ratio": ratio}, error
+
+    if distributed.rank() == 1:
+        trainer._loss = loss_with_ratio  # type: ignore[method-assign]
+    query = torch.tensor([1, 2])
+    stats = trainer.step([query, query], [torch.tensor([3]), torch.tensor([4 + distributed.rank()])], [0.0, 1.0])
+    weights = torch.cat([weight.detach().flatten() for weight in trainer._safe_optimizer.weights])
+    return stats["skipped"], weights.numpy().copy()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ratio", "skipped"), [(15.0, 0.0), (100.0, 4.0)])
+def test_processes_of_a_ppo_trainer_skip_the_same_minibatches(ratio, skipped):
+    (first, first_weights), (second, second_weights) = together(2, step_with_ratio, ratio)
+    # The threshold is 10; the mean ratio of process 0 is about 1.
+    assert first == second == skipped
+    assert np.array_equal(first_weights, second_weights)
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
