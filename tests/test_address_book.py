@@ -1,4 +1,4 @@
-"""The address book: facts lead to the answer, which cannot be known without them, and any text is an action."""
+"""The address book: the answer follows from the facts only, and any text is an action."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 
 
 def ask(env: AddressBook, seed: int) -> float:
-    """Two calls by what was read, then the answer that they gave."""
+    """Makes two calls based on the observations, then gives the answer."""
     question, info = env.reset(seed=seed)
     assert info == {"success": False}
     person = re.fullmatch(r"Which colour are the houses where (\w+) lives\?", question)[1]

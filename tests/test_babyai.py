@@ -1,4 +1,4 @@
-"""BabyAI in words: what a view says, what ends an episode, and that the words are enough to succeed."""
+"""BabyAI as text: descriptions of views, ends of episodes, and that the descriptions suffice to succeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 
 
 def walk(said: str) -> str:
-    """A rule that sees the words only: to the ball if it is in view, else ahead, and left at a wall."""
+    """Chooses an action from the text: to the ball if it is in view, else ahead, and left at a wall."""
     ball = re.search(r"red ball ([^.;]*)", said)
     if not ball:
         return "left" if "Ahead: wall" in said else "ahead"

@@ -1,4 +1,4 @@
-"""Between two replies a template puts what it would put there in the whole conversation, or it is rejected."""
+"""Prompts after a reply equal the text of the whole conversation, or the template is rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def templated(template: str, family: str = "qwen2"):
 
 
 def said(agent: WordAgent) -> list[int]:
-    """All token ids of the conversation of environment 0, up to the last prompt."""
+    """Returns all token ids of the conversation of environment 0, except for a pending prompt."""
     ids = []
     for turn in agent.conversation(0).turns:
         ids += [*turn.prompt.ids, *turn.reply.ids]

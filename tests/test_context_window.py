@@ -1,4 +1,4 @@
-"""Use of the context window: what is reserved for a reply, and which turns are dropped once a conversation is full."""
+"""Use of the context window: tokens reserved for a reply, and turns dropped once a conversation is full."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_conversation(template, max_length=WINDOW, reply_length=REPLY):
 
 
 def take_turn(conversation, text, choices=None):
-    """One turn with a free text of five tokens or the first choice; returns the context that was answered."""
+    """Takes a turn with a reply of five tokens or the first choice; returns the context before the reply."""
     context = conversation.observe(text, "", choices)
     if choices is None:
         ids, kind, index = tuple(conversation.template.encode("reply")), "length", None
@@ -40,7 +40,7 @@ def take_turn(conversation, text, choices=None):
 
 
 def turns_shown(context):
-    """Numbers of the turns whose observations a context holds, the one that is answered last."""
+    """Returns the numbers of the observations in a context, the pending one last."""
     ids = [*itertools.chain(*((*turn.prompt.ids, *turn.reply.ids) for turn in context.turns)), *context.pending.ids]
     text = TOKENIZER.decode(ids)
     return [int(number) for number in re.findall(r"number (\d+)\.", text)]
@@ -68,7 +68,7 @@ def test_reserves_the_longest_choice_and_not_all_of_them(template):
 
 
 def test_a_context_with_many_choices_fills_the_window():
-    """Nodes of a trie lie beside each other: what counts is the longest way, not all of them."""
+    """Branches of the trie of choices share positions, so the longest choice counts and not their sum."""
     codes = ["".join(code) for code in itertools.product("123456", repeat=4)]
 
     class Breaker(WordAgent):
@@ -85,7 +85,7 @@ def test_a_context_with_many_choices_fills_the_window():
 
 
 def least_dropped(shown, fits):
-    """The documented rule: a quarter of the turns shown, at least one, and as many more as do not fit."""
+    """Returns the turns kept by the rule: a quarter is dropped, at least one, and as many more as do not fit."""
     kept = shown - max(1, shown // 4)
     while kept and not fits(kept):
         kept -= 1

@@ -1,4 +1,4 @@
-"""The committed demonstrations are what their script writes; some play mostly well, some only show the format."""
+"""The committed demonstrations equal the output of their script; some play mostly well, some only show the format."""
 
 from __future__ import annotations
 

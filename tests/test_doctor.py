@@ -1,4 +1,4 @@
-"""The doctor passes what is well, and names what is not."""
+"""The doctor passes working models, and names the checks that fail."""
 
 from __future__ import annotations
 

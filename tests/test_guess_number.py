@@ -1,4 +1,4 @@
-"""Guess the number: what is said is true, bisection always wins, and the last answer alone is not enough."""
+"""Guess the number: answers are true, bisection always wins, and the last answer alone does not suffice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamagym.envs.guess_number import GuessTheNumber
 
 
 def play(env: GuessTheNumber, seed: int, remembers: bool) -> float:
-    """Bisects by the words alone; without memory, each answer is all that is known of the number."""
+    """Bisects based on the texts; without memory, on the last answer only."""
     said, _ = env.reset(seed=seed)
     low, high, done = 1, env.largest, False
     while not done:

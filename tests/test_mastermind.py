@@ -1,4 +1,4 @@
-"""Mastermind: answers are true, remembering them always finds the code, guessing at random hardly ever does."""
+"""Mastermind: answers are true, remembering them always finds the code, random guesses rarely do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamagym.envs.mastermind import Mastermind, compare
 
 
 def play(env: Mastermind, seed: int) -> float:
-    """Guesses, by the words alone, the first code that all answers allow, and finds it; returns the rewards' sum."""
+    """Guesses the first code that is consistent with all answers until it is found; returns the sum of rewards."""
     said, _ = env.reset(seed=seed)
     left, done, total = list(env.codes), False, 0.0
     while not done:

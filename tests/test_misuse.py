@@ -1,4 +1,4 @@
-"""What is wrong is refused at once, in one clear error of our own, and nothing changes."""
+"""Wrong calls and values are rejected at once with a clear LlamaGymError, and nothing changes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_rejects_invalid_choices(choices):
 
 @pytest.mark.parametrize("encode", [lambda text: text.lower(), lambda text: text.strip("x")], ids=["equal", "empty"])
 def test_rejects_choices_with_equal_token_ids(encode):
-    """Distinct strings whose token ids are equal, or none at all."""
+    """Distinct strings with equal token ids, or without any."""
     agent = make_agent(ChoiceAgent)
     usual = agent.chat_template.encode
     agent.chat_template.encode = lambda text: usual(encode(text))
@@ -462,7 +462,7 @@ def test_rejects_a_smaller_tokenizer_of_another_model(family: str, other: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_accepts_special_tokens_that_were_set_on_purpose(family: str):
-    """A model's own tokenizer is never taken for another's."""
+    """A model's own tokenizer is accepted whatever its special tokens are."""
 
     def made(**special: str) -> None:
         model, tokenizer = tiny_model(family), tiny_tokenizer(family)
@@ -483,7 +483,7 @@ def test_accepts_special_tokens_that_were_set_on_purpose(family: str):
 
 
 def test_ignores_default_ids_of_a_config():
-    """Ids beyond the vocabulary, as small models have that were made by hand, say nothing."""
+    """Ids beyond the vocabulary, as in configs of small models that were written by hand, do not count."""
     model, tokenizer = tiny_model("llama"), tiny_tokenizer("llama")
     for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
         setattr(model.pretrained_model.config, role, 50256)

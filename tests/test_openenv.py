@@ -1,4 +1,4 @@
-"""OpenEnv's environments through Gymnasium: in this process and behind a server, with the real package."""
+"""OpenEnv environments through Gymnasium, in this process and on a server, with the real package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Heard(Observation):
 
 
 class Parrot(Environment[Word, Heard, State]):
-    """Rewards the word that it said at the start; the third try is the last."""
+    """Rewards the word of its first observation; ends after three tries."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

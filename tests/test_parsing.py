@@ -1,4 +1,4 @@
-"""Reading actions out of replies: what a reply names, what it does not, and what no reply may cause."""
+"""Parsing of actions from replies: which actions a reply names, and that no reply causes another error or long runs."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("piece", HOSTILE.values(), ids=HOSTILE)
 def test_parsing_time_is_linear_in_the_length_of_the_reply(piece, monkeypatch):
-    """The parser's work, counted in the characters that it is given."""
+    """Work is counted in the characters that the JSON parser receives."""
     counted = []
     usual = json.JSONDecoder.raw_decode
     monkeypatch.setattr(

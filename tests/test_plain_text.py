@@ -1,4 +1,4 @@
-"""Nothing that a user or an environment says becomes a control token, in any family and position."""
+"""No text of a user or an environment becomes a control token, in any model family and position."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_choices_prefixes_and_observations_of_an_agent_are_text():
 
 @pytest.mark.pairwise(family=FAMILIES, context=["episode", "turn"])
 def test_prefixes_choices_and_demonstrations_are_text(family, context, tmp_path):
-    """Whatever control token is named in them: the ids hold those of the template, and a reply's end, alone."""
+    """The only control tokens in the ids are those of the template and the end of a reply."""
     plain = make_agent(WordAgent, family, context=context)
     tokenizer = plain.tokenizer
     end = plain.chat_template.closing_id(end_ids(plain.policy.model.pretrained_model, tokenizer))

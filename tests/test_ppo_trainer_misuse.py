@@ -1,4 +1,4 @@
-"""What `PPOTrainer` cannot learn from, or by, is refused in one clear error; another adapter is followed."""
+"""`PPOTrainer` rejects wrong arguments with a clear error, and follows changes of adapter and learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes that learn together, against one that does all of it."""
+"""Training with several processes equals training with one."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.resumed_run import learn, make
 from tests.tiny import tiny_model
 
 # Turns of the episodes that each of two processes plays.
-RAGGED = [[1, 4, 2], [3, 5]]
+UNEVEN = [[1, 4, 2], [3, 5]]
 ONE_IDLE = [[1, 4, 2, 3], []]
 GROUPED = [[2, 2, 3], [3, 3, 2, 1, 3]]
 
 
 @dataclass
 class Case:
-    """How to learn, from episodes of which lengths, and whether a batch takes what there is after the third step."""
+    """An agent with its options, episode lengths per process, and whether unfinished episodes are trained on."""
 
     kind: type
     lengths: list[list[int]]
@@ -48,20 +48,20 @@ class Case:
 _STEPS = {"mini_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 1}
 _LONG = {"context": "episode", "generate": {"max_new_tokens": 4}}
 CASES = {
-    "PPO": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "target_kl": 0.3}}),
+    "PPO": Case(ChoiceAgent, UNEVEN, {"ppo": {**_STEPS, "target_kl": 0.3}}),
     "PPO, one process without episodes": Case(ChoiceAgent, ONE_IDLE, {"ppo": _STEPS}),
-    "PPO, episodes under way": Case(ChoiceAgent, RAGGED, {"ppo": _STEPS}, cuts=True),
+    "PPO, episodes under way": Case(ChoiceAgent, UNEVEN, {"ppo": _STEPS}, cuts=True),
     "PPO, whole conversations in free text, KL": Case(
-        WordAgent, RAGGED, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}
+        WordAgent, UNEVEN, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}
     ),
-    "PPO, gradient critic": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "critic": "gradient"}}),
-    "PPO, replay": Case(ChoiceAgent, RAGGED, {"ppo": _STEPS, "replay_config_dict": {"episodes": 2, "batch_size": 4}}),
+    "PPO, gradient critic": Case(ChoiceAgent, UNEVEN, {"ppo": {**_STEPS, "critic": "gradient"}}),
+    "PPO, replay": Case(ChoiceAgent, UNEVEN, {"ppo": _STEPS, "replay_config_dict": {"episodes": 2, "batch_size": 4}}),
     "GRPO": Case(ChoiceAgent, GROUPED, {"algorithm": "grpo", "grpo": {**_STEPS, "group_size": 4}}),
 }
 
 
-def made(case: Case) -> Any:
-    """The agent of a case; its batch is full once all episodes have ended, or sooner."""
+def agent_of(case: Case) -> Any:
+    """Returns the agent of a case, whose batch is full once all episodes have ended, or earlier."""
     algorithm = case.options.get("algorithm", "ppo")
     options = {"context": "turn", **case.options}
     options[algorithm] = {**options[algorithm], "batch_size": 10 if case.cuts else sum(map(sum, case.lengths))}
@@ -69,8 +69,8 @@ def made(case: Case) -> Any:
 
 
 def play(case: Case) -> dict[str, Any]:
-    """Let a process play its episodes, in rounds, until they are learned from; says all that it then knows."""
-    agent, own = made(case), case.lengths[distributed.rank()]
+    """Plays the episodes of a process until the update; returns weights, statistics and other state."""
+    agent, own = agent_of(case), case.lengths[distributed.rank()]
     before, learn = weights_of(agent), agent.learner.update
     learned: dict[str, Any] = {"measured": []}
     agree = agent.policy.calibration.agree
@@ -98,7 +98,7 @@ def play(case: Case) -> dict[str, Any]:
 
 
 def play_rounds(agent: Any, own: list[int]) -> dict[str, float]:
-    """Play episodes of these lengths; returns the statistics of the update."""
+    """Plays episodes of these lengths; returns the statistics of the update."""
     stats: dict[str, float] = {}
     for step in range(5):
         playing = [env for env, length in enumerate(own) if length > step]
@@ -116,7 +116,7 @@ def play_rounds(agent: Any, own: list[int]) -> dict[str, float]:
 
 
 def observation(rank: int, env: int, step: int) -> int:
-    """Some are met by both processes."""
+    """Returns an observation; some observations occur in both processes."""
     return 10 * env + step if env < 2 else 100 * rank + 10 * env + step
 
 
@@ -125,7 +125,7 @@ def play_all() -> dict[str, Any]:
 
 
 def weights_of(agent: Any) -> np.ndarray:
-    """All that learns, in one row."""
+    """Returns all trained tensors, concatenated."""
     return torch.cat([weight.detach().flatten() for weight in agent.learner._updated_tensors()]).numpy().copy()
 
 
@@ -142,7 +142,7 @@ def played() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_of_two_processes_equals_that_of_one_with_all_episodes(played, name):
     first = played[0][name]
-    agent = made(CASES[name])
+    agent = agent_of(CASES[name])
     assert np.array_equal(weights_of(agent), first["before"])
     agent.policy.calibration = Calibration.from_record(first["calibration"])
     now = {first["version"]: agent.policy.weights_version}
@@ -156,8 +156,8 @@ def test_an_update_of_two_processes_equals_that_of_one_with_all_episodes(played,
         stats |= agent._replay.update(first["episodes"])
     assert np.abs(first["after"] - first["before"]).max() > 1e-4
     np.testing.assert_allclose(weights_of(agent), first["after"], atol=1e-5, rtol=0)
-    told = {key: value for key, value in stats.items() if not key.endswith("_s") and key != "learn_tokens"}
-    assert {key: first["stats"][key] for key in told} == pytest.approx(told, abs=1e-4, nan_ok=True)
+    compared = {key: value for key, value in stats.items() if not key.endswith("_s") and key != "learn_tokens"}
+    assert {key: first["stats"][key] for key in compared} == pytest.approx(compared, abs=1e-4, nan_ok=True)
 
 
 @pytest.mark.long
@@ -183,7 +183,7 @@ def test_transcripts_of_each_process_have_their_advantages(played, name):
 
 @pytest.mark.long
 def test_choices_are_calibrated_over_the_contexts_of_both(played):
-    measured = [rows for told in played[0]["PPO"]["measured"] for rows in told]
+    measured = [rows for per_process in played[0]["PPO"]["measured"] for rows in per_process]
     assert all(measured[rank] for rank in range(2))
     together, alone = Calibration(), Calibration()
     together.agree(measured, learns=False)
@@ -193,26 +193,26 @@ def test_choices_are_calibrated_over_the_contexts_of_both(played):
 
 
 def run_on(folder: Path, updates: int, resume: bool) -> dict[str, Any]:
-    """Begin a run, or go on with it, for so many updates."""
+    """Starts or resumes a run for a number of updates."""
     kind, options = RUNS["ppo"]
     return learn(make(kind, **options), updates, seed=0, checkpoint_dir=folder, resume=resume)
 
 
-def in_one_go_and_in_two(folder: Path) -> list[dict[str, Any]]:
-    """The same run without a stop, and with one after two updates."""
+def run_with_and_without_stop(folder: Path) -> list[dict[str, Any]]:
+    """Returns the results of a run without interruption, and of one resumed after two updates."""
     run_on(folder / "two", 2, resume=False)
     return [run_on(folder / "one", 3, resume=False), run_on(folder / "two", 1, resume=True)]
 
 
 @pytest.mark.long
 def test_a_run_of_two_processes_is_resumed_bit_for_bit(tmp_path):
-    for in_one_go, resumed in together(2, in_one_go_and_in_two, tmp_path):
+    for in_one_go, resumed in together(2, run_with_and_without_stop, tmp_path):
         # As text, where NaN equals itself.
         assert repr(resumed) == repr(in_one_go)
 
 
-def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
-    """Learn until process 1 is killed in the middle of the third update; says how, and how soon, process 0 ends."""
+def train_until_killed(folder: Path) -> tuple[str, float, int]:
+    """Trains until process 1 is killed in the third update; returns the error of process 0 and its delay."""
     kind, options = RUNS["ppo"]
     agent, died = make(kind, **options), 0.0
     credit, backward, before = agent.learner._compute_targets, agent.learner._backward, weights_of(agent)
@@ -242,10 +242,10 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
 
 @pytest.mark.long
 def test_a_killed_process_ends_the_others_and_any_number_can_resume(tmp_path):
-    (said, seconds, updates), gone = together(2, killed_in_an_update, tmp_path / "run")
+    (message, seconds, updates), gone = together(2, train_until_killed, tmp_path / "run")
     assert gone == KILLED
     assert seconds < 60
-    assert "lost another one" in said
+    assert "lost another one" in message
     assert updates == 2
     shutil.copytree(tmp_path / "run", tmp_path / "alone")
     alone = run_on(tmp_path / "alone", 1, resume=True)
@@ -257,8 +257,8 @@ def test_a_killed_process_ends_the_others_and_any_number_can_resume(tmp_path):
     assert repr(alone["stats"][:2]) == repr(both[0]["stats"][:2])
 
 
-def late(seconds: float) -> list[int]:
-    """Process 1 comes too late for the other one."""
+def answer_late(seconds: float) -> list[int]:
+    """Process 1 answers too late."""
     PartialState(cpu=True, timeout=timedelta(seconds=seconds))
     if distributed.rank() == 1:
         time.sleep(2 * seconds)
@@ -267,14 +267,14 @@ def late(seconds: float) -> list[int]:
 
 @pytest.mark.long
 def test_a_process_that_does_not_answer_ends_the_others():
-    waiting, _ = together(2, late, 5)
+    waiting, _ = together(2, answer_late, 5)
     assert isinstance(waiting, RankError)
     assert "did not answer in time" in str(waiting)
 
 
-def with_other_weights() -> None:
-    """Process 1 changes its weights, which the other one does not."""
-    agent = made(CASES["PPO"])
+def check_different_weights() -> None:
+    """Changes the weights of process 1 only."""
+    agent = agent_of(CASES["PPO"])
     if distributed.rank() == 1:
         with torch.no_grad():
             agent.policy.model.v_head.summary.bias.add_(1e-3)
@@ -283,7 +283,7 @@ def with_other_weights() -> None:
 
 @pytest.mark.long
 def test_rejects_different_weights_in_one_process():
-    for answer in together(2, with_other_weights):
+    for answer in together(2, check_different_weights):
         assert isinstance(answer, RankError)
         assert "weights of processes [1]" in str(answer)
 
@@ -322,7 +322,7 @@ def test_rejects_engines_that_shard_a_model(engine, monkeypatch):
 
 
 def test_agents_on_different_devices_can_join(monkeypatch):
-    """Accelerate, which this process has one state of, would refuse."""
+    """Accelerate alone would reject a second device, since it has one state per process."""
     distributed.accelerator(torch.device("cpu"))
     monkeypatch.setitem(PartialState._shared_state, "device", torch.device("cuda:0"))
     assert distributed.accelerator(torch.device("cpu")).num_processes == 1

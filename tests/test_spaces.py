@@ -1,4 +1,4 @@
-"""Action spaces in words."""
+"""Names of actions of a space, and parsing of replies for a space."""
 
 from __future__ import annotations
 

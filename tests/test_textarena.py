@@ -1,4 +1,4 @@
-"""TextArena's games, played through Gymnasium: the real package, without a network."""
+"""TextArena's games through Gymnasium, with the real package and without a network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _no_network(monkeypatch):
 
 
 def bisect(env: gymnasium.Env, seed: int) -> tuple[list[str], list[float], dict]:
-    """Play GuessTheNumber by bisection."""
+    """Plays GuessTheNumber by bisection."""
     observation, info = env.reset(seed=seed)
     low, high = map(int, re.search(r"between (\d+) and (\d+)", observation).groups())
     said, rewards, over = [observation], [], False

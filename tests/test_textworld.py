@@ -1,4 +1,4 @@
-"""TextWorld as an environment: games by seed, rewards as differences, two ways to end, and commands that suffice."""
+"""TextWorld as an environment: games by seed, rewards, termination and truncation, and safe commands."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BACK = {"go north": "go south", "go south": "go north", "go east": "go west", "g
 
 @pytest.fixture(scope="module")
 def coins(tmp_path_factory):
-    """Two coin collectors."""
+    """Returns the paths of two coin-collector games."""
     pytest.importorskip("textworld", reason="the extra textworld is not installed")
     return make_games("coin_collector", [1, 2], tmp_path_factory.mktemp("games"))
 
 
 def explore(observation) -> str:
-    """A rule that sees the observation only: take, unlock and open what there is, and never go back."""
+    """Chooses a command from the observation: takes, unlocks and opens things, and never goes back."""
     commands = observation["admissible_commands"]
     for wanted in ("take coin", "take key", "unlock door with key", "open door"):
         if wanted in commands:
@@ -35,7 +35,7 @@ def explore(observation) -> str:
 
 
 def play(env, seed, rule):
-    """Rewards of an episode, its last step, and the observations on the way."""
+    """Plays an episode; returns its rewards, its last step, and its observations."""
     observation, info = env.reset(seed=seed)
     rewards, seen, terminated, truncated = [], [], False, False
     while not (terminated or truncated):
@@ -80,7 +80,7 @@ def test_text_is_the_output_of_the_game(coins):
 
 
 def answers(games, commands):
-    """What a game says to each command."""
+    """Returns the game's answer to each command."""
     env = TextWorldEnv(games)
     env.reset(seed=0)
     said = [env.step(command)[0]["text"] for command in commands]

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote are data: none of them executes code, or makes the library read another file."""
+"""Untrusted files are data: none of them executes code, or makes the library read another file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Walker(GenericAgent):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
-    """A run of the command line, without its training."""
+    """Writes the folder of a run without training."""
     folder = tmp_path_factory.mktemp("original")
     tiny_base_model("llama").save_pretrained(folder / "base")
     tiny_tokenizer("llama").save_pretrained(folder / "base")
@@ -58,7 +58,7 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(original, tmp_path, monkeypatch) -> Path:
-    """A copy of it that was downloaded; nothing that it executes stays."""
+    """Returns a copy of the run, as if downloaded; removes modules that it imports."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return shutil.copytree(original, tmp_path / "downloaded")
