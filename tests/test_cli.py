@@ -144,11 +144,11 @@ def test_escapes_characters_that_the_output_cannot_encode(encoding, trained, mon
 
 def test_eval_play_and_report_read_the_run_of_train(trained, run):
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    stdout = [json.loads(line) for line in (trained / "transcripts.jsonl").read_text().splitlines()]
+    transcripts = [json.loads(line) for line in (trained / "transcripts.jsonl").read_text().splitlines()]
     assert rows
-    assert stdout[0]["system"] == "You cross a lake."
-    assert stdout[0]["turns"][0]["read"] == "You stand on field 0."
-    assert sorted(choice for choice, _ in stdout[0]["turns"][0]["choices"]) == ["down", "left", "right", "up"]
+    assert transcripts[0]["system"] == "You cross a lake."
+    assert transcripts[0]["turns"][0]["read"] == "You stand on field 0."
+    assert sorted(choice for choice, _ in transcripts[0]["turns"][0]["choices"]) == ["down", "left", "right", "up"]
     assert "mean return after" in (trained / "agent" / "README.md").read_text()
 
     status, printed, _ = run("eval", trained, "--episodes", 6)
@@ -297,7 +297,7 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "stderr"),
+    ("words", "status", "message"),
     [
         (["train", LAKE], 2, "train needs a budget"),
         (["train", LAKE, "--minutes", "1", "--resume"], 2, "needs --run-dir"),
@@ -324,12 +324,12 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_errors_are_one_line(words, status, stderr, run, tmp_path, monkeypatch):
+def test_errors_are_one_line(words, status, message, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     found, printed, errors = run(*words)
     assert found == status
-    assert stderr.format(home=tmp_path / "home") in errors
+    assert message.format(home=tmp_path / "home") in errors
     assert printed == ""
     if status == 1:
         assert len(errors.splitlines()) == 1

@@ -1,6 +1,6 @@
 """Renders chat messages as token ids to append: the first prompt, then the delta of each message.
 
-A conversation is never rendered twice. The delta between two replies (the end of the assistant's message, the user's
+Earlier turns are never rendered again. The delta between two replies (the end of the assistant's message, the user's
 message, the generation prompt) is found by rendering a short conversation with the same system prompt and taking the
 text after its reply. So a template that rewrites earlier turns, as Qwen3's does with its thinking blocks, still gives
 an append-only conversation: earlier turns stay as the model saw them. A template that shows the system prompt in the
