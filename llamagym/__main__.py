@@ -1,6 +1,6 @@
 """The command line: `python -m llamagym COMMAND`.
 
-Exit status 0 says that all went well, 1 that something failed (one line says what), 2 that the command line is wrong.
+Exit status: 0 for success, 1 for an error (with a message of one line), 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .models.registry import entries
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="llamagym %(version)s")
 def cli() -> None:
-    """Language models that learn by acting."""
+    """Train, evaluate and play language models that learn by acting."""
 
 
 for command in (train, evaluate, play, doctor):
@@ -43,16 +43,16 @@ def report(runs: tuple[str, ...], out: str | None) -> None:
 
 @cli.command()
 def models() -> None:
-    """List the models that are known by name."""
+    """List the registered models."""
     for entry in entries():
         size = "" if entry.parameter_count is None else f"{entry.parameter_count / 1e6:,.0f}M"
         click.echo(f"{entry.name:<24} {size:>8}  {entry.hub_id}")
 
 
 def main() -> None:
-    """Run a command; the library's own errors end it with one line."""
+    """Runs a command; errors of the library become a message of one line."""
     for stream in (sys.stdout, sys.stderr):
-        # Environments and models write any character, and a terminal or pipe may have a smaller set, such as cp1252.
+        # Environments and models may print characters that the terminal's encoding, such as cp1252, does not have.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:

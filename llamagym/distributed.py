@@ -1,10 +1,11 @@
-"""Several processes (ranks) that learn together, through `accelerate` and `torch.distributed`.
+"""Data-parallel training with several processes (ranks), through `accelerate` and `torch.distributed`.
 
-Every rank acts in environments of its own. What they have in common, bit for bit: the weights that learn, the finished
-episodes, and so all that is decided from these (batches, minibatches, advantages, early stopping). What they divide
-among them is computation: each rank reads its share of a minibatch, gradients are added up, and all take the same step.
-Models are not wrapped (DDP, FSDP): the engine calls a model's layers one by one, as often as its caches and replies ask
-for, which is another number of times on every rank; a wrapper that communicates in each layer would wait for ever.
+Every rank acts in its own environments. Trainable weights and finished episodes are equal on all ranks, bit for bit,
+and so are all decisions based on them (batches, minibatches, advantages, early stopping). Only the computation is
+divided: each rank processes its share of a minibatch, gradients are summed, and all ranks make the same step.
+
+Models are not wrapped in DDP or FSDP. The engine calls a model's layers one by one, and the number of calls depends on
+each rank's caches and replies, so a wrapper that communicates in each layer would deadlock.
 
 With one process every function here returns at once.
 """
@@ -28,11 +29,11 @@ from .errors import ConfigError, RankError
 
 T = TypeVar("T")
 
-# How long the others are waited for, in seconds: the first may evaluate or write meanwhile. A process that ends is
-# noticed at once, since its connections close.
-_PATIENCE = 600
-# Engines of accelerate that divide a model, by the variable that its launcher sets.
-_DIVIDED = {
+# Long enough for the main process to evaluate or to write files. A process that ends is noticed at once, since its
+# connections close.
+_TIMEOUT_S = 600
+# Engines of accelerate that shard a model, by the environment variable that its launcher sets.
+_SHARDING_ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -41,49 +42,51 @@ _DIVIDED = {
 
 
 def accelerator(device: torch.device) -> Accelerator:
-    """Join the other processes, if there are any; a script that did so before, with another timeout, keeps that.
+    """Joins the other processes, if there are any, and returns the Accelerator.
+
+    A script that joined them before with another timeout keeps its timeout.
 
     Args:
-        device: Where this process's model lies.
+        device: Device of this process's model.
 
     Raises:
-        ConfigError: The launcher was told to divide the model.
-        RankError: The others did not come.
+        ConfigError: The launcher was configured to shard the model, or a script joined only a part of the processes.
+        RankError: The other processes did not join in time.
     """
-    for variable, engine in _DIVIDED.items():
+    for variable, engine in _SHARDING_ENGINES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise ConfigError(
-                f"accelerate was told to use {engine} ({variable}), which divides each layer's weights over processes "
-                "and lets all of them compute a layer at the same time. Here every process reads its own contexts, as "
-                "often as its caches and replies ask for, so they would wait for each other for ever. Launch with "
-                "scripts/accelerate/ddp.yaml: each process holds the model whole."
+                f"accelerate is configured to use {engine} ({variable}), which shards each layer's weights over "
+                "processes, so that all of them must compute a layer at the same time. Here every process runs its own "
+                "contexts, as often as its caches and replies require, so they would deadlock. Launch with "
+                "scripts/accelerate/ddp.yaml, with which each process holds the whole model."
             )
-    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=_PATIENCE))
-    with _peers_answer():
-        # An agent on another device may have joined before; all compute where their own weights lie.
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=_TIMEOUT_S))
+    with _rank_error_on_failure():
+        # An agent on another device may have joined before; each agent computes on its own weights' device.
         joined = Accelerator(cpu=device.type == "cpu" and not is_initialized(), kwargs_handlers=[timeout])
-    if count() != _expected():
+    if world_size() != _launched_processes():
         raise ConfigError(
-            f"This is one of {_expected()} processes (WORLD_SIZE), but accelerate has joined {count()} of them: an "
-            "Accelerator or PartialState was made before the agent. On a processor make it with cpu=True, or leave it "
-            "to the agent."
+            f"This is one of {_launched_processes()} processes (WORLD_SIZE), but accelerate has joined {world_size()} "
+            "of them: an Accelerator or PartialState was created before the agent. On a CPU create it with cpu=True, "
+            "or leave it to the agent."
         )
     return joined
 
 
-def _expected() -> int:
-    """How many processes the launcher started."""
+def _launched_processes() -> int:
+    """Returns the number of processes that the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def count() -> int:
-    """How many processes learn together."""
+def world_size() -> int:
+    """Returns the number of processes that learn together."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this one is; the first, 0, is the one that writes files."""
-    return distributed.get_rank() if count() > 1 else 0
+    """Returns the rank of this process; rank 0 writes files."""
+    return distributed.get_rank() if world_size() > 1 else 0
 
 
 def is_main_process() -> bool:
@@ -92,37 +95,37 @@ def is_main_process() -> bool:
 
 
 def gather_objects(value: T) -> list[T]:
-    """The values of all processes, in their order, in each of them. All must call it, equally often."""
-    if count() == 1:
+    """Returns the values of all processes, in order of rank. All processes must call it equally often."""
+    if world_size() == 1:
         return [value]
-    with _peers_answer():
+    with _rank_error_on_failure():
         gathered: list[T] = gather_object([value])
     return gathered
 
 
 def mean(value: float) -> float:
-    """A number's mean over the processes."""
-    return sum(gather_objects(float(value))) / count()
+    """Returns the mean of a number over the processes."""
+    return sum(gather_objects(float(value))) / world_size()
 
 
 @torch.no_grad()
 def sum_(tensors: Iterable[Tensor]) -> None:
-    """Let tensors hold their sums over the processes, bit for bit the same on all. Shapes must be, too."""
-    if count() > 1:
-        with _peers_answer():
-            _replace(list(tensors), lambda flat: reduce(flat, "sum"))
+    """Replaces tensors with their sums over the processes, bit for bit equal on all; their shapes must be equal."""
+    if world_size() > 1:
+        with _rank_error_on_failure():
+            _replace_(list(tensors), lambda flat: reduce(flat, "sum"))
 
 
 @torch.no_grad()
-def take_first_(tensors: Iterable[Tensor]) -> None:
-    """Let tensors hold what they hold in the first process."""
-    if count() > 1:
-        with _peers_answer():
-            _replace(list(tensors), lambda flat: broadcast(flat, 0))
+def broadcast_(tensors: Iterable[Tensor]) -> None:
+    """Replaces tensors with those of rank 0."""
+    if world_size() > 1:
+        with _rank_error_on_failure():
+            _replace_(list(tensors), lambda flat: broadcast(flat, 0))
 
 
-def diverge_(generator: torch.Generator) -> None:
-    """Let a generator that is alike in all processes go on with other numbers in each; the first keeps its own."""
+def reseed_by_rank_(generator: torch.Generator) -> None:
+    """Reseeds a generator that is equal on all processes, differently on each; rank 0 keeps its state."""
     if not is_main_process():
         drawn = int(torch.randint(2**62, (), generator=generator))
         (state,) = np.random.SeedSequence((drawn, rank())).generate_state(1, np.uint64).tolist()
@@ -131,7 +134,7 @@ def diverge_(generator: torch.Generator) -> None:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """While open, the other processes wait until the main process has left the block, such as after a download."""
+    """While open, the other processes wait until the main process has left the block, for instance after a download."""
     if not is_main_process():
         gather_objects(None)
     yield
@@ -139,46 +142,49 @@ def main_process_first() -> Iterator[None]:
         gather_objects(None)
 
 
-def check_alike(weights: Iterable[Tensor]) -> None:
-    """Make sure that weights are the same in all processes, by the sums of their bits.
+def check_equal_weights(weights: Iterable[Tensor]) -> None:
+    """Rejects weights that differ between processes, by the sums of their bits.
 
     Raises:
-        RankError: They are not.
+        RankError: The weights differ.
     """
-    if count() == 1:
+    if world_size() == 1:
         return
     sums = gather_objects([int(weight.detach().contiguous().view(torch.int32).sum()) for weight in weights])
-    if any(others != sums[0] for others in sums):
-        different = [number for number, others in enumerate(sums) if others != sums[0]]
+    different = [number for number, others in enumerate(sums) if others != sums[0]]
+    if different:
         raise RankError(
-            f"The weights of processes {different} are no longer those of process 0, although all took the same steps. "
-            "Change weights on all processes alike, and run them on like machines with like software; then resume "
+            f"The weights of processes {different} differ from those of process 0, although all made the same steps. "
+            "Change weights equally on all processes, and run them on equal machines with equal software; then resume "
             "from the last checkpoint."
         )
 
 
-def _replace(tensors: list[Tensor], function: Callable[[Tensor], Any]) -> None:
-    """Apply a function to all tensors of a dtype at once, laid end to end."""
+def _replace_(tensors: list[Tensor], collective: Callable[[Tensor], Any]) -> None:
+    """Replaces tensors with the result of a collective, which is called once per dtype on their concatenation."""
+    device = PartialState().device
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = function(torch.cat([tensor.detach().flatten() for tensor in alike]).to(PartialState().device))
-        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            # A copy of the same numbers would count as a change.
-            if not tensor.equal(part := part.view(tensor.shape).to(tensor.device)):
-                tensor.copy_(part)
+        same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = collective(torch.cat([tensor.detach().flatten() for tensor in same_dtype]).to(device))
+        parts = flat.split([tensor.numel() for tensor in same_dtype])
+        for tensor, part in zip(same_dtype, parts, strict=True):
+            new = part.view(tensor.shape).to(tensor.device)
+            # Copying equal numbers would raise the tensor's version, and caches would count that as a change.
+            if not tensor.equal(new):
+                tensor.copy_(new)
 
 
 @contextmanager
-def _peers_answer() -> Iterator[None]:
-    """While open, the other processes are waited for; what torch.distributed raises says so."""
+def _rank_error_on_failure() -> Iterator[None]:
+    """While open, errors of torch.distributed become a `RankError`."""
     try:
         yield
     except RuntimeError as error:
-        if _expected() == 1:
+        if _launched_processes() == 1:
             raise
         raise RankError(
-            f"Process {os.environ.get('RANK')} of {_expected()} has lost another one: it has ended, or did not answer "
-            f"in time ({_PATIENCE} s unless your script joined them with another timeout). Its own error, if it had "
-            "one, stands in its output. Start all again with resume=True; any number of processes can go on from the "
-            f"last checkpoint. ({error})"
+            f"Process {os.environ.get('RANK')} of {_launched_processes()} has lost another one: it has ended, or did "
+            f"not answer in time ({_TIMEOUT_S} s unless your script joined them with another timeout). If it failed, "
+            "its output shows the error. Start all processes again with resume=True; any number of processes can "
+            f"continue from the last checkpoint. ({error})"
         ) from error

@@ -1,19 +1,19 @@
-"""The exceptions llamagym raises, all children of `LlamaGymError`.
+"""The exceptions of llamagym, all subclasses of `LlamaGymError`, and helpers for their messages.
 
     LlamaGymError
-    ├── ConfigError (ValueError)        an option that is unknown, ill-typed or out of range
-    ├── ModelLoadError (RuntimeError)   weights, tokenizer, quantization or adapter cannot be had
-    ├── ChatTemplateError (ValueError)  the chat template cannot carry an append-only conversation
+    ├── ConfigError (ValueError)        an option is unknown, ill-typed or out of range
+    ├── ModelLoadError (RuntimeError)   weights, tokenizer, quantization or adapter cannot be loaded
+    ├── ChatTemplateError (ValueError)  the chat template cannot render an append-only conversation
     ├── ActionParseError (ValueError)   a reply names no admissible action
     ├── DivergedError (RuntimeError)    losses, gradients or the model's output are no longer finite
-    ├── CheckpointError (RuntimeError)  saved state is damaged, foreign, of a later version, or cannot be written
+    ├── CheckpointError (RuntimeError)  saved state is damaged, of another model or version, or cannot be written
     ├── EnvironmentTimeoutError (TimeoutError)  a step of the environment took too long
     ├── EnvironmentLostError (RuntimeError)  the process of an environment has ended
-    ├── RankError (RuntimeError)        of several processes that learn together, one was lost
+    ├── RankError (RuntimeError)        one of several processes that learn together was lost
     ├── EpisodeError (RuntimeError)     the loop called act, reward or terminate out of order
     └── ContextLengthError (ValueError) the conversation no longer fits the model's context
 
-Every message says what failed, what was received, what was expected, and the next move.
+Every message says what failed, the value received, what was expected, and the next step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-# How much of a value an error message shows: characters of a string, entries of a collection, characters in all.
-_SHOWN_CHARACTERS, _SHOWN_ENTRIES, _SHOWN_IN_ALL = 80, 8, 240
+# Limits on values in error messages: characters of a string, entries of a collection, characters in total.
+_MAX_CHARACTERS = 80
+_MAX_ENTRIES = 8
+_MAX_TOTAL = 240
 
 
 class LlamaGymError(Exception):
@@ -48,7 +50,7 @@ class ActionParseError(LlamaGymError, ValueError):
 
 
 class DivergedError(LlamaGymError, RuntimeError):
-    """Losses or gradients of several optimizer steps in a row, or what the model says, are no longer finite."""
+    """Losses or gradients of several optimizer steps in a row, or the model's output, are no longer finite."""
 
 
 class CheckpointError(LlamaGymError, RuntimeError):
@@ -64,7 +66,7 @@ class EnvironmentLostError(LlamaGymError, RuntimeError):
 
 
 class RankError(LlamaGymError, RuntimeError):
-    """Of several processes that learn together, one has ended, does not answer, or has other weights."""
+    """One of several processes that learn together has ended, does not answer, or has different weights."""
 
 
 class EpisodeError(LlamaGymError, RuntimeError):
@@ -76,12 +78,12 @@ class ContextLengthError(LlamaGymError, ValueError):
 
 
 @contextmanager
-def needs(extra: str, what: str) -> Iterator[None]:
-    """While open, a package that is not installed is an error that names the extra which brings it.
+def needs(extra: str, feature: str) -> Iterator[None]:
+    """While open, an ImportError becomes a `ConfigError` that names the extra to install.
 
     Args:
-        extra: Of this library.
-        what: What needs it.
+        extra: Name of an extra of this library.
+        feature: The feature that needs the package, for the message.
 
     Raises:
         ConfigError: An import failed.
@@ -96,7 +98,7 @@ def needs(extra: str, what: str) -> Iterator[None]:
     except ImportError as error:
         missing = error.name or str(error)
         raise ConfigError(
-            f"{what} needs a package that is not installed: {missing}. Run pip install 'llamagym[{extra}]'."
+            f"{feature} needs a package that is not installed: {missing}. Run pip install 'llamagym[{extra}]'."
         ) from error
 
 
@@ -105,16 +107,16 @@ class _ShortRepr(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring = self.maxother = self.maxlong = _SHOWN_CHARACTERS
-        self.maxlist = self.maxtuple = self.maxdict = self.maxset = _SHOWN_ENTRIES
+        self.maxstring = self.maxother = self.maxlong = _MAX_CHARACTERS
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = _MAX_ENTRIES
 
     def repr_int(self, number: int, level: int) -> str:
-        """Digits up to 64 bits; beyond, the size."""
+        """Returns the digits of a number of up to 64 bits, and the size of a larger one."""
         return repr(number) if number.bit_length() <= 64 else f"<int of {number.bit_length()} bits>"
 
 
 def excerpt(value: object) -> str:
-    """Returns a short repr of a value for an error message, whatever the value is.
+    """Returns a short repr of any value for an error message.
 
     >>> excerpt("a" * 1000) == repr("a" * 1000)[:38] + "..." + repr("a" * 1000)[-39:]
     True
@@ -122,7 +124,7 @@ def excerpt(value: object) -> str:
     '<int of 16610 bits>'
     """
     text = _ShortRepr().repr(value)
-    return text if len(text) <= _SHOWN_IN_ALL else f"{text[:_SHOWN_IN_ALL]}..."
+    return text if len(text) <= _MAX_TOTAL else f"{text[:_MAX_TOTAL]}..."
 
 
 def reason_of(error: BaseException) -> str:
@@ -132,7 +134,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def did_you_mean(received: str, expected: Iterable[str]) -> str:
-    """A hint naming the closest of the expected spellings, or all of them.
+    """Returns a hint that names the closest expected spelling, or all of them if none is close.
 
     >>> did_you_mean("learning_rat", ["learning_rate", "gamma"])
     "Did you mean 'learning_rate'?"

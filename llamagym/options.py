@@ -1,4 +1,4 @@
-"""What all configurations share: options are read by name and checked when they are given."""
+"""The base class of configurations, and checks of arguments, paths and numbers that users pass."""
 
 from __future__ import annotations
 
@@ -32,48 +32,51 @@ from .errors import ConfigError, did_you_mean, excerpt
 OptionsT = TypeVar("OptionsT", bound="Options")
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
-# Whole numbers are counted in 64 bits, all others end up in float32.
-_LARGEST_WHOLE, _LARGEST_NUMBER = 2**63 - 1, 3.4e38
+# Integers are stored in 64 bits, other numbers are computed with in float32.
+_LARGEST_INT = 2**63 - 1
+_LARGEST_FLOAT = 3.4e38
+# Adam's first step is up to ten times the learning rate.
 _LARGEST_RATE = 3.4e37
-# NumPy's kinds of types whose values are real numbers.
+# `dtype.kind` of NumPy's real numbers.
 _NUMBER_KINDS = "biuf"
 
 
 @dataclass(frozen=True)
 class Options:
-    """A configuration, a frozen dataclass; types are checked here, ranges by a subclass's `__post_init__`.
+    """Base class of configurations; it checks types, and the `__post_init__` of a subclass checks ranges.
 
     Attributes:
-        advice: By the name of an option that other libraries have: what to do here instead.
+        advice: Hints for options of other libraries, by the option's name there.
     """
 
     advice: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls: type[OptionsT], *_: Any, **options: Any) -> OptionsT:
-        """Check names, which a dataclass would reject by a TypeError without advice."""
+        """Checks names, which a dataclass would reject with a TypeError without a hint."""
         cls._check_names(options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check types, and that numbers are not too large to compute with; all become Python's own."""
+        """Checks types and sizes, and converts numbers to built-in ones."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         _check_types(get_type_hints(type(self)), values)
         for name, value in values.items():
             if isinstance(value, Real) and not isinstance(value, bool):
-                plain = int(value) if isinstance(value, Integral) else float(value)
-                largest = _LARGEST_WHOLE if isinstance(value, Integral) else _LARGEST_NUMBER
-                if largest < abs(plain) < math.inf:
+                is_integer = isinstance(value, Integral)
+                number = int(value) if is_integer else float(value)
+                largest = _LARGEST_INT if is_integer else _LARGEST_FLOAT
+                if largest < abs(number) < math.inf:
                     raise ConfigError(f"{name}={excerpt(value)} is too large. Pass a number up to {largest:.1e}.")
-                # NumPy's numbers are not taken everywhere, and not saved.
-                object.__setattr__(self, name, plain)
+                # NumPy's numbers cannot be saved as JSON.
+                object.__setattr__(self, name, number)
         as_seed(values.get("seed"))
 
     @classmethod
     def from_dict(cls: type[OptionsT], options: Mapping[str, Any] | Options) -> OptionsT:
-        """Read options by name; a configuration that is one already is taken as it is.
+        """Creates a configuration from options by name; returns an instance of this class unchanged.
 
         Raises:
-            ConfigError: An option is unknown or out of range, or `options` is something else.
+            ConfigError: An option is unknown or out of range, or `options` is neither a dictionary nor an instance.
         """
         if isinstance(options, cls):
             return options
@@ -84,29 +87,29 @@ class Options:
 
     @classmethod
     def _check_names(cls, options: Mapping[Any, Any]) -> None:
-        """Rejects options that the configuration does not have.
+        """Rejects unknown options.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: An option is unknown.
         """
         known = {field.name for field in fields(cls) if field.init}
         for key in options:
             if key not in known:
                 raise ConfigError(f"Unknown option {excerpt(key)} of {cls.__name__}. {cls._hint(str(key), known)}")
 
-    def given(self) -> dict[str, Any]:
-        """The options by name, as `from_dict` takes them."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options by name, as `from_dict` accepts them."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
     @classmethod
     def _hint(cls, key: str, known: Collection[str]) -> str:
         return cls.advice[key] if key in cls.advice else did_you_mean(key, known)
 
-    def _require_at_least(self, least: int, *names: str) -> None:
+    def _require_at_least(self, minimum: int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value} is too small. Pass at least {least}.")
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}={value} is too small. Pass at least {minimum}.")
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
@@ -135,16 +138,15 @@ class Options:
                 raise ConfigError(f"{name}={getattr(self, name)} is outside [0, 1].")
 
     def _require_one_of(self, allowed: Sequence[str], name: str) -> None:
-        if getattr(self, name) not in allowed:
-            raise ConfigError(
-                f"{name}={excerpt(getattr(self, name))}. {did_you_mean(str(getattr(self, name)), allowed)}"
-            )
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ConfigError(f"{name}={excerpt(value)}. {did_you_mean(str(value), allowed)}")
 
 
 def explains_wrong_calls(
     positional: int, old_names: Collection[str] = ()
 ) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
-    """Decorates a function whose wrong calls are a `ConfigError` that says what to write instead of a `TypeError`.
+    """Decorates a function so that wrong calls raise a `ConfigError` with a hint instead of a `TypeError`.
 
     Args:
         positional: Number of arguments that may be passed by position.
@@ -152,11 +154,11 @@ def explains_wrong_calls(
     """
 
     def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
-        parameters = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-        names = [each.name for each in parameters]
-        keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        by_position = [name for name in names if name not in keywords]
+        parameters = dict(inspect.signature(function).parameters)
+        parameters.pop("self", None)
+        parameters = {name: each for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+        keywords = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+        by_position = [name for name in parameters if name not in keywords]
         title = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
@@ -169,8 +171,8 @@ def explains_wrong_calls(
                     f"the others by keyword: {pairs}."
                 )
             for name in kwargs:
-                if name not in names and name not in old_names:
-                    raise ConfigError(f"{title}() has no argument {name!r}. {did_you_mean(name, names)}")
+                if name not in parameters and name not in old_names:
+                    raise ConfigError(f"{title}() has no argument {name!r}. {did_you_mean(name, parameters)}")
             return function(*args, **kwargs)
 
         return checked
@@ -178,25 +180,25 @@ def explains_wrong_calls(
     return decorate
 
 
-def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], **names: Any) -> None:
-    """Rejects arguments of other types than the function's annotations say.
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], **names: Any) -> None:
+    """Rejects arguments whose types differ from the function's annotations.
 
     Args:
-        function: Whose annotations count.
-        given: Its arguments by name, as `locals()` has them at its beginning.
-        **names: What names in the annotations mean that the function's module does not import at run time.
+        function: The function.
+        arguments: The function's arguments by name, such as `locals()` at its beginning.
+        **names: Types by the names that annotations use and the function's module does not import at run time.
 
     Raises:
-        ConfigError: One is of another type.
+        ConfigError: An argument has another type.
     """
-    _check_types(get_type_hints(function, localns=names), given)
+    _check_types(get_type_hints(function, localns=names), arguments)
 
 
 def require_positive(**counts: int | None) -> None:
-    """Rejects counts below 1; None is no count.
+    """Rejects counts below 1; None is allowed.
 
     Raises:
-        ConfigError: One is below 1.
+        ConfigError: A count is below 1.
     """
     for name, count in counts.items():
         if count is not None and count < 1:
@@ -204,10 +206,10 @@ def require_positive(**counts: int | None) -> None:
 
 
 def require_text(**texts: str | Path | None) -> None:
-    """Rejects empty names and paths; None is not one.
+    """Rejects empty names and paths; None is allowed.
 
     Raises:
-        ConfigError: One is empty.
+        ConfigError: A text is empty.
     """
     for name, text in texts.items():
         if text is not None and not str(text):
@@ -215,25 +217,27 @@ def require_text(**texts: str | Path | None) -> None:
 
 
 def as_seed(seed: int | None) -> int | None:
-    """A seed that every generator of random numbers takes, as Python's own number.
+    """Returns a seed as a built-in int that every random number generator accepts; None stays None.
 
     Raises:
-        ConfigError: It is negative or has more than 63 bits.
+        ConfigError: The seed is negative or has more than 63 bits.
     """
-    if seed is None or 0 <= seed < 2**63:
-        return None if seed is None else int(seed)
+    if seed is None:
+        return None
+    if 0 <= seed < 2**63:
+        return int(seed)
     raise ConfigError(f"seed={excerpt(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1.")
 
 
 def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """The absolute path of a file or folder that a user passed, with `~` expanded.
+    """Returns the absolute path of a file or folder that a user passed, with `~` expanded.
 
     Args:
         path: The path.
         name: Name of the argument, for errors.
 
     Raises:
-        ConfigError: It is empty, not a path, too long, or names the home of an unknown user.
+        ConfigError: The path is empty, not a path, too long, or in the home of an unknown user.
     """
     text: Any = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
@@ -247,7 +251,7 @@ def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     try:
         os.fsencode(text)
         expanded = Path(os.path.abspath(Path(text).expanduser()))
-        # Other errors depend on what the path is used for.
+        # Whether these are errors depends on the use of the path.
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             os.lstat(expanded)
         return expanded
@@ -256,7 +260,7 @@ def user_path(path: str | os.PathLike[str], name: str = "path") -> Path:
 
 
 def as_number(value: object) -> float:
-    """A single number of any library as a float; NaN where there is none, and for what no float can hold.
+    """Converts a single number of any library to a float; NaN for other values and for numbers beyond a float.
 
     >>> as_number(True), as_number("1"), as_number(10**400)
     (1.0, nan, nan)
@@ -265,33 +269,35 @@ def as_number(value: object) -> float:
         # Some releases of NumPy warn about float() of an array, others raise.
         value = value.item() if value.size == 1 else None
     if isinstance(value, np.generic) and value.dtype.kind not in _NUMBER_KINDS:
-        # float() would drop imaginary parts, and read texts and times.
+        # float() would drop imaginary parts, and convert strings and times.
         return math.nan
-    # Python's and NumPy's numbers first: asking for the protocol takes ten times as long.
+    # Python's and NumPy's numbers first: the check of the protocol takes ten times as long.
     if not isinstance(value, (float, int, np.number, np.bool_, SupportsFloat)) or isinstance(value, (str, complex)):
         return math.nan
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        # Arrays and tensors of several numbers say so in many ways.
+        # Libraries raise different errors for arrays and tensors of several numbers.
         return math.nan
 
 
-def as_json(part: Any) -> Any:
-    """The same as JSON holds it: lists for tuples, and nothing of numpy's.
+def as_json(value: Any) -> Any:
+    """Converts a value to what JSON would return for it: lists for tuples, built-in values for NumPy's.
 
     >>> as_json({"seed": np.int64(3), "actions": (np.zeros(2), None)})
     {'seed': 3, 'actions': [[0.0, 0.0], None]}
     """
-    if isinstance(part, np.generic | np.ndarray):
-        return part.tolist()
-    if isinstance(part, Mapping):
-        return {key: as_json(value) for key, value in part.items()}
-    return [as_json(value) for value in part] if isinstance(part, (list, tuple)) else part
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(as_json, value))
+    return value
 
 
 def as_statistics(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns statistics that users may have added to with the numbers of any library as Python's own.
+    """Converts statistics, to which users may have added numbers of any library, to built-in values.
 
     Raises:
         ConfigError: A name is not a string, or a value is neither a number nor a string.
@@ -312,7 +318,7 @@ def _statistic(name: str, value: Any) -> float | str:
     if isinstance(value, str):
         return str(value) if isinstance(value, np.str_) else value
     if isinstance(value, (np.generic, np.ndarray)):
-        # float() would drop imaginary parts, and read texts and times.
+        # float() would drop imaginary parts, and convert strings and times.
         is_number = value.ndim == 0 and value.dtype.kind in _NUMBER_KINDS
     else:
         is_number = isinstance(value, SupportsFloat)
@@ -321,15 +327,15 @@ def _statistic(name: str, value: Any) -> float | str:
             number = float(value)
             if isinstance(value, np.integer):
                 return int(value)
-            is_plain = isinstance(value, (int, float)) and not isinstance(value, np.generic)
-            return value if is_plain else number
+            is_built_in = isinstance(value, (int, float)) and not isinstance(value, np.generic)
+            return value if is_built_in else number
     raise ConfigError(
         f"The statistic {name!r} must be a number or a string, got {excerpt(value)} ({type(value).__name__})."
     )
 
 
 def shortened(value: object, longest: int = 200) -> str:
-    """A value as an error shows it, however large or deeply nested it is.
+    """Returns a short repr of a value for an error message, however large or deeply nested the value is.
 
     >>> shortened(["left"] * 100, longest=20)
     "['left', 'left', 'le..."
@@ -341,65 +347,68 @@ def shortened(value: object, longest: int = 200) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
 
 
-def json_safe(part: Any, longest: int = 10_000, depth: int = 20) -> Any:
-    """The same as every JSON parser takes it: numbers that are not finite, and what JSON has no word for, as text.
+def json_safe(value: Any, longest: int = 10_000, depth: int = 20) -> Any:
+    """Converts a value to one that every JSON parser accepts: numbers that are not finite and other types become text.
 
     Args:
-        part: Dictionaries, lists and values, of whatever origin.
-        longest: Characters of a text that are kept.
-        depth: Levels of nesting that are kept.
+        value: A value of any type; dictionaries and lists are converted recursively.
+        longest: Maximum number of characters of a text.
+        depth: Maximum depth of nesting.
 
     >>> json_safe({"rate": float("nan"), 3: [10**400, None, {1}]}) == {"rate": "nan", "3": ["inf", None, "{1}"]}
     True
     """
-    if part is None or isinstance(part, bool):
-        return part
-    if isinstance(part, (int, float)):
-        number = as_number(part)
-        if math.isnan(number) and isinstance(part, int):
-            number = math.inf if part > 0 else -math.inf
-        return part if math.isfinite(number) else str(number)
-    if depth and isinstance(part, Mapping):
-        return {json_safe(str(key), longest): json_safe(value, longest, depth - 1) for key, value in part.items()}
-    if depth and isinstance(part, (list, tuple)):
-        return [json_safe(value, longest, depth - 1) for value in part]
-    text = part if isinstance(part, str) else "..." if isinstance(part, (Mapping, list, tuple)) else str(part)
-    # Half of a character pair is no character.
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        number = as_number(value)
+        if math.isnan(number) and isinstance(value, int):
+            number = math.inf if value > 0 else -math.inf
+        return value if math.isfinite(number) else str(number)
+    if depth and isinstance(value, Mapping):
+        return {json_safe(str(key), longest): json_safe(item, longest, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [json_safe(item, longest, depth - 1) for item in value]
+    if isinstance(value, (Mapping, list, tuple)):
+        value = "..."
+    text = value if isinstance(value, str) else str(value)
+    # UTF-8 cannot encode half of a surrogate pair.
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= longest else text[:longest] + "..."
 
 
-def _check_types(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    for name in hints.keys() & given.keys():
+def _check_types(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for name in hints.keys() & values.keys():
         hint = hints[name]
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        value = given[name]
-        if not any(_fits(value, kind) for kind in allowed):
-            raise ConfigError(f"{name} must be {_named(allowed)}, got {excerpt(value)} ({type(value).__name__}).")
+        value = values[name]
+        if not any(_has_type(value, annotation) for annotation in allowed):
+            raise ConfigError(f"{name} must be {_describe(allowed)}, got {excerpt(value)} ({type(value).__name__}).")
 
 
-def _fits(value: object, kind: Any) -> bool:
-    """Whether a value is of an annotated type; NaN is no number, and whole numbers count as numbers."""
-    origin = get_origin(kind) or kind
+def _has_type(value: object, annotation: Any) -> bool:
+    """Whether a value has an annotated type; an int is also a float, and NaN is not a number."""
+    origin = get_origin(annotation) or annotation
     if origin is Any:
         return True
     if isinstance(origin, type) and issubclass(origin, Options):
-        # Which one is for `from_dict` to say, which knows what is meant.
+        # `from_dict` checks the class of the configuration.
         return isinstance(value, Options)
     if origin is Literal:
-        return isinstance(value, str) or any(value is allowed for allowed in get_args(kind))
+        return isinstance(value, str) or any(value is allowed for allowed in get_args(annotation))
     if origin is Sequence and isinstance(value, str):
         return False
     if origin in (int, float):
-        is_number = isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
+        number_class = Integral if origin is int else Real
+        is_number = isinstance(value, number_class) and not isinstance(value, bool)
         return is_number and not math.isnan(as_number(value))
-    if get_args(kind) == (str,):
+    if get_args(annotation) == (str,):
         return isinstance(value, origin) and all(isinstance(item, str) for item in value)
     return isinstance(value, origin)
 
 
-def _named(kinds: Sequence[Any]) -> str:
-    """The types as an error message lists them."""
+def _describe(annotations: Sequence[Any]) -> str:
+    """Describes annotated types for an error message."""
     names: dict[Any, str] = {
         int: "an int",
         float: "a number",
@@ -412,8 +421,8 @@ def _named(kinds: Sequence[Any]) -> str:
         Sequence[str]: "a list of strings",
         Callable: "a function",
     }
-    titles = []
-    for kind in kinds:
-        origin = get_origin(kind) or kind
-        titles.append(names.get(kind) or names.get(origin) or f"a {getattr(origin, '__name__', origin)}")
-    return " or ".join(titles)
+    descriptions = []
+    for annotation in annotations:
+        origin = get_origin(annotation) or annotation
+        descriptions.append(names.get(annotation) or names.get(origin) or f"a {getattr(origin, '__name__', origin)}")
+    return " or ".join(descriptions)

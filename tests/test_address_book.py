@@ -1,4 +1,4 @@
-"""The address book: facts lead to the answer, which cannot be known without them, and any text is an action."""
+"""The address book: the answer follows from the facts only, and any text is an action."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamagym.envs.address_book import CITIES, COLOURS, PEOPLE, AddressBook
 
 
 def ask(env: AddressBook, seed: int) -> float:
-    """Two calls by what was read, then the answer that they gave."""
+    """Makes two calls based on the observations, then gives the answer."""
     question, info = env.reset(seed=seed)
     assert info == {"success": False}
     person = re.fullmatch(r"Which colour are the houses where (\w+) lives\?", question)[1]
@@ -29,12 +29,12 @@ def ask(env: AddressBook, seed: int) -> float:
     return reward
 
 
-def test_asking_twice_answers_every_question():
+def test_two_queries_answer_every_question():
     env = AddressBook(turns=3)
     assert all(ask(env, seed) == 1.0 for seed in range(100))
 
 
-def test_random_calls_about_what_was_read_hardly_ever_do():
+def test_random_calls_rarely_answer_the_question():
     rng, env, right = np.random.default_rng(0), AddressBook(), 0.0
     for seed in range(1_000):
         said, done = env.reset(seed=seed)[0], False
@@ -58,19 +58,19 @@ def test_random_calls_about_what_was_read_hardly_ever_do():
         ("  find Zoe and Tom ", "Nothing is known of Zoe and Tom."),
     ],
 )
-def test_other_texts_take_a_turn(action: str, said: str):
+def test_invalid_texts_take_a_turn(action: str, said: str):
     env = AddressBook()
     env.reset(seed=0)
     assert env.step(action) == (said, 0.0, False, False, {"success": False})
 
 
-def test_the_last_turn_ends_the_episode():
+def test_the_last_turn_terminates():
     env = AddressBook(turns=3)
     env.reset(seed=0)
     assert [env.step("find Anna")[2] for _ in range(3)] == [False, False, True]
 
 
-def test_a_wrong_answer_ends_it_too():
+def test_a_wrong_answer_terminates():
     env = AddressBook()
     env.reset(seed=0)
     assert env.step("answer nothing")[:4] == ("That is wrong.", 0.0, True, False)
@@ -87,10 +87,10 @@ def test_facts_differ_from_one_episode_to_the_next_and_seeds_repeat_them():
     assert facts(0) != facts(1)
 
 
-def test_gymnasium_finds_nothing_wrong():
+def test_passes_the_checks_of_gymnasium():
     check_env(AddressBook(), skip_render_check=True)
 
 
-def test_too_few_turns_are_refused():
+def test_rejects_too_few_turns():
     with pytest.raises(ConfigError, match="two calls and the answer take at least 3"):
         AddressBook(turns=2)

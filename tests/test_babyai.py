@@ -1,4 +1,4 @@
-"""BabyAI in words: what a view says, what ends an episode, and that the words are enough to succeed."""
+"""BabyAI as text: descriptions of views, ends of episodes, and that the descriptions suffice to succeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 
 
 def walk(said: str) -> str:
-    """A rule that sees the words only: to the ball if it is in view, else ahead, and left at a wall."""
+    """Chooses an action from the text: to the ball if it is in view, else ahead, and left at a wall."""
     ball = re.search(r"red ball ([^.;]*)", said)
     if not ball:
         return "left" if "Ahead: wall" in said else "ahead"
@@ -28,7 +28,7 @@ def test_without_minigrid_the_error_names_the_extra(monkeypatch):
         make_babyai()
 
 
-def test_the_words_are_enough_to_succeed():
+def test_descriptions_suffice_to_succeed():
     pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
     env, said = make_babyai(), set()
     for seed in range(60):
@@ -47,7 +47,7 @@ def test_the_words_are_enough_to_succeed():
     assert len(said) < 60
 
 
-def test_the_limit_truncates_and_is_no_success():
+def test_the_limit_truncates_without_success():
     pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
     env = make_babyai()
     env.reset(seed=0)
@@ -58,7 +58,7 @@ def test_the_limit_truncates_and_is_no_success():
     assert not any(terminated or info["success"] or reward for reward, terminated, _, info in ends)
 
 
-def test_a_limit_of_one_s_own_and_a_mission_that_is_said_once():
+def test_max_steps_and_repeat_mission_take_effect():
     pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
     env, usual = make_babyai(max_steps=3, repeat_mission=False), make_babyai()
     text = env.reset(seed=0)[0]
@@ -72,7 +72,7 @@ def test_a_limit_of_one_s_own_and_a_mission_that_is_said_once():
     assert env.unwrapped.max_steps == 3 < usual.unwrapped.max_steps
 
 
-def test_a_seed_is_a_room():
+def test_a_seed_determines_the_room():
     pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
     env = make_babyai(all_actions=True)
     assert env.action_space.n == len(env.action_names) == len(ACTIONS)
@@ -81,7 +81,7 @@ def test_a_seed_is_a_room():
     assert len(set(views)) > 5
 
 
-def test_a_view_in_words():
+def test_describes_a_view():
     pytest.importorskip("minigrid", reason="the extra minigrid is not installed")
     view = np.zeros((7, 7, 3), dtype=np.uint8)
     view[:, :, 0] = 1

@@ -1,4 +1,4 @@
-"""Between two replies a template puts what it would put there in the whole conversation, or it is rejected."""
+"""Prompts after a reply equal the text of the whole conversation, or the template is rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def templated(template: str, family: str = "qwen2"):
 
 
 def said(agent: WordAgent) -> list[int]:
-    """All token ids of the conversation of environment 0, up to the last prompt."""
+    """Returns all token ids of the conversation of environment 0, except for a pending prompt."""
     ids = []
     for turn in actor_of(agent).conversation(0).turns:
         ids += [*turn.prompt.ids, *turn.reply.ids]
@@ -62,10 +62,10 @@ def agent_with(template: str, kind: type = ChoiceAgent, **options):
 
 @pytest.mark.parametrize("system", ["Be good.", "", "probesystem and probereply"])
 @pytest.mark.parametrize("template", [SYSTEM_LAST, MESSAGES, *(tiny_tokenizer(f).chat_template for f in FAMILIES)])
-def test_later_prompts_are_what_the_template_puts_after_the_last_reply(template: str, system: str):
+def test_next_prompt_equals_the_text_after_the_last_reply(template: str, system: str):
     tokenizer = templated(template, "llama")
     chat = ChatTemplate(tokenizer)
-    messages = chat._opening(system, "one")
+    messages = chat._first_messages(system, "one")
     for number in range(4):
         ids = chat.next_prompt(system, f"observation {number}", None)
         messages += [{"role": "assistant", "content": "REPLY"}, {"role": "user", "content": f"observation {number}"}]
@@ -76,7 +76,7 @@ def test_later_prompts_are_what_the_template_puts_after_the_last_reply(template:
         assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
 
 
-def test_a_tokenizer_that_knows_no_letters_shares_nothing():
+def test_shared_length_is_0_without_letters_in_the_vocabulary():
     words = {"<unk>": 0, "<e>": 1, "You": 2, "win": 3}
     known = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -86,7 +86,7 @@ def test_a_tokenizer_that_knows_no_letters_shares_nothing():
     assert template.shared_length("You", template.first_prompt("You", "win")) == 0
 
 
-def test_no_prompt_contains_words_of_the_probe():
+def test_prompts_contain_no_probe_text():
     agent = agent_with(SYSTEM_LAST)
     agent.get_system_prompt = lambda: "Be good."
     for observation in ("a", "b", "c"):
@@ -177,7 +177,7 @@ def test_rejects_end_tokens_beyond_the_vocabulary():
         WordAgent(model, tokenizer)
 
 
-def test_end_tokens_may_be_a_tuple_and_unknown_ones_do_not_count():
+def test_accepts_a_tuple_of_end_tokens_and_ignores_unknown_ids():
     tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
     end = tokenizer.eos_token_id
     model.pretrained_model.generation_config.eos_token_id = (end, 1_000_000)
@@ -185,7 +185,7 @@ def test_end_tokens_may_be_a_tuple_and_unknown_ones_do_not_count():
     WordAgent(model, tokenizer)
 
 
-def test_an_end_token_of_the_model_alone_is_enough():
+def test_accepts_an_end_token_that_only_the_model_defines():
     tokenizer, model = tiny_tokenizer("qwen2"), tiny_model("qwen2")
     end = tokenizer.eos_token_id
     without_end(tokenizer, model)

@@ -523,7 +523,7 @@ def test_replies_are_those_of_the_turns_that_are_shown():
         given.append(turns[-1].reply.ids)
         agent.assign_reward(0.0)
     actor_of(agent).conversation(0).first_shown = 3
-    assert dict(actor_of(agent).conversation(0)._replies_shown()) == {given[3]: 1}
+    assert dict(actor_of(agent).conversation(0)._count_visible_replies()) == {given[3]: 1}
     alone = make_agent(ChoiceAgent, context="turn")
     for turn in range(2):
         alone.act(turn)

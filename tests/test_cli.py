@@ -1,4 +1,4 @@
-"""The command line, from an environment's id to an agent that is measured and watched, on a tiny model."""
+"""The commands of the command line with a tiny model: train, eval, play and report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Walker(Agent):
 
 
 class Spaced(gym.Env):
-    """Shows and takes anything of its spaces; ends after two steps."""
+    """An environment with any spaces."""
 
     def __init__(self, observed: spaces.Space, acted: spaces.Space) -> None:
         self.observation_space, self.action_space = observed, acted
@@ -67,7 +67,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs a command line; its exit status, what it printed, and what it said on stderr."""
+    """Returns a function that runs a command line and returns its exit status, stdout and stderr."""
 
     def command(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["llamagym", *map(str, words)])
@@ -81,7 +81,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory) -> Path:
-    """The folder of a run with a wording of its own."""
+    """Trains an agent with its own wording; returns the folder of the run."""
     folder = tmp_path_factory.mktemp("run")
     words = tmp_path_factory.mktemp("words") / "lake.yaml"
     words.write_text(WORDS)
@@ -101,7 +101,7 @@ def test_the_version_is_printed(run):
 
 
 class Emojis(gym.Env):
-    """Shows characters that Windows' terminals lack, as text and as a picture."""
+    """Observations and renderings contain characters that the terminals of Windows lack."""
 
     metadata: ClassVar = {"render_modes": ["ansi"]}
     observation_space, action_space = spaces.Text(9, charset="\u2603\u2192"), spaces.Discrete(4)
@@ -121,7 +121,7 @@ class Emojis(gym.Env):
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-8"])
-def test_what_the_output_cannot_encode_is_escaped(encoding, trained, monkeypatch):
+def test_escapes_characters_that_the_output_cannot_encode(encoding, trained, monkeypatch):
     spec = gym.envs.registration.EnvSpec("Emojis-v0", entry_point=Emojis, disable_env_checker=True)
     monkeypatch.setitem(gym.registry, "Emojis-v0", spec)
     printed, errors = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
@@ -134,21 +134,21 @@ def test_what_the_output_cannot_encode_is_escaped(encoding, trained, monkeypatch
         assert not ended.value.code or words[0] == "eval"
     printed.flush()
     errors.flush()
-    told = printed.buffer.getvalue().decode(encoding)
+    stdout = printed.buffer.getvalue().decode(encoding)
     snowman = "\u2603" if encoding == "utf-8" else r"\u2603"
-    assert f"{snowman}\\ud83d" in told
-    assert "return 1 in 1 turns" in told
-    assert "smollm2-135m" in told
+    assert f"{snowman}\\ud83d" in stdout
+    assert "return 1 in 1 turns" in stdout
+    assert "smollm2-135m" in stdout
     assert f"{snowman}-v0" in errors.buffer.getvalue().decode(encoding)
 
 
-def test_a_run_is_logged_and_its_agent_measured_watched_and_reported(trained, run):
+def test_eval_play_and_report_read_the_run_of_train(trained, run):
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    told = [json.loads(line) for line in (trained / "transcripts.jsonl").read_text().splitlines()]
+    transcripts = [json.loads(line) for line in (trained / "transcripts.jsonl").read_text().splitlines()]
     assert rows
-    assert told[0]["system"] == "You cross a lake."
-    assert told[0]["turns"][0]["read"] == "You stand on field 0."
-    assert sorted(choice for choice, _ in told[0]["turns"][0]["choices"]) == ["down", "left", "right", "up"]
+    assert transcripts[0]["system"] == "You cross a lake."
+    assert transcripts[0]["turns"][0]["read"] == "You stand on field 0."
+    assert sorted(choice for choice, _ in transcripts[0]["turns"][0]["choices"]) == ["down", "left", "right", "up"]
     assert "mean return after" in (trained / "agent" / "README.md").read_text()
 
     status, printed, _ = run("eval", trained, "--episodes", 6)
@@ -193,9 +193,9 @@ def test_a_person_plays_in_the_agents_place(trained, run, monkeypatch, tmp_path)
 def test_a_run_is_not_overwritten_and_can_be_resumed(trained, model, run):
     command = ["train", LAKE, "--num-envs", 16, "--eval-episodes", 2, "--model", model, "--run-dir", trained]
     command += ["--batch-size", 128, "--turns", 600]
-    status, _, said = run(*command)
+    status, _, stderr = run(*command)
     assert status == 1
-    assert "holds a run. Pass --resume" in said
+    assert "holds a run. Pass --resume" in stderr
     before = (trained / "metrics.jsonl").read_text()
     status, printed, _ = run(*command, "--resume", "--prompt", trained / "prompt.yaml")
     assert status == 0
@@ -209,9 +209,9 @@ def test_a_run_is_not_overwritten_and_can_be_resumed(trained, model, run):
 def test_resuming_with_another_prompt_is_rejected_before_anything_is_written(trained, model, run, tmp_path):
     (tmp_path / "other.yaml").write_text(WORDS + "\n")
     command = ["train", LAKE, "--turns", 600, "--model", model, "--run-dir", trained, "--resume"]
-    status, _, said = run(*command, "--prompt", tmp_path / "other.yaml")
+    status, _, stderr = run(*command, "--prompt", tmp_path / "other.yaml")
     assert status == 1
-    assert "differs from" in said
+    assert "differs from" in stderr
     assert (trained / "prompt.yaml").read_text() == WORDS
 
 
@@ -234,21 +234,21 @@ def test_resuming_with_other_options_is_rejected_before_anything_is_played(
     options = {"--num-envs": 16, "--batch-size": 128, option: value}
     command = ["train", LAKE, "--turns", 600, "--model", model, "--run-dir", trained, "--resume"]
     command += ["--prompt", trained / "prompt.yaml", *(word for pair in options.items() for word in pair)]
-    status, _, said = run(*command)
+    status, _, stderr = run(*command)
     assert status == 1
-    assert f"is a checkpoint of a run with other options: {name}" in said
+    assert f"is a checkpoint of a run with other options: {name}" in stderr
 
 
-def test_a_folder_with_other_files_is_not_trained_in(run, model, tmp_path):
+def test_rejects_a_run_dir_with_other_files(run, model, tmp_path):
     (tmp_path / "config.json").write_text("mine")
-    status, _, said = run("train", LAKE, "--turns", 10, "--model", model, "--run-dir", tmp_path)
+    status, _, stderr = run("train", LAKE, "--turns", 10, "--model", model, "--run-dir", tmp_path)
     assert status == 1
-    assert "contains files that llamagym did not write ('config.json')" in said
+    assert "contains files that llamagym did not write ('config.json')" in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
-def test_what_cannot_be_saved_to_is_rejected_before_anything_is_played(run, model, tmp_path, monkeypatch):
+def test_rejects_unwritable_folders_before_anything_is_played(run, model, tmp_path, monkeypatch):
     monkeypatch.setattr(llamagym.training, "evaluate", lambda *args, **kwargs: pytest.fail("it was played"))
     default_tracker(tmp_path / "run", {}).close()
     (tmp_path / "run" / "metrics.jsonl").unlink()
@@ -256,12 +256,12 @@ def test_what_cannot_be_saved_to_is_rejected_before_anything_is_played(run, mode
     (tmp_path / "run" / "agent" / "mine.txt").write_text("mine")
     (tmp_path / "checkpoints" / "checkpoint-000000000012").mkdir(parents=True)
     command = ["train", LAKE, "--turns", 10, "--model", model, "--run-dir"]
-    status, _, said = run(*command, tmp_path / "run")
+    status, _, stderr = run(*command, tmp_path / "run")
     assert status == 1
-    assert "holds files ('mine.txt') and no manifest of this version" in said
-    status, _, said = run(*command, tmp_path / "new", "--checkpoint-dir", tmp_path / "checkpoints")
+    assert "holds files ('mine.txt') and no manifest of this version" in stderr
+    status, _, stderr = run(*command, tmp_path / "new", "--checkpoint-dir", tmp_path / "checkpoints")
     assert status == 1
-    assert "holds checkpoints of an earlier run" in said
+    assert "holds checkpoints of an earlier run" in stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -269,9 +269,9 @@ def test_what_cannot_be_saved_to_is_rejected_before_anything_is_played(run, mode
 def test_a_prompt_with_another_ending_is_named(run, model, tmp_path, name):
     (tmp_path / name).write_text(WORDS)
     prompt = ["--prompt", tmp_path / name, "--run-dir", tmp_path / "run"]
-    status, _, said = run("train", LAKE, "--turns", 10, "--model", model, *prompt)
+    status, _, stderr = run("train", LAKE, "--turns", 10, "--model", model, *prompt)
     assert status == 1
-    assert "is neither YAML nor Python" in said
+    assert "is neither YAML nor Python" in stderr
 
 
 @pytest.mark.long
@@ -281,23 +281,23 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
     folder = tmp_path / "run"
     command = ["train", LAKE, "--episodes", 4, "--num-envs", 2, "--eval-episodes", 2, "--model", model]
     assert run(*command, "--prompt", code, "--run-dir", folder)[0] == 0
-    status, _, said = run("eval", folder, "--episodes", 2, "--trust")
+    status, _, stderr = run("eval", folder, "--episodes", 2, "--trust")
     assert status == 0
-    assert f"--trust: executing {folder / 'prompt.py'}" in said
+    assert f"--trust: executing {folder / 'prompt.py'}" in stderr
     assert "pass --trust" in run("eval", folder, "--episodes", 2)[2]
     # Elsewhere, nothing says which environment or class it is of.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (folder / "agent").rename(elsewhere / "agent")
     assert "Pass its id as well" in run("eval", elsewhere / "agent")[2]
-    status, _, said = run("eval", elsewhere / "agent", LAKE)
+    status, _, stderr = run("eval", elsewhere / "agent", LAKE)
     assert status == 1
-    assert "is a Walker" in said
+    assert "is a Walker" in stderr
     assert run("eval", elsewhere / "agent", LAKE, "--prompt", code, "--episodes", 2)[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [
         (["train", LAKE], 2, "train needs a budget"),
         (["train", LAKE, "--minutes", "1", "--resume"], 2, "needs --run-dir"),
@@ -324,12 +324,12 @@ def test_an_agent_in_python_is_trained_and_found_again(model, run, tmp_path):
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_said_in_a_line(words, status, said, run, tmp_path, monkeypatch):
+def test_errors_are_one_line(words, status, message, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     found, printed, errors = run(*words)
     assert found == status
-    assert said.format(home=tmp_path / "home") in errors
+    assert message.format(home=tmp_path / "home") in errors
     assert printed == ""
     if status == 1:
         assert len(errors.splitlines()) == 1
@@ -351,7 +351,7 @@ def test_an_environment_whose_extra_is_missing_is_an_error_that_names_it(run, mo
         ("actions: [a, a, b, c]", "alike"),
         ("actions: left", "actions in .* is 'left'. Pass a list"),
         ("action: [a]", "unknown key 'action'. Did you mean 'actions'"),
-        ("observation: nothing", "nothing depends on what is observed"),
+        ("observation: nothing", "does not contain the observation"),
         ("system_prompt: [a]", "Pass a text"),
         ("observation_names: [a, b]", "has 2 names, but .* has 1 parts"),
         ("just words", "holds 'just words'"),
@@ -359,7 +359,7 @@ def test_an_environment_whose_extra_is_missing_is_an_error_that_names_it(run, mo
         ("", "Give it one or more of the keys"),
     ],
 )
-def test_a_wrong_wording_is_refused(text, match, tmp_path):
+def test_rejects_an_invalid_wording(text, match, tmp_path):
     path = tmp_path / "words.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=match) as wrong:
@@ -378,14 +378,14 @@ def test_a_wrong_wording_is_refused(text, match, tmp_path):
         ("words.txt", WORDS, "neither YAML nor Python"),
     ],
 )
-def test_a_wrong_agent_is_refused(name, text, match, tmp_path, monkeypatch):
+def test_rejects_an_invalid_agent_file(name, text, match, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=match):
         agent_class(gym.make(LAKE), tmp_path / name)
 
 
-def test_actions_may_be_called_what_yaml_takes_for_something_else(tmp_path):
+def test_reads_yaml_values_as_strings(tmp_path):
     path = tmp_path / "words.yaml"
     path.write_text("actions: [yes, no, 1, null]\n")
     assert read_wording(path) == Wording(actions=["yes", "no", "1", "null"])
@@ -407,13 +407,13 @@ BOX = spaces.Box(-np.inf, np.inf, (2,))
          "arm x1 = 1, arm x2 = 1, say = hi"),
     ],
 )  # fmt: skip
-def test_observations_of_every_space_are_put_into_words(space, observation, names, text):
+def test_describes_observations_of_every_space(space, observation, names, text):
     assert part_names(space) == names
     assert describe(observation, space) == text
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 255, (9, 9, 3), np.uint8), spaces.Sequence(spaces.Discrete(2))])
-def test_observations_that_make_no_words_are_refused(space):
+def test_rejects_spaces_that_cannot_be_described(space):
     with pytest.raises(ConfigError, match="Define an Agent"):
         generic_agent(Spaced(space, spaces.Discrete(2)), Wording())
 
@@ -428,7 +428,7 @@ def test_observations_that_make_no_words_are_refused(space):
         (spaces.MultiDiscrete([8, 8]), "3 4", "Answer with an action."),
     ],
 )
-def test_actions_are_chosen_or_said_in_free_text(space, reply, asks):
+def test_actions_are_choices_or_parsed_from_free_text(space, reply, asks):
     kind = generic_agent(Spaced(spaces.Discrete(2), space), Wording())
     agent = Agent.__new__(kind)
     assert asks in agent.get_system_prompt()

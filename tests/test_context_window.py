@@ -1,4 +1,4 @@
-"""Use of the context window: what is reserved for a reply, and which turns are dropped once a conversation is full."""
+"""Use of the context window: tokens reserved for a reply, and turns dropped once a conversation is full."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_conversation(template, max_length=WINDOW, reply_length=REPLY):
 
 
 def take_turn(conversation, text, choices=None):
-    """One turn with a free text of five tokens or the first choice; returns the context that was answered."""
+    """Takes a turn with a reply of five tokens or the first choice; returns the context before the reply."""
     context = conversation.observe(text, "", choices)
     if choices is None:
         ids, kind, index = tuple(conversation.template.encode("reply")), "length", None
@@ -40,7 +40,7 @@ def take_turn(conversation, text, choices=None):
 
 
 def turns_shown(context):
-    """Numbers of the turns whose observations a context holds, the one that is answered last."""
+    """Returns the numbers of the observations in a context, the pending one last."""
     ids = [*itertools.chain(*((*turn.prompt.ids, *turn.reply.ids) for turn in context.turns)), *context.pending.ids]
     text = TOKENIZER.decode(ids)
     return [int(number) for number in re.findall(r"number (\d+)\.", text)]
@@ -68,7 +68,7 @@ def test_reserves_the_longest_choice_and_not_all_of_them(template):
 
 
 def test_a_context_with_many_choices_fills_the_window():
-    """Nodes of a trie lie beside each other: what counts is the longest way, not all of them."""
+    """Branches of the trie of choices share positions, so the longest choice counts and not their sum."""
     codes = ["".join(code) for code in itertools.product("123456", repeat=4)]
 
     class Breaker(WordAgent):
@@ -85,7 +85,7 @@ def test_a_context_with_many_choices_fills_the_window():
 
 
 def least_dropped(shown, fits):
-    """The documented rule: a quarter of the turns shown, at least one, and as many more as do not fit."""
+    """Returns the turns kept by the rule: a quarter is dropped, at least one, and as many more as do not fit."""
     kept = shown - max(1, shown // 4)
     while kept and not fits(kept):
         kept -= 1
@@ -93,7 +93,7 @@ def least_dropped(shown, fits):
 
 
 @pytest.mark.parametrize("max_length", [300, 1000, 2500])
-def test_every_truncation_drops_a_quarter_of_the_turns_shown(template, max_length):
+def test_every_truncation_drops_a_quarter_of_the_visible_turns(template, max_length):
     conversation = new_conversation(template, max_length)
     lowest, truncations, before = 1.0, 0, []
     for number in range(150):
@@ -112,7 +112,7 @@ def test_every_truncation_drops_a_quarter_of_the_turns_shown(template, max_lengt
     assert lowest >= 0.75
 
 
-def test_a_long_observation_drops_as_many_more_turns_as_need_be(template):
+def test_a_long_observation_drops_only_as_many_more_turns_as_necessary(template):
     conversation = new_conversation(template)
     for number in range(9):
         take_turn(conversation, observation(number))
@@ -130,7 +130,7 @@ def test_a_long_observation_drops_as_many_more_turns_as_need_be(template):
     assert turns_shown(alone) == [10]
 
 
-def test_a_restored_conversation_is_truncated_where_it_would_have_been(template):
+def test_a_restored_conversation_is_truncated_at_the_same_turns(template):
     conversation = new_conversation(template)
     for number in range(25):
         take_turn(conversation, observation(number))
@@ -143,7 +143,7 @@ def test_a_restored_conversation_is_truncated_where_it_would_have_been(template)
         assert one.pending == other.pending
 
 
-def test_a_turn_that_is_taken_back_leaves_the_context_as_it_was(template):
+def test_rolling_back_a_turn_restores_the_context(template):
     one, other = new_conversation(template), new_conversation(template)
     for number in range(40):
         roll_back = one.savepoint()

@@ -1,4 +1,4 @@
-"""The committed demonstrations are what their script writes; some play mostly well, some only show the format."""
+"""The committed demonstrations equal the output of their script; some play mostly well, some only show the format."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def state_and_word(row: dict) -> tuple[tuple[int, int, int], str]:
     return (int(total), 1 if card == "ace" else int(card), int(soft is not None)), assistant
 
 
-def test_every_committed_file_is_the_script_s():
+def test_script_writes_every_committed_file():
     assert sorted(script.FILES) == sorted(path.name for path in FOLDER.iterdir())
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in EXTRAS else ()) for name in script.FILES]
 )
-def test_demonstrations_are_what_the_script_writes(name):
+def test_committed_demonstrations_equal_the_output_of_the_script(name):
     if name in EXTRAS:
         pytest.importorskip(EXTRAS[name], reason=f"the extra {EXTRAS[name]} is not installed")
     assert read(name) == script.FILES[name]()
@@ -64,7 +64,7 @@ def test_blackjack_demonstrations_follow_basic_strategy():
     assert 460 <= right <= 490
 
 
-def test_format_demonstrations_say_nothing_about_the_game():
+def test_format_demonstrations_show_no_strategy():
     rows = [state_and_word(row) for row in read("format_blackjack.jsonl")]
     assert [word for _, word in rows].count("hit") == len(rows) / 2 == 128
     best = script.optimal_policy()
@@ -92,7 +92,7 @@ def test_format_demonstrations_of_other_examples_name_one_of_their_choices(name)
     assert len({observation for _, observation, _ in rows}) > 5
 
 
-def test_random_calls_to_the_address_book_are_seldom_right():
+def test_random_calls_to_the_address_book_are_rarely_right():
     rows = [[message["content"] for message in row["messages"]] for row in read("format_address_book.jsonl")]
     env, right = AddressBook(), 0.0
     for seed, row in enumerate(rows, script.SEED):
@@ -110,7 +110,7 @@ def test_random_calls_to_the_address_book_are_seldom_right():
     assert 0 < right < 0.2 * len(rows)
 
 
-def test_commands_of_the_text_adventure_are_all_there_and_seldom_win():
+def test_text_adventure_demonstrations_have_all_commands_and_rarely_win():
     rows = [[message["content"] for message in row["messages"]] for row in read("format_text-world_commands.jsonl")]
     commands = Counter(command for row in rows for command in row[2::2])
     assert len(rows) == 64
@@ -125,7 +125,7 @@ def test_demonstrations_are_found_by_name():
     assert demonstrations_path("demo_blackjack").read_text(encoding="utf-8").startswith('{"messages"')
 
 
-def test_the_home_folder_of_a_file_may_be_written_as_a_tilde(monkeypatch, tmp_path):
+def test_expands_tilde_in_the_path_of_demonstrations(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     agent = make_agent()
     with pytest.raises(ConfigError, match=r"cannot read the demonstrations '~/mine\.jsonl'"):
@@ -135,7 +135,7 @@ def test_the_home_folder_of_a_file_may_be_written_as_a_tilde(monkeypatch, tmp_pa
     assert len(read_demonstrations("~/mine.jsonl", actor_of(agent).new_conversation, "", 0)) == 1
 
 
-def test_a_missing_extra_is_named(monkeypatch):
+def test_error_names_the_missing_extra(monkeypatch):
     agent = make_agent()
     # As if TRL were not installed, which the module imports.
     monkeypatch.setitem(sys.modules, "llamagym.learners.sft", None)

@@ -1,4 +1,4 @@
-"""The doctor passes what is well, and names what is not."""
+"""The doctor passes working models, and names the checks that fail."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
 
 @pytest.mark.long
-def test_the_embedded_model_is_well():
+def test_the_embedded_model_passes_all_checks():
     result = subprocess.run([sys.executable, "-m", "llamagym", "doctor"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "FAIL" not in result.stdout
     # On a machine that has other work to do, less is looked at in half a minute.
     left_out = "no time left" in result.stdout
-    assert result.stdout.endswith("All is well.\n") or left_out
+    assert result.stdout.endswith("All checks passed.\n") or left_out
     assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 1 or left_out
 
 
 @pytest.mark.pairwise(context=["turn", "episode"], family=FAMILIES)
-def test_tiny_models_of_every_family_are_well(family, context):
+def test_tiny_models_of_every_family_pass_all_checks(family, context):
     agent = make_agent(ChoiceAgent, family, context=context)
     for observations in ((), [1, 2, 3]):
         report = agent.preflight(observations)
@@ -62,7 +62,7 @@ class SlowEmbedding(torch.nn.Embedding):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", [3.0, 0.0])
-def test_a_slow_model_is_looked_over_in_time(seconds):
+def test_checks_of_a_slow_model_keep_the_time_limit(seconds):
     agent = make_agent(WordAgent, generate={"max_new_tokens": 300})
     agent.policy.model.pretrained_model.get_input_embeddings().__class__ = SlowEmbedding
     report = preflight(actor_of(agent), agent.learner, [1, 2], seconds)
@@ -194,7 +194,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_broken_is_named(what, monkeypatch):
+def test_names_the_failed_check(what, monkeypatch):
     broken, name, advice = BROKEN[what]
     report = broken(monkeypatch).preflight([1, 2])
     found = {check.name: check for check in report.checks}[name]
@@ -224,10 +224,10 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_a_fault_is_the_exit_status_of_the_command(tmp_path):
+def test_a_failed_check_sets_the_exit_status(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "llamagym", "doctor", "--model", str(tmp_path), "--device", "cpu"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stderr
     assert result.stdout.startswith("FAIL model")
-    assert result.stdout.endswith("Not as it should be: model.\n")
+    assert result.stdout.endswith("Failed: model.\n")

@@ -1,4 +1,4 @@
-"""Guess the number: what is said is true, bisection always wins, and the last answer alone is not enough."""
+"""Guess the number: answers are true, bisection always wins, and the last answer alone does not suffice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamagym.envs.guess_number import GuessTheNumber
 
 
 def play(env: GuessTheNumber, seed: int, remembers: bool) -> float:
-    """Bisects by the words alone; without memory, each answer is all that is known of the number."""
+    """Bisects based on the texts; without memory, on the last answer only."""
     said, _ = env.reset(seed=seed)
     low, high, done = 1, env.largest, False
     while not done:
@@ -41,7 +41,7 @@ def test_without_memory_most_numbers_are_missed():
     assert sum(found) / 64 < 0.6
 
 
-def test_all_numbers_are_thought_of_and_seeds_repeat_them():
+def test_draws_all_numbers_and_repeats_them_by_seed():
     def number(seed: int) -> int:
         env = GuessTheNumber(largest=8, tries=8)
         env.reset(seed=seed)
@@ -52,11 +52,11 @@ def test_all_numbers_are_thought_of_and_seeds_repeat_them():
     assert numbers == [number(seed) for seed in range(64)]
 
 
-def test_it_is_a_gymnasium_environment():
+def test_passes_the_checks_of_gymnasium():
     check_env(GuessTheNumber(), skip_render_check=True)
 
 
 @pytest.mark.parametrize("wrong", [{"largest": 1}, {"tries": 0}])
-def test_a_game_without_a_question_is_refused(wrong):
+def test_rejects_a_game_without_possibilities_or_guesses(wrong):
     with pytest.raises(ConfigError, match="expected at least"):
         GuessTheNumber(**wrong)

@@ -1,4 +1,4 @@
-"""Mastermind: answers are true, remembering them always finds the code, guessing at random hardly ever does."""
+"""Mastermind: answers are true, remembering them always finds the code, random guesses rarely do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamagym.envs.mastermind import Mastermind, compare
 
 
 def play(env: Mastermind, seed: int) -> float:
-    """Guesses, by the words alone, the first code that all answers allow, and finds it; returns the rewards' sum."""
+    """Guesses the first code that is consistent with all answers until it is found; returns the sum of rewards."""
     said, _ = env.reset(seed=seed)
     left, done, total = list(env.codes), False, 0.0
     while not done:
@@ -41,7 +41,7 @@ def test_remembering_always_finds_the_code():
     assert all(play(Mastermind(), seed) == 1.0 for seed in range(200))
 
 
-def test_guessing_at_random_hardly_ever_does():
+def test_random_guesses_rarely_find_the_code():
     rng, env, found = np.random.default_rng(0), Mastermind(), 0.0
     for seed in range(300):
         env.reset(seed=seed)
@@ -52,7 +52,7 @@ def test_guessing_at_random_hardly_ever_does():
     assert found / 300 == pytest.approx(1 - (63 / 64) ** 6, abs=0.05)
 
 
-def test_each_guess_that_fits_all_answers_can_be_rewarded():
+def test_reward_consistent_rewards_each_consistent_guess():
     env = Mastermind(reward_consistent=True)
     assert [play(env, seed) for seed in range(50)] == pytest.approx([1.0] * 50)
 
@@ -65,7 +65,7 @@ def test_each_guess_that_fits_all_answers_can_be_rewarded():
     assert rewards == pytest.approx([1 / 6, 0, 4 / 6])
 
 
-def test_all_codes_are_thought_of_and_seeds_repeat_them():
+def test_draws_all_codes_and_repeats_them_by_seed():
     def code(seed: int) -> int:
         env = Mastermind(pegs=2, colours=2, tries=4)
         env.reset(seed=seed)
@@ -86,15 +86,15 @@ def test_all_codes_are_thought_of_and_seeds_repeat_them():
         ("yellow yellow yellow", "red green blue", (0, 0)),
     ],
 )
-def test_a_colour_counts_once(guess, code, near):
+def test_each_color_counts_once(guess, code, near):
     assert compare(guess, code) == near
 
 
-def test_it_is_a_gymnasium_environment():
+def test_passes_the_checks_of_gymnasium():
     check_env(Mastermind(), skip_render_check=True)
 
 
 @pytest.mark.parametrize("wrong", [{"pegs": 0}, {"colours": 1}, {"colours": 7}, {"tries": 0}])
-def test_a_game_without_a_question_is_refused(wrong):
+def test_rejects_a_game_without_possibilities_or_guesses(wrong):
     with pytest.raises(ConfigError, match="expected at least"):
         Mastermind(**wrong)

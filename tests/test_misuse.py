@@ -1,4 +1,4 @@
-"""What is wrong is refused at once, in one clear error of our own, and nothing changes."""
+"""Wrong calls and values are rejected at once with a clear LlamaGymError, and nothing changes."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ from tests.tiny import FAMILIES, tiny_base_model, tiny_model, tiny_tokenizer
         (GenerationConfig, {"top_p": float("nan")}),
     ],
 )
-def test_options_of_wrong_type_or_range(config, options):
+def test_rejects_options_of_wrong_type_or_range(config, options):
     (name,) = options
     with pytest.raises(ConfigError, match=name):
         config.from_dict(options)
 
 
-def test_numbers_of_numpy_and_whole_numbers_are_numbers(tmp_path):
+def test_accepts_numbers_of_numpy_and_ints_as_floats(tmp_path):
     config = PPOConfig(batch_size=np.int64(8), learning_rate=np.float32(0.1), horizon=5, target_kl=None)
     assert (config.batch_size, config.horizon) == (8, 5)
     two, options = np.int64(2), {"recent_updates": np.int64(2), "steps": np.int64(1)}
@@ -82,7 +82,7 @@ def test_numbers_of_numpy_and_whole_numbers_are_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("config", [PPOConfig, GRPOConfig, ReplayConfig, WarmStartConfig])
-def test_numbers_beyond_what_is_computed_with(config: Any):
+def test_rejects_numbers_that_are_too_large(config: Any):
     for options in ({"learning_rate": 3.5e37}, {"max_grad_norm": 1e39}, {"batch_size": 2**63}, {"seed": -1}):
         (name,) = options
         with pytest.raises(ConfigError, match=name):
@@ -95,7 +95,7 @@ def test_numbers_beyond_what_is_computed_with(config: Any):
 @pytest.mark.parametrize(
     "choices", ["left", ["left", 1], [b"left"], [], ["left", "left"], ["left", ""], {"left": 1}, [["left"]]]
 )
-def test_choices_that_are_none(choices):
+def test_rejects_invalid_choices(choices):
     agent = make_agent(ChoiceAgent)
     agent.get_action_choices = lambda observation: choices
     with pytest.raises(ConfigError, match="get_action_choices"):
@@ -104,8 +104,8 @@ def test_choices_that_are_none(choices):
 
 
 @pytest.mark.parametrize("encode", [lambda text: text.lower(), lambda text: text.strip("x")], ids=["equal", "empty"])
-def test_choices_that_the_tokenizer_does_not_tell_apart(encode):
-    """Distinct strings whose token ids are equal, or none at all."""
+def test_rejects_choices_with_equal_token_ids(encode):
+    """Distinct strings with equal token ids, or without any."""
     agent = make_agent(ChoiceAgent)
     usual = actor_of(agent).chat_template.encode
     actor_of(agent).chat_template.encode = lambda text: usual(encode(text))
@@ -119,7 +119,7 @@ def test_choices_that_the_tokenizer_does_not_tell_apart(encode):
 
 @pytest.mark.parametrize("hook", ["format_observation", "get_system_prompt"])
 @pytest.mark.parametrize("returned", [5, None, b"text", ["text"]])
-def test_hooks_that_return_no_text(hook: str, returned: Any):
+def test_rejects_hooks_that_return_no_text(hook: str, returned: Any):
     agent = make_agent(WordAgent)
     setattr(agent, hook, lambda *_: returned)
     with pytest.raises(ConfigError, match=hook):
@@ -135,7 +135,7 @@ def test_hooks_that_return_no_text(hook: str, returned: Any):
     ],
     ids=repr,
 )
-def test_rewards_that_are_none(reward: Any):
+def test_rejects_invalid_rewards(reward: Any):
     agent = make_agent(WordAgent)
     agent.act_batch(["a", "b"])
     with pytest.raises(EpisodeError, match="Reward"):
@@ -147,7 +147,7 @@ def test_rewards_that_are_none(reward: Any):
     assert agent.current_episode_rewards == [2.0]
 
 
-def test_rewards_that_add_up_to_too_much():
+def test_rejects_rewards_whose_sum_is_too_large():
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 2, "mini_batch_size": 2})
     agent.act("a")
     agent.assign_reward(4e11)
@@ -197,7 +197,7 @@ def test_rewards_that_add_up_to_too_much():
         lambda agent: agent.preflight(5),
     ],
 )
-def test_arguments_of_the_loop_that_are_none(call):
+def test_rejects_invalid_arguments_of_the_loop(call):
     agent = make_agent(ChoiceAgent)
     agent.act_batch(["a", "b"])
     agent.assign_rewards([0.0, 0.0])
@@ -207,7 +207,7 @@ def test_arguments_of_the_loop_that_are_none(call):
     assert str(collector_of(agent).state_dict()) == before
 
 
-def test_arguments_of_the_loop_may_be_arrays():
+def test_accepts_arrays_as_arguments_of_the_loop():
     agent = make_agent(ChoiceAgent)
     agent.act_batch(np.array(["a", "b"]), np.array([0, 1]))
     agent.assign_rewards(np.array([0.0, 1.0]), range(2))
@@ -218,7 +218,7 @@ def test_arguments_of_the_loop_may_be_arrays():
 HALF = "left \ud83d"
 
 
-def test_text_with_half_a_surrogate_pair(tmp_path):
+def test_rejects_text_with_half_a_surrogate_pair(tmp_path):
     agent = make_agent(ChoiceAgent)
     for observation in (HALF, "a"):
         agent.format_observation = lambda seen: seen
@@ -259,13 +259,13 @@ def test_text_with_half_a_surrogate_pair(tmp_path):
     ],
     ids=repr,
 )
-def test_options_of_an_agent_that_are_none(option: dict[str, Any]):
+def test_rejects_invalid_options_of_an_agent(option: dict[str, Any]):
     (name,) = option
     with pytest.raises(ConfigError, match=name):
         make_agent(ChoiceAgent, **option)
 
 
-def test_what_an_agent_is_made_of():
+def test_rejects_wrong_constructor_arguments_of_an_agent():
     model = tiny_model("llama")
     for tokenizer in (None, "llama", 5):
         with pytest.raises(ConfigError, match="tokenizer"):
@@ -286,7 +286,7 @@ def test_what_an_agent_is_made_of():
     [{"seed": "x"}, {"seed": -1}, {"seed": 0.5}, {"env": 5}, {"env": lambda: 5}, {"agent": 5}],
     ids=["seed-x", "seed-minus-1", "seed-half", "env-5", "env-returning-5", "agent-5"],
 )
-def test_arguments_of_a_run_that_are_none(run, option: dict[str, Any]):
+def test_rejects_invalid_arguments_of_a_run(run, option: dict[str, Any]):
     (name,) = option
     with pytest.raises(ConfigError, match=name):
         run(**{"agent": make_agent(ChoiceAgent), "env": CountdownEnv, "episodes": 1, **option})
@@ -309,7 +309,7 @@ def test_arguments_of_a_run_that_are_none(run, option: dict[str, Any]):
     ],
     ids=repr,
 )
-def test_options_of_a_training_that_are_none(option: dict[str, Any]):
+def test_rejects_invalid_options_of_train(option: dict[str, Any]):
     (name,) = option
     with pytest.raises(ConfigError, match=name):
         train(make_agent(ChoiceAgent), CountdownEnv, episodes=1, **option)
@@ -329,7 +329,7 @@ def test_options_of_a_training_that_are_none(option: dict[str, Any]):
         ("llamagym/TextWorld-v0", "games"),
     ],
 )
-def test_environments_that_no_one_knows(run, name: str, said: str):
+def test_rejects_unknown_environments(run, name: str, said: str):
     with pytest.raises(ConfigError, match=rf"env='{name}'.*{said}"):
         run(make_agent(ChoiceAgent), name, episodes=1)
 
@@ -337,7 +337,7 @@ def test_environments_that_no_one_knows(run, name: str, said: str):
 @pytest.mark.parametrize(
     ("method", "fault"), [(method, fault) for method in ("reset", "step") for fault in FAULTS[method][:-2]]
 )
-def test_environments_that_return_junk(method: str, fault: Any):
+def test_rejects_invalid_values_from_an_environment(method: str, fault: Any):
     """`FAULTS` ends with errors."""
     for run in (train, evaluate):
         agent = make_agent(ChoiceAgent)
@@ -347,7 +347,7 @@ def test_environments_that_return_junk(method: str, fault: Any):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
-def test_junk_is_named():
+def test_error_names_the_invalid_value():
     def run(method: str, fault: Any, **options: Any) -> None:
         train(make_agent(ChoiceAgent), lambda: FaultyEnv(method, 1, fault), episodes=2, num_envs=1, **options)
 
@@ -360,7 +360,7 @@ def test_junk_is_named():
         run("reset", returns(1, None))
 
 
-def test_actions_that_an_environment_does_not_know():
+def test_rejects_actions_outside_of_the_space():
     agent = make_agent(ChoiceAgent)
     agent.extract_action = lambda text: text
     with pytest.raises(ConfigError, match=r"actions \['.*'\] do not fit Discrete"):
@@ -383,7 +383,7 @@ def test_a_time_limit_leaves_ctrl_c_to_the_caller():
 
 @pytest.mark.parametrize("run", [train, evaluate])
 @pytest.mark.parametrize("counts", [{"episodes": 0}, {"num_envs": 0}, {"num_envs": -1}, {"episodes": 1.5}])
-def test_counts_that_are_none(run, counts: dict[str, Any]):
+def test_rejects_invalid_counts(run, counts: dict[str, Any]):
     with pytest.raises(ConfigError, match=next(iter(counts))):
         run(make_agent(ChoiceAgent), CountdownEnv, **{"episodes": 1, **counts})
 
@@ -398,13 +398,13 @@ def test_an_update_needs_episodes_with_turns(algorithm: Any):
 
 
 @pytest.mark.parametrize("dtype", [123, "float7", None])
-def test_dtypes_that_are_none(dtype: Any):
+def test_rejects_invalid_dtypes(dtype: Any):
     with pytest.raises(ConfigError, match="dtype"):
         load_model_and_tokenizer("smollm2-135m", device="cpu", dtype=dtype)
 
 
 @pytest.mark.parametrize("entry", ["smollm2-135m", None, {}])
-def test_entries_that_are_none(entry: Any):
+def test_rejects_invalid_registry_entries(entry: Any):
     with pytest.raises(ConfigError, match="ModelEntry"):
         register(entry)
 
@@ -419,7 +419,7 @@ def test_entries_that_are_none(entry: Any):
         {"queries": [torch.tensor([-1]), torch.tensor([1])]},
     ],
 )
-def test_samples_of_a_trainer_that_are_none(wrong: dict[str, Any]):
+def test_rejects_invalid_samples_of_a_trainer(wrong: dict[str, Any]):
     trainer = PPOTrainer(PPOConfig(batch_size=2, mini_batch_size=2), tiny_model("llama"))
     before = [weight.clone() for weight in trainer.model.parameters()]
     usual = {"queries": [torch.tensor([1, 2])] * 2, "responses": [torch.tensor([3])] * 2, "scores": [0.0, 1.0]}
@@ -428,7 +428,7 @@ def test_samples_of_a_trainer_that_are_none(wrong: dict[str, Any]):
     assert all(torch.equal(now, old) for now, old in zip(trainer.model.parameters(), before, strict=True))
 
 
-def test_lines_of_demonstrations_end_at_line_feeds_alone(tmp_path):
+def test_only_line_feeds_end_lines_of_demonstrations(tmp_path):
     path = tmp_path / "demos.jsonl"
     messages = [{"role": "user", "content": "one\u2028two\x85three"}, {"role": "assistant", "content": "yes"}]
     path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -437,12 +437,12 @@ def test_lines_of_demonstrations_end_at_line_feeds_alone(tmp_path):
 
 
 @pytest.mark.parametrize("peft_config", [True, "lora", {"r": 4}])
-def test_adapters_that_are_none(peft_config: Any):
+def test_rejects_invalid_adapters(peft_config: Any):
     with pytest.raises(ConfigError, match="peft_config"):
         load_model_and_tokenizer("smollm2-135m", device="cpu", peft_config=peft_config)
 
 
-def test_a_tokenizer_that_knows_more_than_the_model():
+def test_rejects_a_tokenizer_with_more_tokens_than_the_model():
     tokenizer = tiny_tokenizer("llama")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<one>", "<two>"]})
     model = tiny_model("llama")
@@ -456,14 +456,14 @@ def test_a_tokenizer_that_knows_more_than_the_model():
     ("family", "other"),
     [("llama", "qwen2"), ("gemma", "qwen3"), ("llama", "phi"), ("smollm", "phi"), ("gemma", "phi"), ("phi3", "phi")],
 )
-def test_a_smaller_tokenizer_of_another_model(family: str, other: str):
+def test_rejects_a_smaller_tokenizer_of_another_model(family: str, other: str):
     with pytest.raises(ConfigError, match="another model's"):
         WordAgent(tiny_model(family), tiny_tokenizer(other))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_tokens_that_were_chosen_on_purpose(family: str):
-    """A model's own tokenizer is never taken for another's."""
+def test_accepts_special_tokens_that_were_set_on_purpose(family: str):
+    """A model's own tokenizer is accepted whatever its special tokens are."""
 
     def made(**special: str) -> None:
         model, tokenizer = tiny_model(family), tiny_tokenizer(family)
@@ -483,8 +483,8 @@ def test_special_tokens_that_were_chosen_on_purpose(family: str):
     made(bos_token="<new>", pad_token="<other>")
 
 
-def test_ids_that_a_configuration_has_by_default():
-    """Ids beyond the vocabulary, as small models have that were made by hand, say nothing."""
+def test_ignores_default_ids_of_a_config():
+    """Ids beyond the vocabulary, as in configs of small models that were written by hand, do not count."""
     model, tokenizer = tiny_model("llama"), tiny_tokenizer("llama")
     for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
         setattr(model.pretrained_model.config, role, 50256)
@@ -493,13 +493,13 @@ def test_ids_that_a_configuration_has_by_default():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_rounding_would_keep_from_learning(dtype: torch.dtype):
+def test_rejects_trainable_weights_of_low_precision(dtype: torch.dtype):
     model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama").to(dtype))
     with pytest.raises(ConfigError, match="dtype='float32'"):
         WordAgent(model, tiny_tokenizer("llama"))
 
 
-def test_acting_twice_without_a_reward_is_refused_while_learning_only():
+def test_rejects_acting_twice_without_a_reward_in_train_mode():
     agent = make_agent(ChoiceAgent)
     agent.act_batch(["a", "b"])
     agent.assign_rewards([1.0], [0])
@@ -513,7 +513,7 @@ def test_acting_twice_without_a_reward_is_refused_while_learning_only():
         agent.act_batch(["e", "f"])
 
 
-def test_what_is_longer_than_the_model_is_refused_everywhere():
+def test_rejects_text_that_exceeds_the_context_length():
     agent, endless = make_agent(ChoiceAgent, ppo={"batch_size": 1}), "x" * 3000
     with pytest.raises(ContextLengthError):
         agent.act(endless)

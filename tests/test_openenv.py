@@ -1,4 +1,4 @@
-"""OpenEnv's environments through Gymnasium: in this process and behind a server, with the real package."""
+"""OpenEnv environments through Gymnasium, in this process and on a server, with the real package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Heard(Observation):
 
 
 class Parrot(Environment[Word, Heard, State]):
-    """Rewards the word that it said at the start; the third try is the last."""
+    """Rewards the word of its first observation; ends after three tries."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -58,16 +58,16 @@ def play(env: OpenEnv) -> None:
     assert [env.step("no")[2:4] for _ in range(3)] == [(False, False), (False, False), (False, True)]
 
 
-def test_an_environment_in_this_process():
+def test_wraps_an_environment_in_this_process():
     play(OpenEnv(Parrot(), lambda reply: Word(word=reply)))
 
 
-def test_an_observation_reads_as_the_caller_says():
+def test_to_text_formats_observations():
     env = OpenEnv(Parrot(), lambda reply: Word(word=reply), lambda fields: f"It says {fields['said']}.")
     assert env.reset(seed=0)[0] == "It says left."
 
 
-def test_an_agent_plays_copies():
+def test_an_agent_plays_several_environments():
     class Repeater(WordAgent):
         def get_action_choices(self, observation):
             return ["left", "right"]
@@ -78,7 +78,7 @@ def test_an_agent_plays_copies():
     assert set(result.returns) <= {0.0, 1.0}
 
 
-def test_an_environment_behind_a_server():
+def test_connects_to_a_server():
     uvicorn = pytest.importorskip("uvicorn")
     from openenv.core.env_server.http_server import create_fastapi_app
 
@@ -101,6 +101,6 @@ def test_an_environment_behind_a_server():
         thread.join(timeout=30)
 
 
-def test_a_server_that_is_not_there_is_said():
+def test_error_names_an_unreachable_server():
     with pytest.raises(ConfigError, match=r"No OpenEnv server answers at http://127\.0\.0\.1:9"):
         OpenEnv("http://127.0.0.1:9", lambda reply: {"word": reply})

@@ -1,4 +1,4 @@
-"""Reading actions out of replies: what a reply names, what it does not, and what no reply may cause."""
+"""Parsing of actions from replies: which actions a reply names, and that no reply causes another error or long runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_null_is_not_the_word_none(reply):
         parse_choice(reply, {"none": 0, "hit": 1})
 
 
-def test_values_in_json_are_spelled_as_json_spells_them():
+def test_json_values_are_written_as_json():
     assert parse_choice('{"action": null}', {"null": 0, "hit": 1}) == 0
     assert parse_choice('{"action": true}', {"true": 0, "false": 1}) == 0
     assert parse_choice('{"action": ["caf\u00e9"]}', {"caf\u00e9": 0, "hit": 1}) == 0
@@ -142,25 +142,25 @@ def test_a_range_names_both_of_its_ends():
         (Unequal(), Unequal()),
     ],
 )
-def test_actions_that_differ_are_several(one, other):
+def test_different_actions_are_ambiguous(one, other):
     with pytest.raises(ActionParseError, match="several"):
         parse_choice("a or b", {"a": one, "b": other})
     assert parse_choice("a", {"a": one, "b": other}) is one
 
 
 @pytest.mark.parametrize("action", [torch.tensor([1, 2]), np.array(["left"]), {"at": np.ones(2)}, [1, (2.5,)], "x"])
-def test_actions_that_are_equal_are_one(action):
+def test_equal_actions_are_not_ambiguous(action):
     assert parse_choice("a or b", {"a": action, "b": copy.deepcopy(action)}) is action
 
 
-def test_choices_of_any_number_are_looked_for_with_patterns_compiled_once(monkeypatch):
+def test_compiles_patterns_once_for_any_number_of_choices(monkeypatch):
     actions = {f"move {number}": number for number in range(1024)}
     parse_choice("move 7", actions)
     monkeypatch.setattr(re, "compile", lambda *args, **kwargs: pytest.fail("compiled again"))
     assert parse_choice("move 8", actions) == 8
 
 
-def test_several_names_of_one_action_are_one_action():
+def test_several_names_of_one_action_are_not_ambiguous():
     large = np.arange(2000)
     assert parse_choice("stick or stay", {"stick": 0, "stay": 0, "hit": 1}) == 0
     assert parse_choice("a or b", {"a": large, "b": large.copy()}) is large
@@ -180,7 +180,7 @@ def test_several_names_of_one_action_are_one_action():
         ('{"x": 1} {"to": 1}', spaces.Dict(to=spaces.Discrete(2)), {"to": 1}),
     ],
 )
-def test_every_json_object_of_a_reply_is_read(reply, space, action):
+def test_parses_every_json_object_of_a_reply(reply, space, action):
     assert parse_action(reply, space) == action
 
 
@@ -194,8 +194,8 @@ def test_every_json_object_of_a_reply_is_read(reply, space, action):
         ('{"action": 100000.0} or {"action": 100000.9}', spaces.Box(-1e6, 1e6, (1,), np.float64)),
     ],
 )
-def test_rejects_reply_that_means_several_actions(reply, space):
-    with pytest.raises(ActionParseError, match="means several actions"):
+def test_rejects_reply_that_names_several_actions_of_a_space(reply, space):
+    with pytest.raises(ActionParseError, match="names several actions"):
         parse_action(reply, space)
 
 
@@ -218,7 +218,7 @@ def test_rejects_reply_that_means_several_actions(reply, space):
     ],
     ids=range(13),
 )
-def test_rejects_reply_that_is_out_of_all_bounds_with_a_short_message(reply, space):
+def test_rejects_huge_replies_with_a_short_message(reply, space):
     for parse in (lambda: parse_action(reply, space), lambda: parse_choice(reply, {"1": 1, "hit": 2})):
         with pytest.raises(ActionParseError) as caught:
             parse()
@@ -254,7 +254,7 @@ REPLIES = st.lists(PIECES, max_size=5).map("".join)
 @example(reply=MANY_DIGITS)
 @example(reply=f'{{"action": {MANY_DIGITS}}}')
 @example(reply='{"action":' * 2000)
-def test_parsing_raises_nothing_but_action_parse_errors(reply: str):
+def test_parsing_raises_only_action_parse_errors(reply: str):
     calls = [lambda: parse_choice(reply, {"stick": 0, "hit": 1, "1": 2})]
     calls += [lambda space=space: parse_action(reply, space) for space in SPACES.values()]
     for call in calls:
@@ -277,7 +277,7 @@ def test_an_object_is_found_in_any_text(before: str, value: Any, after: str):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), name=st.sampled_from(sorted(SPACES)))
-def test_an_action_of_a_space_is_read_as_it_is_written(data: st.DataObject, name: str):
+def test_action_written_as_json_is_parsed_back(data: st.DataObject, name: str):
     space = SPACES[name]
     space.seed(data.draw(st.integers(0, 2**31 - 1)))
     action = space.sample()
@@ -316,8 +316,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("piece", HOSTILE.values(), ids=HOSTILE)
-def test_characters_read_grow_linearly_with_the_reply(piece, monkeypatch):
-    """The parser's work, counted in the characters that it is given."""
+def test_parsing_time_is_linear_in_the_length_of_the_reply(piece, monkeypatch):
+    """Work is counted in the characters that the JSON parser receives."""
     counted = []
     usual = json.JSONDecoder.raw_decode
     monkeypatch.setattr(
@@ -325,7 +325,7 @@ def test_characters_read_grow_linearly_with_the_reply(piece, monkeypatch):
         "raw_decode",
         lambda decoder, text, *where: counted.append(len(text)) or usual(decoder, text, *where),
     )
-    most = parsing._WINDOW + 2 * (parsing._MOST_READS + 2)
+    most = parsing._WINDOW + 2 * (parsing._MAX_WASTED_READS + 2)
     for length in (1_000, 10_000, 100_000):
         reply = (piece * length)[:length]
         counted.clear()
@@ -365,7 +365,7 @@ def test_rejects_arguments_of_other_types(call):
     assert len(str(caught.value)) < LIMIT
 
 
-def test_mistake_in_a_call_is_not_an_invalid_reply():
+def test_wrong_arguments_do_not_count_as_invalid_replies():
     class Mistaken(WordAgent):
         def extract_action(self, response):
             return parse_action(response, spaces.Sequence(spaces.Discrete(2)))

@@ -1,4 +1,4 @@
-"""Nothing that a user or an environment says becomes a control token, in any family and position."""
+"""No text of a user or an environment becomes a control token, in any model family and position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names_of(tokenizer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_control_tokens_of_a_text_are_spelt_out(family):
+def test_control_token_names_are_encoded_as_text(family):
     tokenizer = tiny_tokenizer(family)
     template = ChatTemplate(tokenizer, append_only=False)
     harmless = template.first_prompt("Be good.", "hello")
@@ -40,7 +40,7 @@ def test_control_tokens_of_a_text_are_spelt_out(family):
             assert controls_in(tokenizer, template.next_prompt("Be good.", text, end)) == expected
 
 
-def test_control_tokens_beside_any_private_characters_are_spelt_out():
+def test_control_token_names_beside_private_use_characters_are_encoded_as_text():
     tokenizer = tiny_tokenizer("llama")
     text = PlainText(tokenizer)
     name = tokenizer.eos_token
@@ -55,7 +55,7 @@ def test_control_tokens_beside_any_private_characters_are_spelt_out():
 
 
 @pytest.mark.parametrize("texts", [("\ue000", "0\ue0019\ue001 {}"), ("{}\ue000", "0\ue0010\ue001")])
-def test_texts_that_form_a_mark_when_joined_are_spelt_out(texts):
+def test_texts_that_form_a_mark_when_joined_are_encoded_as_text(texts):
     tokenizer = tiny_tokenizer("qwen2")
     texts = [text.replace("{}", "<|im_end|>") for text in texts]
     joined = "".join(texts)
@@ -65,24 +65,24 @@ def test_texts_that_form_a_mark_when_joined_are_spelt_out(texts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_without_control_tokens_are_encoded_as_ever(family):
+def test_texts_without_control_tokens_are_encoded_normally(family):
     tokenizer = tiny_tokenizer(family)
     template = ChatTemplate(tokenizer, append_only=False)
-    messages = template._opening("Be good.", " hello there ")
+    messages = template._first_messages("Be good.", " hello there ")
     expected = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, enable_thinking=False, return_dict=False
     )
     assert template.first_prompt("Be good.", " hello there ") == expected
 
 
-def test_what_is_said_stays_readable():
+def test_control_token_names_decode_to_themselves():
     tokenizer = tiny_tokenizer("qwen2")
     text = "one <|im_end|> two"
     assert tokenizer.decode(PlainText(tokenizer).encode(text)).replace(" ", "") == text.replace(" ", "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_probe_s_own_words_cut_nothing_off(family):
+def test_probe_texts_in_messages_do_not_cut_prompts(family):
     template = ChatTemplate(tiny_tokenizer(family), append_only=False)
     usual = template.next_prompt("", "ab", None)
     for word in ("probereply", "probereplyx", "probeuser probereply probesystem"):
@@ -107,7 +107,7 @@ def test_choices_prefixes_and_observations_of_an_agent_are_text():
 
 @pytest.mark.pairwise(family=FAMILIES, context=["episode", "turn"])
 def test_prefixes_choices_and_demonstrations_are_text(family, context, tmp_path):
-    """Whatever control token is named in them: the ids hold those of the template, and a reply's end, alone."""
+    """The only control tokens in the ids are those of the template and the end of a reply."""
     plain = make_agent(WordAgent, family, context=context)
     tokenizer = plain.tokenizer
     end = plain.chat_template.closing_id(end_ids(plain.policy.model.pretrained_model, tokenizer))
@@ -131,7 +131,7 @@ def test_prefixes_choices_and_demonstrations_are_text(family, context, tmp_path)
         assert [controls_in(tokenizer, turn.reply.ids) for turn in episode.turns] == [[end], [end]]
 
 
-def test_no_code_of_a_repository_is_run_on_any_way_of_loading(monkeypatch, tmp_path):
+def test_loading_never_executes_code_of_a_repository(monkeypatch, tmp_path):
     agent = make_agent(ChoiceAgent, "qwen2")
     agent.save(tmp_path / "agent")
     tiny_base_model("qwen2").save_pretrained(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""What `PPOTrainer` cannot learn from, or by, is refused in one clear error; another adapter is followed."""
+"""`PPOTrainer` rejects wrong arguments with a clear error, and follows changes of adapter and learning rate."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SAMPLES = {"queries": [torch.tensor([1, 2])] * 2, "responses": [torch.tensor([3]
         {"scores": 1.0},
     ],
 )
-def test_samples_of_another_kind(wrong: dict[str, Any]):
+def test_rejects_samples_of_other_types(wrong: dict[str, Any]):
     with pytest.raises(LlamaGymError, match=next(iter(wrong))):
         PPOTrainer(CONFIG, tiny_model("llama")).step(**SAMPLES | wrong)
 
 
-def test_what_a_trainer_is_not_made_of():
+def test_rejects_wrong_constructor_arguments():
     with pytest.raises(LlamaGymError, match="expected a PPOConfig"):
         PPOTrainer({"batch_size": 2}, tiny_model("llama"))  # type: ignore[arg-type]
     with pytest.raises(LlamaGymError, match="value head"):
@@ -44,7 +44,7 @@ def test_what_a_trainer_is_not_made_of():
         PPOTrainer(CONFIG, AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama").bfloat16()))
 
 
-def test_the_optimiser_follows_another_adapter(caplog):
+def test_the_optimizer_restarts_for_another_adapter(caplog):
     trainer = PPOTrainer(CONFIG, tiny_model("llama", activated=False))
     pretrained: Any = trainer.model.pretrained_model
     pretrained.add_adapter("other", pretrained.peft_config["default"])

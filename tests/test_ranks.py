@@ -1,4 +1,4 @@
-"""Several processes that learn together, against one that does all of it."""
+"""Training with several processes equals training with one."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from accelerate import PartialState
 from llamagym import distributed
 from llamagym.agent.agent import collector_of
 from llamagym.errors import ConfigError, RankError
+from llamagym.learners.ppo import PPOConfig
 from llamagym.policy.calibration import Calibration
-from llamagym.text.episode import renumbered
+from llamagym.text.episode import map_weights_versions
+from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.processes import KILLED, together
 from tests.resumed_run import CASES as RUNS
 from tests.resumed_run import learn, make
+from tests.tiny import tiny_model
 
 # Turns of the episodes that each of two processes plays.
-RAGGED = [[1, 4, 2], [3, 5]]
+UNEVEN = [[1, 4, 2], [3, 5]]
 ONE_IDLE = [[1, 4, 2, 3], []]
 GROUPED = [[2, 2, 3], [3, 3, 2, 1, 3]]
 
 
 @dataclass
 class Case:
-    """How to learn, from episodes of which lengths, and whether a batch takes what there is after the third step."""
+    """An agent with its options, episode lengths per process, and whether unfinished episodes are trained on."""
 
     kind: type
     lengths: list[list[int]]
@@ -46,20 +49,20 @@ class Case:
 _STEPS = {"mini_batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 1}
 _LONG = {"context": "episode", "generate": {"max_new_tokens": 4}}
 CASES = {
-    "PPO": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "target_kl": 0.3}}),
+    "PPO": Case(ChoiceAgent, UNEVEN, {"ppo": {**_STEPS, "target_kl": 0.3}}),
     "PPO, one process without episodes": Case(ChoiceAgent, ONE_IDLE, {"ppo": _STEPS}),
-    "PPO, episodes under way": Case(ChoiceAgent, RAGGED, {"ppo": _STEPS}, cuts=True),
+    "PPO, episodes under way": Case(ChoiceAgent, UNEVEN, {"ppo": _STEPS}, cuts=True),
     "PPO, whole conversations in free text, KL": Case(
-        WordAgent, RAGGED, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}
+        WordAgent, UNEVEN, {"ppo": {**_STEPS, "init_kl_coef": 0.1}, **_LONG}
     ),
-    "PPO, gradient critic": Case(ChoiceAgent, RAGGED, {"ppo": {**_STEPS, "critic": "gradient"}}),
-    "PPO, replay": Case(ChoiceAgent, RAGGED, {"ppo": _STEPS, "replay_config_dict": {"episodes": 2, "batch_size": 4}}),
+    "PPO, gradient critic": Case(ChoiceAgent, UNEVEN, {"ppo": {**_STEPS, "critic": "gradient"}}),
+    "PPO, replay": Case(ChoiceAgent, UNEVEN, {"ppo": _STEPS, "replay_config_dict": {"episodes": 2, "batch_size": 4}}),
     "GRPO": Case(ChoiceAgent, GROUPED, {"algorithm": "grpo", "grpo": {**_STEPS, "group_size": 4}}),
 }
 
 
-def made(case: Case) -> Any:
-    """The agent of a case; its batch is full once all episodes have ended, or sooner."""
+def agent_of(case: Case) -> Any:
+    """Returns the agent of a case, whose batch is full once all episodes have ended, or earlier."""
     algorithm = case.options.get("algorithm", "ppo")
     options = {"context": "turn", **case.options}
     options[algorithm] = {**options[algorithm], "batch_size": 10 if case.cuts else sum(map(sum, case.lengths))}
@@ -67,8 +70,8 @@ def made(case: Case) -> Any:
 
 
 def play(case: Case) -> dict[str, Any]:
-    """Let a process play its episodes, in rounds, until they are learned from; says all that it then knows."""
-    agent, own = made(case), case.lengths[distributed.rank()]
+    """Plays the episodes of a process until the update; returns weights, statistics and other state."""
+    agent, own = agent_of(case), case.lengths[distributed.rank()]
     before, learn = weights_of(agent), agent.learner.update
     learned: dict[str, Any] = {"measured": []}
     agree = agent.policy.calibration.agree
@@ -96,7 +99,7 @@ def play(case: Case) -> dict[str, Any]:
 
 
 def play_rounds(agent: Any, own: list[int]) -> dict[str, float]:
-    """Play episodes of these lengths; returns the statistics of the update."""
+    """Plays episodes of these lengths; returns the statistics of the update."""
     stats: dict[str, float] = {}
     for step in range(5):
         playing = [env for env, length in enumerate(own) if length > step]
@@ -114,7 +117,7 @@ def play_rounds(agent: Any, own: list[int]) -> dict[str, float]:
 
 
 def observation(rank: int, env: int, step: int) -> int:
-    """Some are met by both processes."""
+    """Returns an observation; some observations occur in both processes."""
     return 10 * env + step if env < 2 else 100 * rank + 10 * env + step
 
 
@@ -123,7 +126,7 @@ def play_all() -> dict[str, Any]:
 
 
 def weights_of(agent: Any) -> np.ndarray:
-    """All that learns, in one row."""
+    """Returns all trained tensors, concatenated."""
     return torch.cat([weight.detach().flatten() for weight in agent.learner._updated_tensors()]).numpy().copy()
 
 
@@ -138,14 +141,14 @@ def played() -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, name):
+def test_an_update_of_two_processes_equals_that_of_one_with_all_episodes(played, name):
     first = played[0][name]
-    agent = made(CASES[name])
+    agent = agent_of(CASES[name])
     assert np.array_equal(weights_of(agent), first["before"])
     agent.policy.calibration = Calibration.from_record(first["calibration"])
     now = {first["version"]: agent.policy.weights_version}
     for episode in first["episodes"]:
-        object.__setattr__(episode, "turns", tuple(renumbered(episode.turns, now)))
+        object.__setattr__(episode, "turns", tuple(map_weights_versions(episode.turns, now)))
     assert all(episode.is_over for episode in first["episodes"]) != CASES[name].cuts
     assert {episode.rank for episode in first["episodes"]} == {0, 1} - ({1} if not CASES[name].lengths[1] else set())
     with torch.enable_grad():
@@ -154,13 +157,13 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_episodes(played, nam
         stats |= collector_of(agent).replay.update(first["episodes"])
     assert np.abs(first["after"] - first["before"]).max() > 1e-4
     np.testing.assert_allclose(weights_of(agent), first["after"], atol=1e-5, rtol=0)
-    told = {key: value for key, value in stats.items() if not key.endswith("_s") and key != "learn_tokens"}
-    assert {key: first["stats"][key] for key in told} == pytest.approx(told, abs=1e-4, nan_ok=True)
+    compared = {key: value for key, value in stats.items() if not key.endswith("_s") and key != "learn_tokens"}
+    assert {key: first["stats"][key] for key in compared} == pytest.approx(compared, abs=1e-4, nan_ok=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_both_processes_end_with_the_same_bits_and_draw_other_numbers(played, name):
+def test_processes_end_with_equal_weights_and_different_random_states(played, name):
     first, second = (answer[name] for answer in played)
     assert np.array_equal(first["after"], second["after"])
     assert first["calibration"] == second["calibration"]
@@ -181,7 +184,7 @@ def test_transcripts_of_each_process_have_their_advantages(played, name):
 
 @pytest.mark.long
 def test_choices_are_calibrated_over_the_contexts_of_both(played):
-    measured = [rows for told in played[0]["PPO"]["measured"] for rows in told]
+    measured = [rows for per_process in played[0]["PPO"]["measured"] for rows in per_process]
     assert all(measured[rank] for rank in range(2))
     together, alone = Calibration(), Calibration()
     together.agree(measured, learns=False)
@@ -191,26 +194,26 @@ def test_choices_are_calibrated_over_the_contexts_of_both(played):
 
 
 def run_on(folder: Path, updates: int, resume: bool) -> dict[str, Any]:
-    """Begin a run, or go on with it, for so many updates."""
+    """Starts or resumes a run for a number of updates."""
     kind, options = RUNS["ppo"]
     return learn(make(kind, **options), updates, seed=0, checkpoint_dir=folder, resume=resume)
 
 
-def in_one_go_and_in_two(folder: Path) -> list[dict[str, Any]]:
-    """The same run without a stop, and with one after two updates."""
+def run_with_and_without_stop(folder: Path) -> list[dict[str, Any]]:
+    """Returns the results of a run without interruption, and of one resumed after two updates."""
     run_on(folder / "two", 2, resume=False)
     return [run_on(folder / "one", 3, resume=False), run_on(folder / "two", 1, resume=True)]
 
 
 @pytest.mark.long
 def test_a_run_of_two_processes_is_resumed_bit_for_bit(tmp_path):
-    for in_one_go, resumed in together(2, in_one_go_and_in_two, tmp_path):
+    for in_one_go, resumed in together(2, run_with_and_without_stop, tmp_path):
         # As text, where NaN equals itself.
         assert repr(resumed) == repr(in_one_go)
 
 
-def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
-    """Learn until process 1 is killed in the middle of the third update; says how, and how soon, process 0 ends."""
+def train_until_killed(folder: Path) -> tuple[str, float, int]:
+    """Trains until process 1 is killed in the third update; returns the error of process 0 and its delay."""
     kind, options = RUNS["ppo"]
     agent, died = make(kind, **options), 0.0
     credit, backward, before = agent.learner._compute_targets, agent.learner._backward, weights_of(agent)
@@ -239,11 +242,11 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_ends_the_others_and_any_number_goes_on(tmp_path):
-    (said, seconds, updates), gone = together(2, killed_in_an_update, tmp_path / "run")
+def test_a_killed_process_ends_the_others_and_any_number_can_resume(tmp_path):
+    (message, seconds, updates), gone = together(2, train_until_killed, tmp_path / "run")
     assert gone == KILLED
     assert seconds < 60
-    assert "lost another one" in said
+    assert "lost another one" in message
     assert updates == 2
     shutil.copytree(tmp_path / "run", tmp_path / "alone")
     alone = run_on(tmp_path / "alone", 1, resume=True)
@@ -255,8 +258,8 @@ def test_a_process_that_is_killed_ends_the_others_and_any_number_goes_on(tmp_pat
     assert repr(alone["stats"][:2]) == repr(both[0]["stats"][:2])
 
 
-def late(seconds: float) -> list[int]:
-    """Process 1 comes too late for the other one."""
+def answer_late(seconds: float) -> list[int]:
+    """Process 1 answers too late."""
     PartialState(cpu=True, timeout=timedelta(seconds=seconds))
     if distributed.rank() == 1:
         time.sleep(2 * seconds)
@@ -265,42 +268,68 @@ def late(seconds: float) -> list[int]:
 
 @pytest.mark.long
 def test_a_process_that_does_not_answer_ends_the_others():
-    waiting, _ = together(2, late, 5)
+    waiting, _ = together(2, answer_late, 5)
     assert isinstance(waiting, RankError)
     assert "did not answer in time" in str(waiting)
 
 
-def with_other_weights() -> None:
-    """Process 1 changes its weights, which the other one does not."""
-    agent = made(CASES["PPO"])
+def check_different_weights() -> None:
+    """Changes the weights of process 1 only."""
+    agent = agent_of(CASES["PPO"])
     if distributed.rank() == 1:
         with torch.no_grad():
             agent.policy.model.v_head.summary.bias.add_(1e-3)
-    distributed.check_alike(agent.learner._updated_tensors())
+    distributed.check_equal_weights(agent.learner._updated_tensors())
 
 
 @pytest.mark.long
-def test_other_weights_in_one_process_are_noticed():
-    for answer in together(2, with_other_weights):
+def test_rejects_different_weights_in_one_process():
+    for answer in together(2, check_different_weights):
         assert isinstance(answer, RankError)
         assert "weights of processes [1]" in str(answer)
 
 
+def step_with_ratio(ratio: float) -> tuple[float, np.ndarray]:
+    """Steps a PPOTrainer in which process 1 measures this mean ratio; returns `skipped` and the weights."""
+    trainer = PPOTrainer(PPOConfig(batch_size=2, mini_batch_size=2), tiny_model("llama"))
+    loss = trainer._loss
+
+    def loss_with_ratio(*args: Any) -> Any:
+        value, stats, error = loss(*args)
+        return value, {**stats, "mean_ratio": ratio}, error
+
+    if distributed.rank() == 1:
+        trainer._loss = loss_with_ratio  # type: ignore[method-assign]
+    query = torch.tensor([1, 2])
+    stats = trainer.step([query, query], [torch.tensor([3]), torch.tensor([4 + distributed.rank()])], [0.0, 1.0])
+    weights = torch.cat([weight.detach().flatten() for weight in trainer._safe_optimizer.weights])
+    return stats["skipped"], weights.numpy().copy()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ratio", "skipped"), [(15.0, 0.0), (100.0, 4.0)])
+def test_processes_of_a_ppo_trainer_skip_the_same_minibatches(ratio, skipped):
+    (first, first_weights), (second, second_weights) = together(2, step_with_ratio, ratio)
+    # The threshold is 10; the mean ratio of process 0 is about 1.
+    assert first == second == skipped
+    assert np.array_equal(first_weights, second_weights)
+
+
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_engines_that_divide_a_model_are_refused(engine, monkeypatch):
+def test_rejects_engines_that_shard_a_model(engine, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    with pytest.raises(ConfigError, match="wait for each other for ever"):
+    with pytest.raises(ConfigError, match="they would deadlock"):
         make_agent(ChoiceAgent)
 
 
-def test_an_agent_joins_where_one_on_another_device_did(monkeypatch):
-    """Accelerate, which this process has one state of, would refuse."""
+def test_agents_on_different_devices_can_join(monkeypatch):
+    """Accelerate alone would reject a second device, since it has one state per process."""
     distributed.accelerator(torch.device("cpu"))
     monkeypatch.setitem(PartialState._shared_state, "device", torch.device("cuda:0"))
     assert distributed.accelerator(torch.device("cpu")).num_processes == 1
 
 
-def test_processes_that_accelerate_did_not_join_are_noticed(monkeypatch):
+def test_rejects_processes_that_accelerate_did_not_join(monkeypatch):
     make_agent(ChoiceAgent)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="has joined 1 of them"):

@@ -62,8 +62,8 @@ def test_the_architecture_names_files_that_exist_on_a_page():
     assert len(named) > 20
     assert [name for name in named if not (ROOT / name).is_file()] == []
     assert len(way.splitlines()) <= 50
-    wings = {path.name for path in (ROOT / "llamagym").iterdir() if path.is_dir() and path.name[0].isalpha()}
-    assert [wing for wing in wings if f"| `{wing}/` |" not in page] == []
+    packages = {path.name for path in (ROOT / "llamagym").iterdir() if path.is_dir() and path.name[0].isalpha()}
+    assert [package for package in packages if f"| `{package}/` |" not in page] == []
 
 
 @pytest.mark.long

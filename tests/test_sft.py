@@ -336,9 +336,9 @@ def test_no_network_is_needed(demos, monkeypatch):
     [
         ("", "are empty"),
         ("\n\n", "are empty"),
-        ('{"messages": [', "line 1 is no conversation"),
-        ('{"conversation": []}', "line 1 is no conversation .KeyError"),
-        ('{"messages": ["hit"]}', "line 1 is no conversation .TypeError"),
+        ('{"messages": [', "line 1 is not a conversation"),
+        ('{"conversation": []}', "line 1 is not a conversation .KeyError"),
+        ('{"messages": ["hit"]}', "line 1 is not a conversation .TypeError"),
         ('\n{"messages": []}', "line 2 has the roles"),
         ('{"messages": [{"role": "user", "content": "a"}]}', r"line 1 has the roles \['user'\].*'assistant' last"),
         (
@@ -366,7 +366,7 @@ def test_other_refusals(tmp_path):
         agent.sft_from_jsonl(tmp_path / "missing.jsonl", epoch=2)
     with pytest.raises(ConfigError, match="epochs=0 is too small"):
         agent.sft_from_jsonl(tmp_path / "missing.jsonl", epochs=0)
-    with pytest.raises(ConfigError, match="no demonstrations are named"):
+    with pytest.raises(ConfigError, match="no demonstrations file is set"):
         make_agent(sft_warm_start=True)
     path = write(tmp_path / "long.jsonl", turns("a", "b"), turns("a", "go left " * 2000))
     with pytest.raises(ContextLengthError, match=r"line 2 needs \d+ tokens, more than the model's 2048"):

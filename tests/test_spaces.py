@@ -1,4 +1,4 @@
-"""Action spaces in words."""
+"""Names of actions of a space, and parsing of replies for a space."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_replies_mean_actions_of_the_space_or_none(name):
+def test_parse_action_returns_an_element_or_raises(name):
     space, reply, expected, others = ALL[name]
     action = parse_action(reply, space)
     assert space.contains(action)
@@ -47,11 +47,11 @@ def test_replies_mean_actions_of_the_space_or_none(name):
     if name not in ("dict", "text"):
         assert str(parse_action(f'I think {{"action": {reply}}}', space)) == str(action)
     for other in others:
-        with pytest.raises(ActionParseError, match="means no action of"):
+        with pytest.raises(ActionParseError, match="names no action of"):
             parse_action(other, space)
 
 
-def test_the_actions_of_a_space_by_name():
+def test_names_actions_of_each_space():
     assert name_actions(spaces.Discrete(2, start=5), ["low", "high"]) == {"low": 5, "high": 6}
     named = name_actions(spaces.MultiDiscrete([2, 2], start=[1, 0]))
     assert list(named) == ["1 0", "1 1", "2 0", "2 1"]
@@ -73,6 +73,6 @@ def test_the_actions_of_a_space_by_name():
         (spaces.MultiDiscrete([2, 2]), ["a", "b"], "Pass a list of strings"),
     ],
 )
-def test_names_and_spaces_that_do_not_fit(space, names, match):
+def test_rejects_names_that_do_not_fit_the_space(space, names, match):
     with pytest.raises(ConfigError, match=match):
         name_actions(space, names)

@@ -83,7 +83,7 @@ def test_files_of_the_user_stay(sweep, tmp_path, name):
     assert path.read_text() == "mine"
 
 
-def test_mistakes_are_told(sweep, tmp_path):
+def test_rejects_invalid_arguments(sweep, tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'random'"):
         script.search({**sweep, "method": "randm"}, tmp_path / "runs", 1, 0)
     sweep["parameters"]["bonus"] = {"value": 1}

@@ -1,4 +1,4 @@
-"""TextArena's games, played through Gymnasium: the real package, without a network."""
+"""TextArena's games through Gymnasium, with the real package and without a network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _no_network(monkeypatch):
 
 
 def bisect(env: gymnasium.Env, seed: int) -> tuple[list[str], list[float], dict]:
-    """Play GuessTheNumber by bisection."""
+    """Plays GuessTheNumber by bisection."""
     observation, info = env.reset(seed=seed)
     low, high = map(int, re.search(r"between (\d+) and (\d+)", observation).groups())
     said, rewards, over = [observation], [], False
@@ -60,7 +60,7 @@ def test_bisection_wins_and_the_reward_comes_with_the_end():
         assert said[-1].endswith(info["reason"])
 
 
-def test_an_observation_holds_what_is_new_or_repeats_the_game():
+def test_an_observation_is_the_new_text_or_the_whole_game():
     new, whole = TextArenaEnv("GuessTheNumber-v0"), TextArenaEnv("GuessTheNumber-v0", repeats=True)
     for env in (new, whole):
         env.reset(seed=0)
@@ -73,7 +73,7 @@ def test_an_observation_holds_what_is_new_or_repeats_the_game():
     assert "The target number is higher." not in whole.reset(seed=0)[0]
 
 
-def test_a_move_that_is_not_understood_is_answered_and_the_second_one_loses():
+def test_a_second_invalid_move_in_a_row_loses():
     env = TextArenaEnv("GuessTheNumber-v0")
     env.reset(seed=0)
     observation, reward, over, _, info = env.step("hello")
@@ -90,7 +90,7 @@ def test_a_move_that_is_not_understood_is_answered_and_the_second_one_loses():
 @pytest.mark.parametrize(
     "game", ["GuessTheNumber-v0", "TowerOfHanoi-v0", "Minesweeper-v0-small", "FrozenLake-v0-random"]
 )
-def test_a_seed_and_the_actions_decide_an_episode_whatever_is_drawn_meanwhile(game):
+def test_only_seed_and_actions_determine_an_episode(game):
     def played(disturb: bool) -> list[str]:
         env, other = TextArenaEnv(game), TextArenaEnv("GuessTheNumber-v0")
         said = [env.reset(seed=3)[0]]
@@ -117,7 +117,7 @@ def test_the_global_random_numbers_are_left_alone():
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
-def test_gymnasium_s_own_checks_pass():
+def test_passes_the_checks_of_gymnasium():
     check_env(TextArenaEnv("TowerOfHanoi-v0"), skip_render_check=True)
 
 
@@ -129,7 +129,7 @@ def test_gymnasium_s_own_checks_pass():
         ("TwentyQuestions-v0", "cannot be made: ValueError: OpenRouter API key"),
     ],
 )
-def test_what_cannot_be_played_says_why(game, message, monkeypatch):
+def test_error_explains_why_a_game_cannot_be_played(game, message, monkeypatch):
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=message):
         TextArenaEnv(game)

@@ -1,4 +1,4 @@
-"""TextWorld as an environment: games by seed, rewards as differences, two ways to end, and commands that suffice."""
+"""TextWorld as an environment: games by seed, rewards, termination and truncation, and safe commands."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BACK = {"go north": "go south", "go south": "go north", "go east": "go west", "g
 
 @pytest.fixture(scope="module")
 def coins(tmp_path_factory):
-    """Two coin collectors."""
+    """Returns the paths of two coin-collector games."""
     pytest.importorskip("textworld", reason="the extra textworld is not installed")
     return make_games("coin_collector", [1, 2], tmp_path_factory.mktemp("games"))
 
 
 def explore(observation) -> str:
-    """A rule that sees the observation only: take, unlock and open what there is, and never go back."""
+    """Chooses a command from the observation: takes, unlocks and opens things, and never goes back."""
     commands = observation["admissible_commands"]
     for wanted in ("take coin", "take key", "unlock door with key", "open door"):
         if wanted in commands:
@@ -35,7 +35,7 @@ def explore(observation) -> str:
 
 
 def play(env, seed, rule):
-    """Rewards of an episode, its last step, and the observations on the way."""
+    """Plays an episode; returns its rewards, its last step, and its observations."""
     observation, info = env.reset(seed=seed)
     rewards, seen, terminated, truncated = [], [], False, False
     while not (terminated or truncated):
@@ -46,7 +46,7 @@ def play(env, seed, rule):
     return rewards, (terminated, truncated, info), seen
 
 
-def test_coins_are_found_by_what_is_observed(coins):
+def test_observations_suffice_to_find_the_coin(coins):
     env = TextWorldEnv(coins, max_steps=10)
     for seed in (0, 1):
         rewards, (terminated, truncated, info), seen = play(env, seed, explore)
@@ -68,7 +68,7 @@ def test_the_limit_truncates(coins):
     env.close()
 
 
-def test_the_text_is_the_one_printed(coins):
+def test_text_is_the_output_of_the_game(coins):
     env = TextWorldEnv(coins)
     observation, _ = env.reset(seed=0)
     # What to do, where one is, and a way out: neither the banner before nor the status line after it.
@@ -80,7 +80,7 @@ def test_the_text_is_the_one_printed(coins):
 
 
 def answers(games, commands):
-    """What a game says to each command."""
+    """Returns the game's answer to each command."""
     env = TextWorldEnv(games)
     env.reset(seed=0)
     said = [env.step(command)[0]["text"] for command in commands]
@@ -147,21 +147,21 @@ def test_the_locked_door_opens(tmp_path):
     env.close()
 
 
-def test_paths_of_games_begin_at_the_home_folder_or_here(tmp_path, monkeypatch):
+def test_expands_tilde_and_relative_paths_of_games(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 is not there"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 does not exist"):
         TextWorldEnv(["~/g.z8"])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 is not there"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/g.z8 does not exist"):
         TextWorldEnv(["g.z8"])
 
 
-def test_mistakes_are_told(tmp_path):
+def test_rejects_invalid_arguments(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'coin_collector'"):
         make_games("coin_colector", [0], tmp_path)
     with pytest.raises(ConfigError, match="No games"):
         TextWorldEnv([])
-    with pytest.raises(ConfigError, match=r"g\.z8 is not there"):
+    with pytest.raises(ConfigError, match=r"g\.z8 does not exist"):
         TextWorldEnv([tmp_path / "g.z8"])
 
 
@@ -170,7 +170,7 @@ def test_a_step_needs_a_reset(coins):
         TextWorldEnv(coins).step("look")
 
 
-def test_the_reward_is_what_the_score_rose_by(tmp_path):
+def test_the_reward_is_the_change_of_the_score(tmp_path):
     textworld = pytest.importorskip("textworld", reason="the extra textworld is not installed")
     maker = textworld.GameMaker()
     room = maker.new_room()

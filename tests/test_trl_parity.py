@@ -44,7 +44,7 @@ STATISTICS = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for one another on several threads."""
+    """Several threads would slow down matrices this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,20 +52,20 @@ def one_thread() -> Iterator[None]:
 
 
 class RecordedOrder:
-    """The orders that TRL drew, one an epoch, over and over."""
+    """Repeats the orders of samples that TRL drew, one per epoch."""
 
     def __init__(self, orders: Iterable[list[int]]) -> None:
         self._orders = itertools.cycle(orders)
 
     def permutation(self, x: int, /) -> np.ndarray:
-        """The next recorded order."""
+        """Returns the next recorded order."""
         order = np.array(next(self._orders))
         assert len(order) == x
         return order
 
 
 def tiny_model(weights: str = "policy_weights", peft_config: LoraConfig | None = None) -> Any:
-    """The fixture's Llama with one of its two sets of weights."""
+    """Returns the fixture's Llama with one of its two sets of weights."""
     llama = LlamaForCausalLM(LlamaConfig(**FIXTURE["model_config"]))
     state = {name: torch.tensor(value) for name, value in FIXTURE[weights].items()}
     head = {name: state.pop(name) for name in list(state) if name.startswith("v_head.")}
@@ -76,27 +76,27 @@ def tiny_model(weights: str = "policy_weights", peft_config: LoraConfig | None =
 
 
 def trl_weights(model: AutoModelForCausalLMWithValueHead) -> dict[str, Tensor]:
-    """Copies of a model's weights under TRL's names."""
+    """Returns copies of a model's weights by TRL's names."""
     named = {**model.pretrained_model.state_dict()}
     named |= {f"v_head.summary.{name}": value for name, value in model.v_head.summary.state_dict().items()}
     return {name: value.detach().clone() for name, value in named.items()}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The fixture's word-level tokenizer."""
+    """Returns the fixture's word-level tokenizer."""
     words = {word: index for index, word in enumerate(FIXTURE["words"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
 
 def batch(number: int = 0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Queries, responses and scores of one of the fixture's batches."""
+    """Returns queries, responses and scores of one of the fixture's batches."""
     raw = FIXTURE["batches"][number]
     return tuple([torch.tensor(item) for item in raw[name]] for name in ("queries", "responses", "scores"))  # type: ignore[return-value]
 
 
 def trl_config(case: str) -> PPOConfig:
-    """TRL's configuration of a case, in our words."""
+    """Returns TRL's configuration of a case as a PPOConfig."""
     recorded = FIXTURE["cases"][case]["config"]
     assert recorded["max_grad_norm"] is None
     same = "batch_size mini_batch_size ppo_epochs learning_rate gamma lam cliprange cliprange_value vf_coef"
@@ -111,7 +111,7 @@ def trl_config(case: str) -> PPOConfig:
 
 
 def trl_options(case: str) -> dict[str, Any]:
-    """The options of a case that the trainer takes itself, TRL's order of samples among them."""
+    """Returns a case's arguments of the trainer, including TRL's order of samples."""
     recorded, steps = FIXTURE["cases"][case]["config"], FIXTURE["cases"][case]["steps"]
     return {
         "kl_penalty": recorded["kl_penalty"],
@@ -121,7 +121,7 @@ def trl_options(case: str) -> dict[str, Any]:
 
 
 def mismatches(case: str, config: PPOConfig, **options: Any) -> list[str]:
-    """Run a case's two steps in one trainer and list whatever differs from TRL's record.
+    """Runs a case's two steps in one trainer and lists differences from TRL's record.
 
     A weight is compared on the scale of its tensor's largest change in the step: that is what the step computed, and
     a change is far smaller than the weight it is added to. Element by element it would be too strict, for Adam
@@ -298,7 +298,7 @@ def test_entropy_bonus_raises_entropy() -> None:
     assert entropy_after_one_step(1.0) > entropy_after_one_step(0.0) + 0.05
 
 
-def test_mistakes_are_refused_with_the_next_move() -> None:
+def test_errors_name_the_next_step() -> None:
     model, config = tiny_model(), trl_config("adaptive_kl")
     with pytest.raises(ConfigError, match=r"kl_penalty='full'. Expected one of \['abs', 'kl', 'mse'\]"):
         PPOTrainer(config, model, None, tokenizer(), kl_penalty="full")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote are data: none of them executes code, or makes the library read another file."""
+"""Untrusted files are data: none of them executes code, or makes the library read another file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Walker(GenericAgent):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
-    """A run of the command line, without its training."""
+    """Writes the folder of a run without training."""
     folder = tmp_path_factory.mktemp("original")
     tiny_base_model("llama").save_pretrained(folder / "base")
     tiny_tokenizer("llama").save_pretrained(folder / "base")
@@ -58,7 +58,7 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(original, tmp_path, monkeypatch) -> Path:
-    """A copy of it that was downloaded; nothing that it executes stays."""
+    """Returns a copy of the run, as if downloaded; removes modules that it imports."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return shutil.copytree(original, tmp_path / "downloaded")
@@ -225,7 +225,7 @@ def test_an_agent_with_a_pipe_in_its_folder_is_rejected(run):
 @pytest.mark.parametrize(
     "env_id", ["gymnasium:a:b", "GymV21Environment-v0", "x" * 100_000, "gymnasium:" + "x" * 150, "\x1b[31mX-v0"]
 )
-def test_a_strange_environment_id_is_a_short_error(run, env_id):
+def test_rejects_a_strange_environment_id_with_a_short_error(run, env_id):
     settings(run, env_id=env_id)
     with pytest.raises(ConfigError) as error:
         load_agent(run, None, None)
@@ -282,7 +282,7 @@ def test_damaged_settings_are_named(run, content):
     assert len(str(error.value)) < 1000
 
 
-def test_the_command_line_says_it_in_a_line(run, monkeypatch, capsys):
+def test_errors_of_the_command_line_are_one_line(run, monkeypatch, capsys):
     (run / "prompt.py").write_text(EVIL)
     settings(run, prompt="prompt.py")
     for command in ("eval", "play"):
@@ -432,7 +432,7 @@ def test_a_model_s_own_code_is_never_executed(run, monkeypatch, file, changes):
     ],
     ids=["aliases", "nested", "long", "names", "actions", "deep actions", "tag", "key", "keys"],
 )
-def test_a_hostile_wording_is_refused_in_a_short_line(tmp_path, text):
+def test_rejects_a_hostile_wording_with_a_short_line(tmp_path, text):
     path = tmp_path / "prompt.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:

@@ -17,7 +17,7 @@ from ..models.trained_weights import check_fits
 from ..policy.policy import Policy
 from ..policy.sampling import redrawn_on_error
 from ..policy.saved import policy_state, restore_policy
-from ..text.arguments import check_text, environment_ids, informed, listed, plain_keys
+from ..text.arguments import as_infos, as_list, check_text, environment_ids, plain_keys
 from ..text.chat_template import ChatTemplate
 from ..text.episode import Context, Conversation, Reply
 from ..text.records import IdTable, conversation_record, key_from, restore_conversation
@@ -117,7 +117,7 @@ class Actor:
 
     def discard_episodes(self, env_ids: Sequence[Hashable]) -> None:
         """Drops unfinished episodes without learning from them."""
-        for env_id in plain_keys(listed(env_ids, "env_ids"), "environment id"):
+        for env_id in plain_keys(as_list(env_ids, "env_ids"), "environment id"):
             self.conversations.pop(env_id, None)
 
     @with_model_lock
@@ -128,9 +128,9 @@ class Actor:
         infos: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[Any]:
         """Chooses an action in each of several environments; see `Agent.act_batch`."""
-        observations = listed(observations, "observations")
+        observations = as_list(observations, "observations")
         ids = environment_ids(observations, env_ids, "observations")
-        infos = informed(infos, ids)
+        infos = as_infos(infos, ids)
         started = time.perf_counter()
         forwarded = self.policy.tokens_forwarded
         # After an error no turn is taken, so that a caller that fixes the cause can act again.
@@ -216,8 +216,8 @@ class Actor:
         """Returns the exact probabilities of all choices; see `Agent.action_probabilities`."""
         contexts = []
         offers: list[list[str]] = []
-        observations = listed(observations, "observations")
-        for observation, info in zip(observations, informed(infos, range(len(observations))), strict=True):
+        observations = as_list(observations, "observations")
+        for observation, info in zip(observations, as_infos(infos, range(len(observations))), strict=True):
             offered = self.hooks.choices(observation, info)
             if offered is None:
                 raise ConfigError(

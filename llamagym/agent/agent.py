@@ -32,7 +32,7 @@ from ..policy.policy import NOT_PICKLED, Policy
 from ..policy.saved import restore_choices
 from ..saving.atomic import atomic_folder
 from ..saving.state_files import as_checkpoint_error
-from ..text.arguments import listed
+from ..text.arguments import as_list
 from ..text.chat_template import ChatTemplate, Message, check_vocabulary, end_ids
 from ..text.demonstrations import read_demonstrations
 from ..text.episode import Context
@@ -147,14 +147,14 @@ class Agent(TextInterface):
         self.policy = policy
         self.learner: Learner[Any] = make_learner(policy, config)
         options = {
-            "generate_config_dict": generation.given(),
+            "generate_config_dict": generation.to_dict(),
             "learner": config_record(config),
             "context": context,
             "response_prefix": response_prefix,
             "invalid_action_penalty": float(invalid_action_penalty),
             "calibrate_choices": calibrate_choices,
             "aim_lora": aim_lora,
-            "replay_config_dict": None if replay is None else replay.given(),
+            "replay_config_dict": None if replay is None else replay.to_dict(),
             "seed": seed,
         }
         self._collector = Collector(actor, self.learner, replay, seeds, type(self).__name__, as_json(options))
@@ -363,7 +363,7 @@ class Agent(TextInterface):
         Returns:
             The checks; print it, or look at `passed`.
         """
-        return preflight(self._collector.actor, self.learner, listed(observations, "observations"))
+        return preflight(self._collector.actor, self.learner, as_list(observations, "observations"))
 
     def save(self, folder: str | Path) -> None:
         """Saves the agent for use; see `save_pretrained`, and `save_checkpoint` to continue learning."""
@@ -438,7 +438,7 @@ class Agent(TextInterface):
             agent = cls(model, tokenizer, **{**saved, **options})
             restore_choices(agent.policy, state, agent.policy.calibrates == saved["calibrate_choices"])
             agent.policy.rng.set_state(state["rng"])
-        distributed.diverge_(agent.policy.rng)
+        distributed.reseed_by_rank_(agent.policy.rng)
         return agent
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None, **saved: Any) -> str:

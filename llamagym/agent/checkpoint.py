@@ -16,7 +16,7 @@ from ..options import as_json, user_path
 from ..saving import checkpoints
 from ..saving.atomic import atomic_folder
 from ..saving.state_files import as_checkpoint_error, check_same_types, read_state, saveable_state, write_state
-from ..text.episode import renumbered
+from ..text.episode import map_weights_versions
 from .collector import Collector
 
 # Name of a checkpoint's state files.
@@ -107,7 +107,7 @@ def loading_checkpoint(
             actor.check_state(state["agent"], "model" in allow_changes)
             collector.load_state_dict(state["agent"])
             loop = _restore_own_part(collector, state)
-            is_same_count = distributed.count() == 1 + len(state.get("others", []))
+            is_same_count = distributed.world_size() == 1 + len(state.get("others", []))
             if not (keep_episodes and is_same_count):
                 actor.discard_episodes(list(actor.conversations))
             if not is_same_count:
@@ -124,12 +124,12 @@ def _restore_own_part(collector: Collector, state: Mapping[str, Any]) -> dict[st
         return loop
     actor = collector.actor
     if rank > len(others):
-        distributed.diverge_(actor.policy.rng)
+        distributed.reseed_by_rank_(actor.policy.rng)
         return loop
     own = others[rank - 1]
     actor.load_own_state_dict(own["acting"])
     for conversation in actor.conversations.values():
-        conversation.turns = renumbered(conversation.turns, {own["version"]: actor.policy.weights_version})
+        conversation.turns = map_weights_versions(conversation.turns, {own["version"]: actor.policy.weights_version})
     actor.policy.rng.set_state(own["rng"])
     return dict(own["loop"])
 

@@ -19,8 +19,8 @@ from ..models.lock import with_model_lock
 from ..models.quantization import computing_dtype
 from ..options import as_number
 from ..policy.policy import Policy
-from ..text.arguments import check_flags, environment_ids, informed, listed, one_each, plain_keys
-from ..text.episode import Conversation, Episode, commonest_reply, played_by
+from ..text.arguments import as_infos, as_list, check_flags, environment_ids, per_env, plain_keys
+from ..text.episode import Conversation, Episode, commonest_reply, from_process
 from ..text.records import IdTable, episode_from, episode_record
 from .actor import Actor
 from .alarms import Alarms, Settings
@@ -62,7 +62,7 @@ class Collector:
             class_name: Name of the agent's class.
             options: As in the attributes.
         """
-        distributed.diverge_(actor.policy.rng)
+        distributed.reseed_by_rank_(actor.policy.rng)
         self.actor = actor
         self.learner = learner
         self.seeds = seeds
@@ -107,9 +107,9 @@ class Collector:
     ) -> None:
         """Adds each environment's reward to one of its turns; see `Agent.assign_rewards`."""
         actor = self.actor
-        as_given = listed(rewards, "rewards")
+        as_given = as_list(rewards, "rewards")
         ids = environment_ids(as_given, env_ids, "rewards")
-        turn_of = one_each(turns, -1, ids, "turns")
+        turn_of = per_env(turns, -1, ids, "turns")
         for reward, env_id, turn in zip(as_given, ids, turn_of, strict=True):
             if not actor.has_turns(env_id):
                 raise EpisodeError(
@@ -133,13 +133,13 @@ class Collector:
     ) -> Stats:
         """Ends episodes, and updates if that fills a batch; see `Agent.terminate_episodes`."""
         actor = self.actor
-        ids = listed(env_ids, "env_ids")
+        ids = as_list(env_ids, "env_ids")
         ids = environment_ids(ids, ids, "episodes")
-        truncated_flags = one_each(truncated, False, ids, "truncated")
-        finals = one_each(final_observations, None, ids, "final_observations")
-        group_of = plain_keys(one_each(groups, None, ids, "groups"), "group")
-        last_infos = informed(final_infos, ids)
-        terminated_flags = one_each(terminated, False, ids, "terminated")
+        truncated_flags = per_env(truncated, False, ids, "truncated")
+        finals = per_env(final_observations, None, ids, "final_observations")
+        group_of = plain_keys(per_env(groups, None, ids, "groups"), "group")
+        last_infos = as_infos(final_infos, ids)
+        terminated_flags = per_env(terminated, False, ids, "terminated")
         check_flags([*truncated_flags, *terminated_flags, train], "truncated, terminated or train")
         if terminated is None:
             cut = [bool(flag) for flag in truncated_flags]
@@ -306,7 +306,7 @@ class Collector:
 def _alarm_settings(actor: Actor, learner: Learner[Any]) -> Settings:
     config = learner.config
     critic_options = ("value_learning_rate", "cliprange_value")
-    epochs_options = [name for name in ("ppo_epochs", "epochs") if name in config.given()]
+    epochs_options = [name for name in ("ppo_epochs", "epochs") if name in config.to_dict()]
     return Settings(
         dtype=computing_dtype(actor.policy.model.pretrained_model),
         target_kl=config.target_kl,
@@ -325,7 +325,7 @@ def episodes_of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
         policy: This process's policy.
         own: This process's episodes.
     """
-    if distributed.count() == 1:
+    if distributed.world_size() == 1:
         return own
     calibration = policy.calibration
     own_measurements = calibration.measured if calibration else {}
@@ -341,5 +341,5 @@ def episodes_of_all_ranks(policy: Policy, own: list[Episode]) -> list[Episode]:
     episodes = []
     for rank, (version, _, rank_episodes) in enumerate(gathered):
         versions = {} if has_changed else {version: version_here}
-        episodes += [played_by(rank, episode, versions) for episode in rank_episodes]
+        episodes += [from_process(rank, episode, versions) for episode in rank_episodes]
     return episodes

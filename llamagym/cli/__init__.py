@@ -1,1 +1,1 @@
-"""What `python -m llamagym COMMAND` does: a file for each of the larger commands, and what these share."""
+"""The commands of `python -m llamagym`, and the functions that they share."""

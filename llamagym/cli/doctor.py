@@ -1,4 +1,4 @@
-"""The command `doctor`: looks over a model, the installation and this machine."""
+"""The command `doctor`: checks a model, the installation and this machine."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from ..models.registry import EMBEDDED_NAME
 
 
 class ProbeAgent(Agent):
-    """Says whether it goes left or right, or whatever else it is asked."""
+    """Walks through a maze: choices at a fork, else free text."""
 
     def get_system_prompt(self) -> str:
-        """One line."""
+        """Returns one line."""
         return "You walk through a maze. Answer with one word: left or right."
 
     def format_observation(self, observation: Any) -> str:
-        """As it is."""
+        """Returns the observation unchanged."""
         return str(observation)
 
     def get_action_choices(self, observation: Any) -> list[str] | None:
-        """Two for every other observation."""
+        """Returns two choices for observations with the word "fork", None for others."""
         return ["left", "right"] if "fork" in observation else None
 
     def extract_action(self, response: str) -> str:
-        """The reply itself."""
+        """Returns the reply."""
         return response
 
 
 def examine(model: str, device: str = "auto", dtype: str = "auto") -> Report:
-    """The checks of a model, loading it included."""
-    name = "model"
+    """Checks a model, including loading it."""
     try:
-        loaded, tokenizer, on = load_model_and_tokenizer(model, device, dtype)
-        found = f"{model}, {loaded.pretrained_model.dtype} on {on}"
-        name = "template"
-        agent = ProbeAgent(loaded, tokenizer, on, {"max_new_tokens": 8}, seed=0)
+        loaded, tokenizer, used_device = load_model_and_tokenizer(model, device, dtype)
     except LlamaGymError as error:
-        return Report((Check(name, False, str(error)),))
-    checks = agent.preflight(["fork 1", "fork 2", "a room", "another room"]).checks
+        return Report((Check("model", False, str(error)),))
+    loading = Check("model", True, f"{model}, {loaded.pretrained_model.dtype} on {used_device}")
+    try:
+        agent = ProbeAgent(loaded, tokenizer, used_device, {"max_new_tokens": 8}, seed=0)
+    except LlamaGymError as error:
+        return Report((Check("template", False, str(error)),))
     template = Check("template", True, "conversations can be appended to")
-    return Report((Check("model", True, found), template, *checks))
+    report = agent.preflight(["fork 1", "fork 2", "a room", "another room"])
+    return Report((loading, template, *report.checks))
 
 
 @click.command()
@@ -54,8 +55,8 @@ def examine(model: str, device: str = "auto", dtype: str = "auto") -> Report:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or mps.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16.")
 def doctor(model: str, device: str, dtype: str) -> None:
-    """Look over a model, the installation and this machine."""
+    """Check a model, the installation and this machine."""
     report = examine(model, device, dtype)
-    verdict = "All is well." if report.passed else f"Not as it should be: {', '.join(report.failing)}."
+    verdict = "All checks passed." if report.passed else f"Failed: {', '.join(report.failing)}."
     click.echo(f"{report}\n{verdict}")
     sys.exit(0 if report.passed else 1)

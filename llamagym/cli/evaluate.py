@@ -1,4 +1,4 @@
-"""The command `eval`: measures a saved agent beside random actions."""
+"""The command `eval`: compares a saved agent with random actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def evaluate(
     prompt: Path | None,
     trust: bool,
 ) -> None:
-    """Measure the agent in FOLDER, of a run or of agent.save(), beside random actions.
+    """Compare the agent in FOLDER, of a run or of agent.save(), with random actions.
 
     ENV_ID is the environment, by default the one that the agent was trained in.
     """

@@ -1,4 +1,4 @@
-"""A generic agent, built from an environment's spaces and the user's wording."""
+"""A generic agent, defined by an environment's spaces and the user's wording."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..errors import ConfigError
 from ..text.observations import describe, part_names
 from ..text.spaces import name_actions, parse_action
 
-# Longest list of actions spelled out in a system prompt.
-_LISTED = 32
+# A system prompt lists up to this many actions.
+_MAX_LISTED_ACTIONS = 32
 
 
 @dataclass(frozen=True)
 class Wording:
-    """What a user says about an environment; what is None follows from its spaces.
+    """A user's description of an environment; None means a default from the spaces.
 
     Attributes:
-        system_prompt: Opens every conversation.
-        observation: What is said of an observation, with `{observation}` where its parts go.
-        observation_names: Names of these parts.
-        actions: Names of the actions, as `name_actions` takes them.
+        system_prompt: System prompt of every conversation.
+        observation: Template of an observation's text, with the placeholder `{observation}`.
+        observation_names: Names of the observation's parts.
+        actions: Names of the actions, as for `name_actions`.
     """
 
     system_prompt: str | None = None
@@ -35,9 +35,9 @@ class Wording:
 
 
 class GenericAgent(Agent):
-    """Reads observations as named numbers and texts, and chooses among the actions where they can be listed.
+    """Describes observations as named numbers and texts, and offers the actions as choices if they can be listed.
 
-    `generic_agent` makes the class for an environment.
+    `generic_agent` creates a subclass for an environment.
     """
 
     response_prefix = ""
@@ -47,74 +47,78 @@ class GenericAgent(Agent):
     observation_names: ClassVar[list[str]]
     action_space: ClassVar[spaces.Space[Any]]
     actions: ClassVar[dict[str, Any] | None]
-    """By name; None where they cannot be listed."""
+    """Actions by name; None if they cannot be listed."""
     fallback: ClassVar[Any]
-    """Taken after a reply in free text that names no action."""
+    """Action after a reply in free text that names no action."""
 
     def get_system_prompt(self) -> str:
-        """What the user says, or the environment's name and how to reply."""
+        """Returns the user's system prompt, or one with the environment's name and the format of replies."""
         return self.system_prompt
 
     def format_observation(self, observation: Any) -> str:
-        """Its parts with their names."""
-        said = describe(observation, self.observation_space, self.observation_names)
-        return self.template.replace("{observation}", said)
+        """Describes the observation's parts with their names."""
+        description = describe(observation, self.observation_space, self.observation_names)
+        return self.template.replace("{observation}", description)
 
     def get_action_choices(self, observation: Any) -> list[str] | None:
-        """The actions' names, if they can be listed."""
+        """Returns the names of the actions; None if they cannot be listed."""
         return None if self.actions is None else list(self.actions)
 
     def extract_action(self, response: str) -> Any:
-        """The action of this name, or what free text means."""
+        """Returns the action with this name, or parses free text."""
         if self.actions is None:
             return parse_action(response, self.action_space)
         return self.actions[response.removeprefix(self.response_prefix)]
 
     def fallback_action(self, observation: Any) -> Any:
-        """One and the same action."""
+        """Returns the same action every time."""
         return self.fallback
 
 
 def generic_agent(env: gymnasium.Env[Any, Any], wording: Wording) -> type[GenericAgent]:
-    """The class of an agent for an environment.
+    """Creates a class of agents for an environment.
 
     Args:
         env: The environment.
-        wording: What the user says about it.
+        wording: The user's description of it.
 
     Raises:
-        ConfigError: Its observations cannot be put into words, or the wording does not fit its spaces.
+        ConfigError: Observations cannot be described in words, or the wording does not fit the spaces.
     """
-    observed, acted = env.observation_space, env.action_space
-    names = part_names(observed)
-    if wording.observation_names is not None and len(wording.observation_names) != len(names):
-        raise ConfigError(
-            f"observation_names has {len(wording.observation_names)} names, but an observation of {observed} has "
-            f"{len(names)} parts. Pass a name for each."
-        )
+    observation_space = env.observation_space
+    action_space = env.action_space
+    observation_names = part_names(observation_space)
+    if wording.observation_names is not None:
+        if len(wording.observation_names) != len(observation_names):
+            raise ConfigError(
+                f"observation_names has {len(wording.observation_names)} names, but an observation of "
+                f"{observation_space} has {len(observation_names)} parts. Pass a name for each."
+            )
+        observation_names = wording.observation_names
     try:
-        actions = name_actions(acted, wording.actions)
+        actions = name_actions(action_space, wording.actions)
     except ConfigError:
         if wording.actions is not None:
             raise
         actions = None
-    name = "an environment" if env.spec is None else env.spec.id
-    default = f"You act in {name}. Each message tells you what you observe. {_how_to_reply(acted, actions)}"
+    env_name = "an environment" if env.spec is None else env.spec.id
+    system_prompt = wording.system_prompt
+    if system_prompt is None:
+        reply_format = _reply_format(action_space, actions)
+        system_prompt = f"You act in {env_name}. Each message tells you what you observe. {reply_format}"
+    default_template = "{observation}" if _is_text(observation_space) else "Observation: {observation}"
     members = {
-        "system_prompt": default if wording.system_prompt is None else wording.system_prompt,
-        "template": wording.observation or ("{observation}" if names == [""] and _is_text(observed) else _OBSERVED),
-        "observation_space": observed,
-        "observation_names": names if wording.observation_names is None else wording.observation_names,
-        "action_space": acted,
+        "system_prompt": system_prompt,
+        "template": wording.observation or default_template,
+        "observation_space": observation_space,
+        "observation_names": observation_names,
+        "action_space": action_space,
         "actions": actions,
-        "fallback": _any_action(acted),
-        "__doc__": f"Acts in {name}.",
+        "fallback": _any_action(action_space),
+        "__doc__": f"Acts in {env_name}.",
         "__module__": __name__,
     }
     return type("GenericAgent", (GenericAgent,), members)
-
-
-_OBSERVED = "Observation: {observation}"
 
 
 def _is_text(space: spaces.Space[Any]) -> bool:
@@ -122,13 +126,16 @@ def _is_text(space: spaces.Space[Any]) -> bool:
 
 
 def default_context(env: gymnasium.Env[Any, Any]) -> str:
-    """What the model is shown: the "episode" where observations are text, as in a conversation, else the "turn"."""
+    """Returns the default of `context`: "episode" if observations are text, else "turn"."""
     return "episode" if _is_text(env.observation_space) else "turn"
 
 
-def _how_to_reply(space: spaces.Space[Any], actions: dict[str, Any] | None) -> str:
+def _reply_format(space: spaces.Space[Any], actions: dict[str, Any] | None) -> str:
+    """Returns a sentence for the system prompt that explains the format of replies."""
     if actions is not None:
-        return f"Answer with one of: {', '.join(actions)}." if len(actions) <= _LISTED else "Answer with an action."
+        if len(actions) > _MAX_LISTED_ACTIONS:
+            return "Answer with an action."
+        return f"Answer with one of: {', '.join(actions)}."
     if isinstance(space, spaces.Text):
         return "Answer with what you want to say."
     if isinstance(space, spaces.Dict):
@@ -137,6 +144,6 @@ def _how_to_reply(space: spaces.Space[Any], actions: dict[str, Any] | None) -> s
 
 
 def _any_action(space: spaces.Space[Any]) -> Any:
-    """An action, the same one whenever it is asked for."""
+    """Returns an action of a space, the same one at every call."""
     space.seed(0)
     return space.sample()

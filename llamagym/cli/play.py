@@ -1,4 +1,4 @@
-"""The command `play`: episodes in the terminal, of a saved agent or of a person in its place."""
+"""The command `play`: shows episodes of a saved agent, or of a person in its place, in the terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import ActionParseError
 from ..training.environments import made
 from .runs import UserPath, load_agent, printable
 
-Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
-"""The action for an observation and its info; the reply that names it stands in the terminal then."""
+ChooseAction = Callable[[Agent, Any, Mapping[str, Any]], Any]
+"""Returns the action for an observation and its info, after the terminal has shown the reply."""
 
 
 @click.command()
@@ -45,16 +45,18 @@ def play(
     """
     agent, env_id = load_agent(folder, env_id, prompt, trust)
     agent.eval(greedy=not sample)
-    env = _pictured(env_id)
+    choose_action = _ask_person if human else _ask_agent
+    env = _make_rendered_env(env_id)
     click.echo(printable(agent.get_system_prompt()))
     for number in range(episodes):
-        total, turns = _episode(agent, env, _asked if human else _acted, None if seed is None else seed + number)
-        click.echo(f"\nEpisode {number + 1}: return {total:g} in {turns} turns.")
+        episode_seed = None if seed is None else seed + number
+        episode_return, turns = _play_episode(agent, env, choose_action, episode_seed)
+        click.echo(f"\nEpisode {number + 1}: return {episode_return:g} in {turns} turns.")
     env.close()
 
 
-def _pictured(env_id: str) -> gymnasium.Env[Any, Any]:
-    """An environment that draws itself as text, if it can."""
+def _make_rendered_env(env_id: str) -> gymnasium.Env[Any, Any]:
+    """Makes an environment that renders as text, if it supports that."""
     env = made(env_id)
     if "ansi" not in env.metadata.get("render_modes", ()):
         return env
@@ -62,11 +64,13 @@ def _pictured(env_id: str) -> gymnasium.Env[Any, Any]:
     return made(env_id, render_mode="ansi")
 
 
-def _episode(agent: Agent, env: gymnasium.Env[Any, Any], move: Move, seed: int | None) -> tuple[float, int]:
-    """Play one episode; its return and its length."""
+def _play_episode(
+    agent: Agent, env: gymnasium.Env[Any, Any], choose_action: ChooseAction, seed: int | None
+) -> tuple[float, int]:
+    """Plays one episode; returns its return and its length."""
     observation, info = env.reset(seed=seed)
     hooks = collector_of(agent).actor.hooks
-    total = 0.0
+    episode_return = 0.0
     turns = 0
     is_over = False
     while not is_over:
@@ -74,15 +78,18 @@ def _episode(agent: Agent, env: gymnasium.Env[Any, Any], move: Move, seed: int |
         if env.render_mode == "ansi":
             click.echo(str(env.render()).rstrip())
         click.echo(printable(hooks.text(observation, info)))
-        observation, reward, terminated, truncated, info = env.step(move(agent, observation, info))
-        total, turns, is_over = total + float(reward), turns + 1, terminated or truncated
+        action = choose_action(agent, observation, info)
+        observation, reward, terminated, truncated, info = env.step(action)
+        episode_return += float(reward)
+        turns += 1
+        is_over = terminated or truncated
         click.echo(f"reward {float(reward):g}")
     click.echo(printable(f"\n{hooks.text(observation, info)}"))
     collector_of(agent).actor.discard_episodes([0])
-    return total, turns
+    return episode_return, turns
 
 
-def _acted(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
+def _ask_agent(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
     action = agent.act(observation, info)
     reply = agent.current_episode_messages[-1]["content"]
     click.echo(printable(f"> {reply}"))
@@ -91,16 +98,17 @@ def _acted(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
     return action
 
 
-def _asked(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
-    """Ask the person until a reply names an action."""
+def _ask_person(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
+    """Prompts the person until a reply names an action."""
     hooks = collector_of(agent).actor.hooks
-    offered = hooks.choices(observation, info)
-    # Choices may come from the run's author.
-    shown = None if offered is None else {printable(choice): choice for choice in offered}
+    choices = hooks.choices(observation, info)
+    # Choices may come from the run's author, so control characters are escaped.
+    choice_of = {printable(choice): choice for choice in choices or ()}
+    prompt_type = None if choices is None else click.Choice(list(choice_of))
     while True:
-        reply = click.prompt("", type=None if shown is None else click.Choice(list(shown)), prompt_suffix="> ")
-        if shown is not None:
-            reply = shown[reply]
+        reply = click.prompt("", type=prompt_type, prompt_suffix="> ")
+        if choices is not None:
+            reply = choice_of[reply]
         try:
             action = agent.extract_action(hooks.response_prefix + reply)
         except ValueError as problem:
@@ -108,4 +116,4 @@ def _asked(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
         else:
             if action is not None:
                 return action
-            click.echo("That names no action.")
+            click.echo("The reply names no action.")

@@ -1,4 +1,4 @@
-"""What `--prompt FILE` says about an environment: a few words in YAML, or an agent of the user's own in Python."""
+"""Reads the file of `--prompt`: a user's wording for an environment in YAML, or an agent in Python."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..options import shortened
 from .generic import Wording, generic_agent
 
 _MODULE = "llamagym_prompt"
-# Bytes of a wording: far more than a model reads.
-_LARGEST = 2**20
+# Far more than a model can read.
+_MAX_FILE_BYTES = 2**20
 
 
 class _WordingLoader(yaml.BaseLoader):
-    """Reads everything as text, so that actions may be called yes, no or 1; rejects aliases.
+    """Loads all scalars as strings, so that actions may be named yes, no or 1, and rejects aliases.
 
-    A few nested aliases stand for billions of words.
+    A few nested aliases can expand to billions of words.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """A node; an alias is an error."""
+        """Composes a node; raises for an alias."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases (*name) are not supported")
         return super().compose_node(parent, index)
@@ -45,11 +45,11 @@ def _are_texts(value: object) -> bool:
 
 
 def _are_actions(value: object) -> bool:
-    return isinstance(value, list) and all(_is_text(each) or _are_texts(each) for each in value)
+    return isinstance(value, list) and all(_is_text(item) or _are_texts(item) for item in value)
 
 
-# What each key takes, in words and as a check.
-_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+# The type of each key's value, as a description and a check.
+_VALUE_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "system_prompt": ("a text", _is_text),
     "observation": ("a text", _is_text),
     "observation_names": ("a list of texts", _are_texts),
@@ -58,21 +58,21 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def agent_class(env: gymnasium.Env[Any, Any], prompt: Path | None) -> type[Agent]:
-    """The class of an agent for an environment.
+    """Returns a class of agents for an environment.
 
     Args:
         env: The environment.
-        prompt: A YAML or Python file of the user's; None describes the spaces.
+        prompt: The user's YAML or Python file; None uses a default wording from the spaces.
 
     Raises:
-        ConfigError: The file cannot be read, or says something that does not fit the environment.
+        ConfigError: The file cannot be read, or does not fit the environment.
     """
     if prompt is None:
         return generic_agent(env, Wording())
     if not prompt.is_file():
         raise ConfigError(f"There is no file {str(prompt)!r}. Pass a .yaml or .py file.")
     if prompt.suffix == ".py":
-        return _defined_in(prompt)
+        return _load_agent_class(prompt)
     if prompt.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{str(prompt)!r} is neither YAML nor Python. Pass a .yaml or .py file.")
     wording = read_wording(prompt)
@@ -83,37 +83,38 @@ def agent_class(env: gymnasium.Env[Any, Any], prompt: Path | None) -> type[Agent
 
 
 def read_wording(path: Path) -> Wording:
-    """The wording that a YAML file holds.
+    """Reads a wording from a YAML file.
 
     Raises:
-        ConfigError: It is no YAML, or holds something else.
+        ConfigError: The file is not YAML, or has unknown keys or wrong values.
     """
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST} bytes")
-        said = yaml.load(path.read_text(encoding="utf-8"), Loader=_WordingLoader)
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_WordingLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read as YAML: {reason_of(error)}.") from error
     known = {field.name for field in fields(Wording)}
-    if not isinstance(said, dict):
-        raise ConfigError(f"{str(path)!r} holds {shortened(said)}. Give it one or more of the keys {sorted(known)}.")
-    for key, value in said.items():
+    if not isinstance(values, dict):
+        raise ConfigError(f"{str(path)!r} holds {shortened(values)}. Give it one or more of the keys {sorted(known)}.")
+    for key, value in values.items():
         if key not in known:
             raise ConfigError(
                 f"{str(path)!r} has an unknown key {shortened(key)}. {did_you_mean(str(key)[:80], known)}"
             )
-        if not _KINDS[key][1](value):
-            raise ConfigError(f"{key} in {str(path)!r} is {shortened(value)}. Pass {_KINDS[key][0]}.")
-    if "{observation}" not in said.get("observation", "{observation}"):
+        expected, is_valid = _VALUE_TYPES[key]
+        if not is_valid(value):
+            raise ConfigError(f"{key} in {str(path)!r} is {shortened(value)}. Pass {expected}.")
+    if "{observation}" not in values.get("observation", "{observation}"):
         raise ConfigError(
-            f"observation in {str(path)!r} is {shortened(said['observation'])}, in which nothing depends on what is "
-            "observed. Put {observation} where that goes."
+            f"observation in {str(path)!r} is {shortened(values['observation'])}, which does not contain the "
+            "observation. Insert the placeholder {observation}."
         )
-    return Wording(**said)
+    return Wording(**values)
 
 
-def _defined_in(path: Path) -> type[Agent]:
-    """The one agent that a Python file defines; it is run as `python FILE` would run it, but for its name."""
+def _load_agent_class(path: Path) -> type[Agent]:
+    """Executes a Python file, as `python FILE` would except for `__name__`, and returns the one agent it defines."""
     spec = spec_from_file_location(_MODULE, path)
     assert spec is not None
     assert spec.loader is not None
@@ -125,10 +126,10 @@ def _defined_in(path: Path) -> type[Agent]:
         raise
     except Exception as error:
         raise ConfigError(f"{str(path)!r} cannot be run: {type(error).__name__}: {error}") from error
-    defined = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Agent)]
-    own = [kind for kind in defined if kind.__module__ == _MODULE and not isabstract(kind)]
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Agent)]
+    own = [defined for defined in classes if defined.__module__ == _MODULE and not isabstract(defined)]
     if len(own) != 1:
-        found = ", ".join(kind.__name__ for kind in own) or "none"
+        found = ", ".join(defined.__name__ for defined in own) or "none"
         raise ConfigError(
             f"{str(path)!r} must define one subclass of llamagym.Agent with its three methods; found: {found}."
         )

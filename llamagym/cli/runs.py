@@ -1,11 +1,11 @@
-"""The folder of a run that `train` wrote: what it played, how that was put into words, and the agent that it saved.
+"""Reads the folder of a run that the command `train` wrote.
 
-RUN_DIR/config.json         the command line; `env_id` and `prompt` are read again
-RUN_DIR/prompt.yaml (.py)   a copy of what --prompt said
+RUN_DIR/config.json         options of the command; `env_id` and `prompt` are read here
+RUN_DIR/prompt.yaml (.py)   copy of the file of --prompt
 RUN_DIR/metrics.jsonl       statistics of each update
-RUN_DIR/transcripts.jsonl   episodes in words
-RUN_DIR/checkpoints/        what --resume goes on from
-RUN_DIR/agent/              the agent
+RUN_DIR/transcripts.jsonl   episodes as text
+RUN_DIR/checkpoints/        checkpoints for --resume
+RUN_DIR/agent/              the saved agent
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .prompts import agent_class
 
 
 class UserPath(click.Path):
-    """A path in which `~` is the home folder, also behind an equals sign, where a shell leaves it as it is."""
+    """A path in which `~` is the home folder, also after an equals sign, where a shell does not expand it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, written out; one that no file can have, or that may not be looked up, is a usage error."""
+        """Returns the expanded path; an invalid or inaccessible path is a usage error."""
         path = os.path.expanduser(value)
         try:
             os.stat(path)
@@ -49,68 +49,73 @@ class UserPath(click.Path):
         return super().convert(path, param, ctx)
 
 
-AGENT, CONFIG = "agent", "config.json"
+AGENT = "agent"
+CONFIG = "config.json"
 _PROMPTS = ("prompt.yaml", "prompt.yml", "prompt.py")
-_LARGEST_SETTINGS = 2**20
-_LONGEST_ID = 200
+_MAX_CONFIG_BYTES = 2**20
+_MAX_ID_LENGTH = 200
 
 EVALUATION_SEED = 1_000_000
 """Seed for evaluation episodes, far from usual training seeds."""
 
 
 def printable(text: str) -> str:
-    r"""A text with the characters escaped by which it could control the terminal.
+    r"""Escapes characters that could control the terminal.
 
     >>> print(printable("red: \x1b[31m"))
     red: \x1b[31m
     """
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
-    )
+    return "".join(map(_printable_char, text))
+
+
+def _printable_char(char: str) -> str:
+    if char.isprintable() or char in "\n\t":
+        return char
+    return char.encode("unicode_escape").decode()
 
 
 def _line(text: str) -> str:
-    """A text in one line, in which the author of a run can hide nothing."""
+    """Escapes control characters, newlines and tabs, with which the author of a run could hide text."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def prompt_in(run_dir: Path, prompt: Path) -> Path:
-    """Where a run keeps a copy of its prompt file."""
+    """Returns the path of a run's copy of its prompt file."""
     return run_dir / f"prompt{prompt.suffix}"
 
 
 def require_same_prompt(prompt: Path | None, run_dir: Path) -> None:
-    """Reject a prompt file other than the one that a run to be resumed began with.
+    """Rejects a prompt file that differs from the one that a run to be resumed began with.
 
     Raises:
-        ConfigError: The run has another one.
+        ConfigError: The files differ.
     """
-    # `agent_class` rejects files with another ending.
+    # `agent_class` rejects files with other suffixes.
     if prompt is None or prompt_in(run_dir, prompt).name not in _PROMPTS or not prompt.is_file():
         return
-    kept = file_inside(run_dir, prompt_in(run_dir, prompt).name)
-    if kept.exists() and kept.read_bytes() != prompt.read_bytes():
+    own_copy = file_inside(run_dir, prompt_in(run_dir, prompt).name)
+    if own_copy.exists() and own_copy.read_bytes() != prompt.read_bytes():
         raise ConfigError(
-            f"--prompt {str(prompt)!r} differs from {str(kept)!r}, which the run began with. Pass the latter, or "
+            f"--prompt {str(prompt)!r} differs from {str(own_copy)!r}, which the run began with. Pass the latter, or "
             "another --run-dir."
         )
 
 
 def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: bool = False) -> tuple[Agent, str]:
-    """The agent of a run's folder, or of a folder that `agent.save` wrote, and the id of the environment it is for.
+    """Loads the agent of a run, or of a folder that `agent.save` wrote; returns it and the id of its environment.
 
-    The folder may come from somebody else. What it contains is data: no file outside of it is read, and no code that it
-    contains or names is executed, unless `trust` says so. What is passed here comes from the user.
+    The folder may come from another person, so its contents are treated as data: without `trust` no file outside of it
+    is read, and no code that it contains or names is executed. The arguments come from the user and are trusted.
 
     Args:
         folder: The folder.
-        env_id: The environment; None is the run's.
-        prompt: What puts it into words; None is the run's, or what follows from the environment's spaces.
-        trust: Whether to execute code of the folder's author, whose path or name is printed first.
+        env_id: Id of the environment; None for the run's.
+        prompt: The prompt file; None for the run's or, without one, the default wording.
+        trust: Whether to execute code of the folder's author; its path or name is printed first.
 
     Raises:
         CheckpointError: The agent is damaged.
-        ConfigError: The agent is missing, for an unknown environment, of an undefined class, or needs `trust`.
+        ConfigError: The agent is missing, its environment is unknown, its class differs, or it needs `trust`.
     """
     is_run = (folder / AGENT).is_dir()
     saved = file_inside(folder, AGENT) if is_run else folder
@@ -123,35 +128,35 @@ def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: boo
     if not trust:
         if env_id is not None:
             _import_module_of(env_id)
-        _import_nothing_from(folder)
-    # What lies next to an agent that is passed alone may be anybody's.
-    settings = _settings(folder) if is_run else {}
+        _remove_from_search_path(folder)
+    # Files beside a folder of `agent.save` do not belong to it.
+    settings = _read_settings(folder) if is_run else {}
     if env_id is None:
         env_id = _env_of_run(folder, settings, trust)
     if prompt is None and settings.get("prompt") is not None:
         prompt = _prompt_of_run(folder, settings["prompt"], trust)
     env = made(env_id)
-    kind = agent_class(env, prompt)
+    selected_class = agent_class(env, prompt)
     env.close()
-    was = read_state(saved, STATE).get("class")
-    if was != kind.__name__:
+    saved_class = read_state(saved, STATE).get("class")
+    if saved_class != selected_class.__name__:
         raise ConfigError(
-            f"The agent in {str(saved)!r} is a {str(was)[:80]}, and would be loaded as a {kind.__name__}. Pass the "
-            "Python file that defines it with --prompt."
+            f"The agent in {str(saved)!r} is a {str(saved_class)[:80]}, and would be loaded as a "
+            f"{selected_class.__name__}. Pass the Python file that defines it with --prompt."
         )
-    return kind.load(saved), env_id
+    return selected_class.load(saved), env_id
 
 
 def _env_of_run(folder: Path, settings: Mapping[str, Any], trust: bool) -> str:
-    """The id of the environment that a run's settings name.
+    """Returns the id of the environment in a run's settings.
 
     Raises:
-        ConfigError: They name none, or one whose module is not an installed package's.
+        ConfigError: The id is missing, too long, or names a module outside of installed packages without `trust`.
     """
     env_id = settings.get("env_id")
     if not isinstance(env_id, str):
         raise ConfigError(f"Nothing says which environment the agent in {str(folder)!r} is for. Pass its id as well.")
-    if len(env_id) > _LONGEST_ID:
+    if len(env_id) > _MAX_ID_LENGTH:
         raise ConfigError(f"{CONFIG} in {str(folder)!r} names the environment {shortened(env_id)}. Pass its id.")
     module, colon, _ = env_id.partition(":")
     if colon and not _is_installed(module):
@@ -166,11 +171,11 @@ def _env_of_run(folder: Path, settings: Mapping[str, Any], trust: bool) -> str:
 
 
 def _prompt_of_run(folder: Path, name: object, trust: bool) -> Path:
-    """The prompt file of a run.
+    """Returns the path of a run's prompt file.
 
     Raises:
-        CheckpointError: It is a link to a file elsewhere.
-        ConfigError: It is not one that `train` wrote, or is Python code.
+        CheckpointError: The file is a link to a file outside of the folder.
+        ConfigError: The name is not one that `train` writes, or the file is Python code and `trust` is not set.
     """
     if name not in _PROMPTS:
         raise ConfigError(
@@ -189,48 +194,52 @@ def _prompt_of_run(folder: Path, name: object, trust: bool) -> Path:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether importing a module executes only what is installed, or what has been executed already."""
+    """Whether importing a module executes only installed packages, or nothing because it is already imported."""
     if module in sys.modules:
         return True
-    # A name with a dot would import its first part.
-    spec = find_spec(module) if module.isidentifier() else None
-    places = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
-    origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
-    return origin is not None and any(origin.is_relative_to(place) for place in places)
+    # `find_spec` would import the parent package of a dotted name.
+    if not module.isidentifier():
+        return False
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    origin = Path(spec.origin).resolve()
+    site_packages = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
+    return any(origin.is_relative_to(folder) for folder in site_packages)
 
 
 def _import_module_of(env_id: str) -> None:
-    """Imports the module that the user's environment id names, since it may lie beside the run."""
+    """Imports the module in the user's environment id before the folder is removed from the search path."""
     module, colon, _ = env_id.partition(":")
     if colon:
-        # `made` reports a module that cannot be imported, whatever it raises.
+        # Any error is raised again, with a message, when the environment is made.
         with suppress(Exception):
             import_module(module)
 
 
-def _import_nothing_from(folder: Path) -> None:
-    """Takes a folder, and the folders around it, off Python's search path.
+def _remove_from_search_path(folder: Path) -> None:
+    """Removes a folder, its parents and its subfolders from Python's search path.
 
-    `python -m` puts the current working directory there, and what lies around a run may come from its author, too.
+    `python -m` adds the working directory to the path, and files around a run may also come from its author.
     """
-    real = folder.resolve()
-    own = Path(__file__).resolve().parents[2]
+    folder = folder.resolve()
+    library = Path(__file__).resolve().parents[2]
     kept = []
-    for place in sys.path:
-        real_place = Path(place or ".").resolve()
-        is_near = real_place.is_relative_to(real) or real.is_relative_to(real_place)
-        if not is_near or real_place == own:
-            kept.append(place)
+    for entry in sys.path:
+        path = Path(entry or ".").resolve()
+        is_related = path.is_relative_to(folder) or folder.is_relative_to(path)
+        if not is_related or path == library:
+            kept.append(entry)
     sys.path[:] = kept
 
 
-def _settings(run_dir: Path) -> dict[str, Any]:
+def _read_settings(run_dir: Path) -> dict[str, Any]:
     if not os.path.lexists(run_dir / CONFIG):
         return {}
     path = file_inside(run_dir, CONFIG)
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_SETTINGS:
-            raise ValueError(f"it is not a file of at most {_LARGEST_SETTINGS} bytes")
+        if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it is not a file of at most {_MAX_CONFIG_BYTES} bytes")
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it holds no settings by name")

@@ -1,4 +1,4 @@
-"""The command `train`: trains an agent in an environment named by its id, and measures it before and after."""
+"""The command `train`: trains an agent in an environment, and evaluates it before and after."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def train(
 ) -> None:
     """Train an agent in the environment that Gymnasium knows as ENV_ID.
 
-    Without --prompt, observations are numbers with names, and the agent chooses among the actions' numbers. At the end
-    the agent is saved, and compared with what it was before and with random actions.
+    Without --prompt, observations are shown as named numbers, and the agent chooses among the numbers of actions. At
+    the end the agent is saved, and compared with the untrained agent and with random actions.
     """
     if minutes is None and episodes is None and turns is None:
         raise click.UsageError("train needs a budget. Pass --minutes, --episodes or --turns.")
@@ -91,22 +91,22 @@ def train(
         require_no_checkpoints(checkpoint_dir)
     require_same_prompt(prompt, run_dir)
     env = made(env_id)
-    kind = agent_class(env, prompt)
+    selected_class = agent_class(env, prompt)
     context = context or default_context(env)
     env.close()
     loaded, tokenizer, device = load_model_and_tokenizer(model)
-    sizes = {} if batch_size is None else {"batch_size": batch_size}
-    agent = kind(loaded, tokenizer, device, ppo_config_dict=sizes, context=context, seed=seed)
+    ppo_options = {} if batch_size is None else {"batch_size": batch_size}
+    agent = selected_class(loaded, tokenizer, device, ppo_config_dict=ppo_options, context=context, seed=seed)
     if resume:
         _require_same_options(agent, checkpoint_dir, env_id, num_envs, seed)
-    measured: dict[str, Any] = {"episodes": eval_episodes, "seed": EVALUATION_SEED, "num_envs": num_envs}
-    results = {"before": training.evaluate(agent, env_id, **measured)}
+    eval_options: dict[str, Any] = {"episodes": eval_episodes, "seed": EVALUATION_SEED, "num_envs": num_envs}
+    results = {"before": training.evaluate(agent, env_id, **eval_options)}
     settings |= {"prompt": None if prompt is None else prompt_in(run_dir, prompt).name, "context": context}
     with closing(default_tracker(run_dir, settings, agent=agent)) as tracker:
         if prompt is not None:
             replace_file(prompt_in(run_dir, prompt), prompt.read_bytes())
         try:
-            result = training.train(
+            training_result = training.train(
                 agent,
                 env_id,
                 episodes=episodes,
@@ -121,23 +121,23 @@ def train(
         except SystemExit:
             click.echo(f"To continue: the same command with --run-dir {run_dir} --resume", err=True)
             raise
-    results["after"] = training.evaluate(agent, env_id, **measured)
-    results["random"] = training.evaluate("random", env_id, **measured)
-    said = {f"mean return {name}": f"{each.mean:.3f}" for name, each in results.items()}
-    agent.save_pretrained(run_dir / AGENT, environment=env_id, results=said)
+    results["after"] = training.evaluate(agent, env_id, **eval_options)
+    results["random"] = training.evaluate("random", env_id, **eval_options)
+    mean_returns = {f"mean return {name}": f"{result.mean:.3f}" for name, result in results.items()}
+    agent.save_pretrained(run_dir / AGENT, environment=env_id, results=mean_returns)
     click.echo(training.side_by_side(results))
     click.echo(
-        f"{len(result.returns)} episodes, {result.turns} turns, {len(result.updates)} updates, "
-        f"{result.minutes:.1f} minutes. The agent and what was logged: {run_dir}"
+        f"{len(training_result.returns)} episodes, {training_result.turns} turns, {len(training_result.updates)} "
+        f"updates, {training_result.minutes:.1f} minutes. The agent and the logs: {run_dir}"
     )
-    if result.updates:
+    if training_result.updates:
         click.echo(f"Report: {training.write_report([run_dir], run_dir / 'report.html')}")
 
 
 def _require_same_options(
     agent: Agent, checkpoint_dir: Path, env_id: str, num_envs: int | None, seed: int | None
 ) -> None:
-    """Rejects other options than those of the run to be resumed, before anything is played.
+    """Rejects options that differ from those of the run to be resumed, before anything is played.
 
     Raises:
         CheckpointError: The options of the newest checkpoint differ, or no checkpoint is readable.

@@ -1,8 +1,8 @@
-"""Environments in words, known to Gymnasium by id; some need a package of their own, an extra of this one."""
+"""Text environments, registered with Gymnasium; some need an extra of this package."""
 
 import gymnasium
 
-# Each is imported when it is made.
+# Gymnasium imports the module when the environment is made.
 _ENTRY_POINTS = {
     "llamagym/AddressBook-v0": "llamagym.envs.address_book:AddressBook",
     "llamagym/BabyAI-v0": "llamagym.envs.babyai:make_babyai",
@@ -13,7 +13,7 @@ _ENTRY_POINTS = {
 
 
 def register() -> None:
-    """Let `gymnasium.make` know the environments."""
+    """Registers the environments for `gymnasium.make`."""
     for name, entry_point in _ENTRY_POINTS.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point)

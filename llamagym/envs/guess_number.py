@@ -1,6 +1,6 @@
-"""Guess a number: each guess is answered with too low or too high, so whoever remembers the answers halves the range.
+"""Guess a number: the answer to each guess is "too low" or "too high".
 
-The optimum is bisection. An agent that sees the last answer only cannot follow it: the game needs memory.
+The optimal strategy is bisection. It needs memory: an agent that sees only the last answer cannot follow it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ..errors import ConfigError
 
 
 class GuessTheNumber(gymnasium.Env[str, Any]):
-    """A number from 1 to `largest` is to be found in `tries` guesses.
+    """A game in which a number from 1 to `largest` must be found in `tries` guesses.
 
-    The reward is 1 for finding it, else 0. The last guess ends the game, so nothing is ever truncated.
-    `info["success"]` says whether the number was found.
+    The reward is 1 for finding it, else 0. Episodes terminate after the last guess and are never truncated.
+    `info["success"]` is True once the number is found.
 
     Attributes:
-        largest: The largest number that is thought of.
-        tries: Guesses in a game.
+        largest: The largest possible number.
+        tries: Number of guesses in a game.
 
     >>> env = GuessTheNumber()
     >>> env.reset(seed=0)[0]
@@ -31,28 +31,34 @@ class GuessTheNumber(gymnasium.Env[str, Any]):
     """
 
     def __init__(self, largest: int = 16, tries: int = 5) -> None:
-        """Make a game.
+        """Creates the environment.
 
         Raises:
-            ConfigError: There is nothing to guess, or no guess.
+            ConfigError: `largest` is less than 2, or `tries` less than 1.
         """
         if largest < 2 or tries < 1:
             raise ConfigError(f"largest={largest} and tries={tries}; expected at least 2 numbers and 1 guess.")
-        self.largest, self.tries = largest, tries
+        self.largest = largest
+        self.tries = tries
         self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(largest, start=1)
         self.observation_space = gymnasium.spaces.Text(100, charset=string.printable)
-        self._number = self._left = 0
+        self._number = 0
+        self._guesses_left = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Think of another number."""
+        """Draws a new number."""
         super().reset(seed=seed, options=options)
-        self._number, self._left = int(self.np_random.integers(1, self.largest + 1)), self.tries
+        self._number = int(self.np_random.integers(1, self.largest + 1))
+        self._guesses_left = self.tries
         return f"I am thinking of a number from 1 to {self.largest}. You have {self.tries} guesses.", {"success": False}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a guess."""
-        self._left -= 1
+        """Answers a guess."""
+        self._guesses_left -= 1
         found = action == self._number
-        answer = "right" if found else "too low" if action < self._number else "too high"
-        guesses = f"{self._left} guess{'' if self._left == 1 else 'es'} left"
-        return f"{action} is {answer}. {guesses}.", float(found), found or not self._left, False, {"success": found}
+        answer = "too low" if action < self._number else "too high"
+        if found:
+            answer = "right"
+        plural = "" if self._guesses_left == 1 else "es"
+        observation = f"{action} is {answer}. {self._guesses_left} guess{plural} left."
+        return observation, float(found), found or not self._guesses_left, False, {"success": found}

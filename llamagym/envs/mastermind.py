@@ -1,6 +1,6 @@
-"""Mastermind: a code of colours is to be found; each guess is answered with how near it came.
+"""Mastermind: a code of colors must be found; the answer to each guess says how close it is.
 
-An answer says little by itself: only together with all earlier guesses and answers does it tell which codes are left.
+Only all guesses and answers together show which codes remain possible, so the game needs memory.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
 
 
 class Mastermind(gymnasium.Env[str, Any]):
-    """A code of `pegs` colours, which may repeat, is to be found in `tries` guesses.
+    """A game in which a code of `pegs` colors, which may repeat, must be found in `tries` guesses.
 
-    The reward is 1 for finding it, else 0, unless it is asked for guess by guess. The last guess ends the game, so
-    nothing is ever truncated.
-    Answers are pegs, as in the game: black for each colour in place, white for each more that stands elsewhere.
-    `info["success"]` says whether the code was found. An action is the number of a code in `codes`.
+    An action is the index of a code in `codes`. The answer has a black peg for each color in the right place, and a
+    white peg for each further color in a wrong place. The reward is 1 for finding the code, else 0, unless
+    `reward_consistent` is set. Episodes terminate after the last guess and are never truncated. `info["success"]` is
+    True once the code is found.
 
     Attributes:
         codes: All codes, as words.
-        tries: Guesses in a game.
+        tries: Number of guesses in a game.
 
     >>> env = Mastermind()
     >>> env.reset(seed=0)[0]
@@ -37,17 +37,17 @@ class Mastermind(gymnasium.Env[str, Any]):
     """
 
     def __init__(self, pegs: int = 3, colours: int = 4, tries: int = 6, reward_consistent: bool = False) -> None:
-        """Make a game.
+        """Creates the environment.
 
         Args:
-            pegs: Colours in a code.
-            colours: How many there are.
-            tries: Guesses in a game.
-            reward_consistent: Whether to reward, for learning, every guess that no answer so far rules out with
-                1 / `tries`, and finding the code with what is then left of 1.
+            pegs: Number of colors in a code.
+            colours: Number of colors to choose from.
+            tries: Number of guesses in a game.
+            reward_consistent: Whether every guess that is consistent with all answers so far is rewarded with
+                1 / `tries`, and finding the code in addition with 1 / `tries` for each guess left.
 
         Raises:
-            ConfigError: There is no code, nothing to choose from, or no guess.
+            ConfigError: `pegs` or `tries` is less than 1, or `colours` is out of range.
         """
         if pegs < 1 or not 2 <= colours <= len(COLOURS) or tries < 1:
             raise ConfigError(
@@ -63,31 +63,34 @@ class Mastermind(gymnasium.Env[str, Any]):
             f"Black is a colour in place, white one elsewhere. {_guesses(tries)}."
         )
         self._reward_consistent = reward_consistent
-        self._code, self._left = self.codes[0], 0
+        self._code = self.codes[0]
+        self._guesses_left = 0
         self._answers: list[tuple[str, tuple[int, int]]] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Think of another code."""
+        """Draws a new code."""
         super().reset(seed=seed, options=options)
-        self._code, self._left = self.codes[int(self.np_random.integers(len(self.codes)))], self.tries
+        self._code = self.codes[int(self.np_random.integers(len(self.codes)))]
+        self._guesses_left = self.tries
         self._answers = []
         return self._task, {"success": False}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a guess."""
-        self._left -= 1
+        """Answers a guess."""
+        self._guesses_left -= 1
         guess = self.codes[action]
-        in_place, elsewhere = answer = compare(guess, self._code)
+        answer = compare(guess, self._code)
+        in_place, elsewhere = answer
         found = guess == self._code
-        reward = self._graded(guess, found) if self._reward_consistent else float(found)
+        reward = self._consistency_reward(guess, found) if self._reward_consistent else float(found)
         self._answers.append((guess, answer))
         pegs = " ".join(["black"] * in_place + ["white"] * elsewhere) or "no pegs"
-        said = f"{pegs}: {guess}. {_guesses(self._left)} left."
-        return said, reward, found or not self._left, False, {"success": found}
+        observation = f"{pegs}: {guess}. {_guesses(self._guesses_left)} left."
+        return observation, reward, found or not self._guesses_left, False, {"success": found}
 
-    def _graded(self, guess: str, found: bool) -> float:
-        fits = all(compare(earlier, guess) == answer for earlier, answer in self._answers)
-        return fits * (1 + found * self._left) / self.tries
+    def _consistency_reward(self, guess: str, found: bool) -> float:
+        is_consistent = all(compare(earlier, guess) == answer for earlier, answer in self._answers)
+        return is_consistent * (1 + found * self._guesses_left) / self.tries
 
 
 def _guesses(count: int) -> str:
@@ -95,11 +98,13 @@ def _guesses(count: int) -> str:
 
 
 def compare(guess: str, code: str) -> tuple[int, int]:
-    """How many colours of a guess stand where they do in the code, and how many more stand elsewhere in it.
+    """Returns the number of colors in the right place, and the number of further colors in a wrong place.
 
     >>> compare("red red blue", "red blue green"), compare("red red blue", "blue blue red")
     ((1, 1), (0, 2))
     """
-    guessed, hidden = guess.split(), code.split()
-    in_place = sum(map(str.__eq__, guessed, hidden))
-    return in_place, (Counter(guessed) & Counter(hidden)).total() - in_place
+    guess_colors = guess.split()
+    code_colors = code.split()
+    in_place = sum(map(str.__eq__, guess_colors, code_colors))
+    common = (Counter(guess_colors) & Counter(code_colors)).total()
+    return in_place, common - in_place

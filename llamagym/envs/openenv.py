@@ -1,8 +1,8 @@
-"""OpenEnv's environments in Gymnasium's terms: one in this process, or one behind a server's address.
+"""Wraps OpenEnv environments for Gymnasium, in this process or on a server.
 
-OpenEnv (https://github.com/meta-pytorch/OpenEnv) types observations and actions by environment and says `done` alone.
-Here both are text, by two functions of the caller's, and an environment that tells a limit from an ending does so in a
-field of its observation, `truncated`. (A server passes on no metadata.)
+OpenEnv (https://github.com/meta-pytorch/OpenEnv) has typed observations and actions per environment, and only `done`.
+Here both are text, converted by two functions that the caller passes. An environment can report a truncation in a field
+`truncated` of its observation, since a server does not pass on metadata.
 """
 
 from __future__ import annotations
@@ -17,66 +17,68 @@ import gymnasium
 from ..errors import ConfigError, needs
 
 _TEXT = gymnasium.spaces.Text(100_000, min_length=0, charset=string.printable)
-# Of every observation of OpenEnv's; what is left is the environment's own.
-_COMMON = {"done", "reward", "metadata", "truncated"}
+# Fields of every OpenEnv observation; the other fields are the environment's own.
+_COMMON_FIELDS = {"done", "reward", "metadata", "truncated"}
 
 
 def as_json(observation: Mapping[str, Any]) -> str:
-    """An observation's fields as a line of JSON."""
+    """Returns the fields of an observation as a line of JSON."""
     return json.dumps(observation, ensure_ascii=False, default=str)
 
 
 class OpenEnv(gymnasium.Env[str, str]):
-    """An environment of OpenEnv's; strings in, strings out."""
+    """An OpenEnv environment whose observations and actions are strings."""
 
     def __init__(
         self, source: Any, to_action: Callable[[str], Any], to_text: Callable[[Mapping[str, Any]], str] = as_json
     ) -> None:
-        """Connect, or take an environment that is here.
+        """Connects to a server, or wraps an environment.
 
         Args:
-            source: A server's address, such as "http://localhost:8000", or an `openenv` Environment.
-            to_action: Makes the environment's action of a reply: an object of its action's class, or for a server a
+            source: Address of a server, such as "http://localhost:8000", or an `openenv` Environment.
+            to_action: Converts a reply to an action: an object of the environment's action class, or for a server a
                 dictionary of its fields.
-            to_text: Makes text of an observation's fields, without `done`, `reward`, `truncated` and `metadata`.
+            to_text: Converts an observation's fields to text, without `done`, `reward`, `truncated` and `metadata`.
 
         Raises:
             ConfigError: openenv is not installed, or the server does not answer.
         """
         self.observation_space = self.action_space = _TEXT
-        self._to_action, self._to_text = to_action, to_text
-        self._env = _connected(source) if isinstance(source, str) else source
+        self._to_action = to_action
+        self._to_text = to_text
+        self._env = _connect(source) if isinstance(source, str) else source
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode; the seed is passed on."""
+        """Starts an episode; the seed is passed on."""
         super().reset(seed=seed)
-        text, _, _, _, info = self._read(self._env.reset(seed=seed, **(options or {})))
+        text, _, _, _, info = self._convert(self._env.reset(seed=seed, **(options or {})))
         return text, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take an action."""
-        return self._read(self._env.step(self._to_action(action)))
+        """Takes an action."""
+        return self._convert(self._env.step(self._to_action(action)))
 
     def close(self) -> None:
-        """Close the connection, or the environment if it can be closed."""
+        """Closes the connection, or the environment if it has a method `close`."""
         close = getattr(self._env, "close", None)
         if close is not None:
             close()
 
-    def _read(self, result: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        # A client wraps the fields of an observation; an environment returns them as a pydantic model.
+    def _convert(self, result: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Converts a result of OpenEnv to Gymnasium's five values."""
+        # A client returns a result with an observation's fields, an environment returns a pydantic model.
         fields = dict(result.observation) if hasattr(result, "observation") else result.model_dump()
         info = dict(fields.get("metadata") or {})
         truncated = bool(fields.get("truncated"))
-        text = self._to_text({name: value for name, value in fields.items() if name not in _COMMON})
+        text = self._to_text({name: value for name, value in fields.items() if name not in _COMMON_FIELDS})
         return text, float(result.reward or 0.0), bool(result.done) and not truncated, truncated, info
 
 
-def _connected(address: str) -> Any:
+def _connect(address: str) -> Any:
     with needs("openenv", address):
         from openenv.core.generic_client import GenericEnvClient
     client = GenericEnvClient(base_url=address).sync()
     try:
         return client.connect()
-    except Exception as error:  # whatever the network says
-        raise ConfigError(f"No OpenEnv server answers at {address}: {error}. Start it, or mend the address.") from error
+    except Exception as error:  # clients raise many types of network errors
+        raise ConfigError(f"No OpenEnv server answers at {address}: {error}. Start it, or fix the address.") from error

@@ -100,7 +100,7 @@ def _with_target_kl(config: PPOConfig | GRPOConfig, is_used: object) -> PPOConfi
 def config_record(config: LearnerConfig) -> dict[str, Any]:
     """Returns a configuration as saved files hold it: its options and the algorithm's name."""
     (algorithm,) = (name for name, kind in _CONFIGS.items() if type(config) is kind)
-    return {"algorithm": algorithm, **config.given()}
+    return {"algorithm": algorithm, **config.to_dict()}
 
 
 def config_from(record: Mapping[str, Any]) -> LearnerConfig:

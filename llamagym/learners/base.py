@@ -90,7 +90,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.accelerator = distributed.accelerator(policy.device)
         self.epochs, self._nodes = epochs, config.microbatch_nodes
         self._rates = [config.learning_rate, *([] if value_learning_rate is None else [value_learning_rate])]
-        distributed.take_first_(self._updated_tensors())
+        distributed.broadcast_(self._updated_tensors())
         self._whiten = Whitening()
         self._information = Information()
         self.advantages: dict[int, float] = {}
@@ -202,7 +202,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                         return self._update(episodes)
                 except (MemoryError, RuntimeError) as error:
                     # Other processes are in the middle of the same update and would not repeat it.
-                    if not is_out_of_memory(error) or self.pass_tokens == 1 or distributed.count() > 1:
+                    if not is_out_of_memory(error) or self.pass_tokens == 1 or distributed.world_size() > 1:
                         raise
                 self._nodes = self.pass_tokens // 2
                 logger.warning("memory has run out: from now on a pass takes %d tokens (microbatch_nodes)", self._nodes)
@@ -218,7 +218,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)
             version = self.policy.weights_version
-            distributed.take_first_(self._updated_tensors())
+            distributed.broadcast_(self._updated_tensors())
             if self.policy.weights_version != version:
                 # On other hardware they were rounded differently than in the first process.
                 self.policy.drop_caches(version)
@@ -237,7 +237,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             stats["kl_coef"], stats["ref_kl"] = self._kl.value, of_decisions.mean().item()
             if config.adap_kl_ctrl:
                 self._kl.update(stats["ref_kl"], len(of_decisions))
-        distributed.check_alike(self._updated_tensors())
+        distributed.check_equal_weights(self._updated_tensors())
         return stats | {
             **outcomes(episodes),
             "flat_batch": float(targets.is_flat),

@@ -224,7 +224,9 @@ def _read_final_states(policy: Policy, episodes: Sequence[Episode], width: int) 
     features = torch.zeros(len(episodes), width)
     # Each process reads its share: read by all, they would be rounded differently in each.
     own = [
-        row for row, final in enumerate(finals) if final is not None and row % distributed.count() == distributed.rank()
+        row
+        for row, final in enumerate(finals)
+        if final is not None and row % distributed.world_size() == distributed.rank()
     ]
     if own:
         reading = policy.read_critic([final for final in (finals[row] for row in own) if final is not None])
@@ -288,7 +290,7 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def own_share(segments: Sequence[Segment]) -> Sequence[Segment]:
     """This process's share of the segments that all of them have to evaluate together."""
-    return segments if distributed.count() == 1 else shares(segments, distributed.count())[distributed.rank()]
+    return segments if distributed.world_size() == 1 else shares(segments, distributed.world_size())[distributed.rank()]
 
 
 def is_finite(now: Evaluation) -> bool:

@@ -115,7 +115,7 @@ class SafeOptimizer(Stateful):
 
     def sum_gradients_(self) -> None:
         """Gives all processes the sum of their gradients, including those that read no tokens."""
-        if distributed.count() > 1:
+        if distributed.world_size() > 1:
             for weight in self.weights:
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)

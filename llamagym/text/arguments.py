@@ -1,4 +1,4 @@
-"""Refuses what a loop or a user's methods pass that is of another kind than was asked for."""
+"""Checks arguments that a loop passes to an agent, and values that a user's methods return."""
 
 from __future__ import annotations
 
@@ -10,79 +10,89 @@ import numpy as np
 from ..errors import ConfigError, EpisodeError, excerpt
 from ..options import as_number
 
-# Integers up to this size, and no others, can be saved and read again.
+# Checkpoints store integers in 64 bits.
 _LARGEST_KEY = 2**63 - 1
 
 
-def listed(items: Iterable[Any], what: str) -> list[Any]:
-    """Items of a list, an array or another collection; `what` names them in an error.
+def as_list(items: Iterable[Any], name: str) -> list[Any]:
+    """Returns the items of a list, an array or another iterable; `name` is the argument's name, for errors.
 
     Raises:
-        EpisodeError: They are a single item, a text, or named by keys.
+        EpisodeError: `items` is a string, a mapping, or not iterable.
     """
     try:
         if not isinstance(items, (str, bytes, Mapping)):
             return list(iter(items))
     except TypeError:
-        # No collection, or an array of no dimension.
+        # Not iterable, or an array without dimensions.
         pass
-    raise EpisodeError(f"{what} came as {excerpt(items)}. Pass a list, with one item for each environment.")
+    raise EpisodeError(f"{name} came as {excerpt(items)}. Pass a list, with one item for each environment.")
 
 
-def environment_ids(items: Sequence[Any], env_ids: Iterable[Hashable] | None, what: str) -> list[Hashable]:
-    """The environments that `items` belong to, 0, 1, 2, ... by default; `what` names the items in an error."""
+def environment_ids(items: Sequence[Any], env_ids: Iterable[Hashable] | None, name: str) -> list[Hashable]:
+    """Returns the ids of the environments that `items` belong to, by default 0, 1, 2, ...
+
+    Raises:
+        EpisodeError: The ids are not distinct, or not one per item.
+    """
     if env_ids is None:
         return list(range(len(items)))
-    ids = plain_keys(listed(env_ids, "env_ids"), "environment id")
+    ids = plain_keys(as_list(env_ids, "env_ids"), "environment id")
     if len(ids) != len(items) or len(set(ids)) != len(ids):
         raise EpisodeError(
-            f"{len(items)} {what} came for environments {excerpt(ids)}. Pass one for each of distinct environments."
+            f"{len(items)} {name} came for environments {excerpt(ids)}. Pass one for each of distinct environments."
         )
     return ids
 
 
-def plain_keys(keys: Iterable[Any], what: str) -> list[Hashable]:
-    """Returns ids or groups as values of Python's own types, which can be saved; `what` names them in an error.
+def plain_keys(keys: Iterable[Any], name: str) -> list[Hashable]:
+    """Returns ids or groups as built-in Python values, which can be saved.
 
     Args:
         keys: Numbers, strings and None, also those of NumPy, and tuples of such.
-        what: Name of one of them.
+        name: Name of a key, for errors.
 
     Raises:
-        EpisodeError: One is something else, NaN, or an integer of more than 64 bits.
+        EpisodeError: A key has another type, is NaN, or is an integer of more than 64 bits.
     """
-    return [_plain_key(key, what) for key in keys]
+    return [_plain_key(key, name) for key in keys]
 
 
-def _plain_key(key: Any, what: str) -> Hashable:
+def _plain_key(key: Any, name: str) -> Hashable:
     if isinstance(key, tuple):
-        return tuple(plain_keys(key, what))
+        return tuple(plain_keys(key, name))
     if isinstance(key, (np.integer, np.floating)):
         key = key.item()
     is_number = isinstance(key, (int, float)) and abs(key) <= _LARGEST_KEY
     if key is None or is_number or isinstance(key, str):
         return key
     raise EpisodeError(
-        f"The {what} {excerpt(key)} ({type(key).__name__}) cannot be saved. Pass a number, a string, or a tuple of such"
+        f"The {name} {excerpt(key)} ({type(key).__name__}) cannot be saved. Pass a number, a string, or a tuple of such"
         " with numbers that are finite and have at most 64 bits."
     )
 
 
-def one_each(given: Iterable[Any] | None, otherwise: Any, env_ids: Sequence[Hashable], what: str) -> list[Any]:
-    """One item for each environment, `otherwise` if none are given; `what` names them in an error."""
-    items = [otherwise] * len(env_ids) if given is None else listed(given, what)
+def per_env(items: Iterable[Any] | None, default: Any, env_ids: Sequence[Hashable], name: str) -> list[Any]:
+    """Returns one item per environment; `default` for each if `items` is None.
+
+    Raises:
+        EpisodeError: The number of items differs from the number of environments.
+    """
+    if items is None:
+        return [default] * len(env_ids)
+    items = as_list(items, name)
     if len(items) != len(env_ids):
-        raise EpisodeError(f"{what} has {len(items)} items for {len(env_ids)} environments. Pass one for each.")
+        raise EpisodeError(f"{name} has {len(items)} items for {len(env_ids)} environments. Pass one for each.")
     return items
 
 
-def informed(infos: Iterable[Any] | None, env_ids: Sequence[Hashable]) -> list[Any]:
-    """Each environment's info, None where there is none.
+def as_infos(infos: Iterable[Any] | None, env_ids: Sequence[Hashable]) -> list[Any]:
+    """Returns the info dictionary of each environment, None where it has none.
 
     Raises:
-        EpisodeError: One is no dictionary, or they are not one for each.
+        EpisodeError: An info is not a dictionary, or there is not one per environment.
     """
-    items = one_each(infos, None, env_ids, "infos")
+    items = per_env(infos, None, env_ids, "infos")
     for info in items:
         if not (info is None or isinstance(info, Mapping)):
             raise EpisodeError(
@@ -91,29 +101,29 @@ def informed(infos: Iterable[Any] | None, env_ids: Sequence[Hashable]) -> list[A
     return items
 
 
-def check_flags(flags: Sequence[Any], what: str) -> None:
-    """Refuse what is neither true nor false, and would count as true.
+def check_flags(flags: Sequence[Any], name: str) -> None:
+    """Rejects values that are neither true nor false, and that Python would treat as true.
 
     Raises:
-        EpisodeError: One is no truth value of Python, NumPy or PyTorch.
+        EpisodeError: A value is not a boolean of Python, NumPy or PyTorch.
     """
     for flag in flags:
         if as_number(flag) not in (0.0, 1.0):
-            raise EpisodeError(f"{what} holds {excerpt(flag)}. Pass True or False, as env.step() returns them.")
+            raise EpisodeError(f"{name} holds {excerpt(flag)}. Pass True or False, as env.step() returns them.")
 
 
 def check_text(text: object, source: str) -> None:
-    """Refuse what no tokenizer reads; `source` says in an error where it came from.
+    """Rejects values that a tokenizer cannot encode; `source` is the value's origin, for errors.
 
     Raises:
-        ConfigError: It is no string, or holds half of a surrogate pair.
+        ConfigError: The value is not a string, or contains half of a surrogate pair.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"{source} gave {excerpt(text)}, a {type(text).__name__}. Expected a string, '' for no text.")
+        raise ConfigError(f"{source} gave {excerpt(text)} ({type(text).__name__}). Expected a string, '' for no text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{source} gave {excerpt(text)}, which is no valid Unicode text ({error.reason}). Repair it: "
+            f"{source} gave {excerpt(text)}, which is not valid Unicode text ({error.reason}). Repair it: "
             'text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").'
         ) from error

@@ -1,11 +1,11 @@
-"""Renders chat messages as token ids to append: the first prompt, then each message's delta.
+"""Renders chat messages as token ids to append: the first prompt, then the delta of each message.
 
-A conversation is never rendered again. What a template puts between one reply and the next (the end of the assistant's
-message, the user's message, the generation prompt) is found by rendering a conversation with the same system prompt and
-taking what follows the last reply. So a template that rewrites earlier turns, as Qwen3's does with its thinking blocks,
-still gives an append-only conversation: earlier turns stay as the model saw them. A template that shows the system
-prompt in the last message only, as Mistral's does, shows it in each new message. Where the text after a reply depends
-on that reply or on earlier turns, the template is rejected.
+Earlier turns are never rendered again. The delta between two replies (the end of the assistant's message, the user's
+message, the generation prompt) is found by rendering a short conversation with the same system prompt and taking the
+text after its reply. So a template that rewrites earlier turns, as Qwen3's does with its thinking blocks, still gives
+an append-only conversation: earlier turns stay as the model saw them. A template that shows the system prompt in the
+last message only, as Mistral's does, shows it in each new message. A template is rejected if its text after a reply
+depends on that reply or on earlier turns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import ChatTemplateError, ConfigError, excerpt
 from .plain_text import PlainText
 
-# Plain words, which no template trims or escapes.
-_SYSTEM, _USER, _REPLY = "probesystem", "probeuser", "probereply"
-_OTHER_USER, _OTHER_REPLY = "otherprobe", "anotherandlongerreply"
+# Probe texts are plain words, which no template trims or escapes.
+_SYSTEM = "probesystem"
+_USER = "probeuser"
+_REPLY = "probereply"
+_OTHER_USER = "otherprobe"
+_OTHER_REPLY = "anotherandlongerreply"
 # Templates that depend on the number of turns usually do so at small counts or small periods.
 _EARLIER_TURNS = (*range(1, 9), 16, 32, 64)
 
@@ -29,19 +32,22 @@ Message = dict[str, str]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template as a source of prompt ids.
+    """Renders prompts as token ids with a tokenizer's chat template.
 
-    Raises:
-        ChatTemplateError: The tokenizer has no template, it fails or drops messages, or what follows a reply depends on
-            that reply or on earlier turns (only where `append_only`).
+    Attributes:
+        has_system_role: Whether the template accepts messages with the role "system".
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_only: bool = True) -> None:
-        """Probe the template.
+        """Probes the template.
 
         Args:
-            tokenizer: Its `chat_template` is used as it is.
-            append_only: Whether conversations of several turns will be rendered, and so must be checked.
+            tokenizer: The tokenizer; its `chat_template` is used unchanged.
+            append_only: Whether conversations of several turns will be rendered, which needs further checks.
+
+        Raises:
+            ChatTemplateError: The tokenizer has no template, the template fails or drops messages, or it is not
+                append-only although `append_only` is set.
         """
         if tokenizer.chat_template is None:
             raise ChatTemplateError(
@@ -51,44 +57,44 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._text = PlainText(tokenizer)
         self.has_system_role = self._probe_system_role()
-        if _USER not in self._render(self._opening(_SYSTEM, _USER)):
+        if _USER not in self._render(self._first_messages(_SYSTEM, _USER)):
             raise ChatTemplateError(
                 f"The chat template of {tokenizer.name_or_path!r} drops the user's message, so no observation would "
                 "reach the model. Set another tokenizer.chat_template."
             )
         if append_only:
             self._check_append_only()
-        # The same texts recur, and rendering one takes longer than a lookup.
-        self._encode = lru_cache(maxsize=4096)(self._text.encode)
-        self._first = lru_cache(maxsize=4096)(self._first_uncached)
-        self._next = lru_cache(maxsize=4096)(self._next_uncached)
-        self._shared = lru_cache(maxsize=64)(self._shared_uncached)
+        # The same texts recur, and a lookup is faster than rendering.
+        self._cached_encode = lru_cache(maxsize=4096)(self._text.encode)
+        self._cached_first_prompt = lru_cache(maxsize=4096)(self._render_first_prompt)
+        self._cached_next_prompt = lru_cache(maxsize=4096)(self._render_next_prompt)
+        self._cached_shared_prefix = lru_cache(maxsize=64)(self._shared_prefix)
 
     def first_prompt(self, system: str, user: str) -> list[int]:
-        """Token ids of a new conversation, up to where the reply begins."""
-        return list(self._first(system, user))
+        """Returns the token ids of a new conversation, up to the beginning of the reply."""
+        return list(self._cached_first_prompt(system, user))
 
     def shared_length(self, system: str, first_prompt: list[int]) -> int:
-        """How many leading ids of a first prompt all first prompts under this system prompt share; 0 if unknown."""
-        shared = self._shared(system)
+        """Returns the number of leading ids that all first prompts with this system prompt share; 0 if unknown."""
+        shared = self._cached_shared_prefix(system)
         return len(shared) if first_prompt[: len(shared)] == shared else 0
 
     def next_prompt(self, system: str, user: str, sampled_end: int | None) -> list[int]:
-        """Token ids between a reply and the next one.
+        """Returns the token ids between a reply and the next one.
 
         Args:
             system: The conversation's system prompt.
             user: The next observation's text.
-            sampled_end: The end-of-sequence id that closed the reply, which is then not repeated; None if the reply
-                ended otherwise.
+            sampled_end: The end-of-sequence id that closed the reply and so is not repeated; None if the reply ended
+                otherwise.
         """
-        return list(self._next(system, user, sampled_end))
+        return list(self._cached_next_prompt(system, user, sampled_end))
 
     def closing_id(self, end_ids: Collection[int]) -> int:
-        """The id that ends a written reply: the template's, the tokenizer's end token, or else the model's first.
+        """Returns the id to close a reply with: the template's, the tokenizer's EOS id, or the lowest of `end_ids`.
 
         Args:
-            end_ids: Every id that ends a reply, at least one.
+            end_ids: All ids that end a reply, at least one.
         """
         for closing in (self.closing_token(), self._tokenizer.eos_token_id):
             if closing is not None and closing in end_ids:
@@ -96,38 +102,42 @@ class ChatTemplate:
         return min(end_ids)
 
     def closing_token(self) -> int | None:
-        """The id that the template puts after a reply; None if it puts none."""
+        """Returns the id that the template puts after a reply, or None."""
         reply = {"role": "assistant", "content": _REPLY}
-        _, found, after = self._render([*self._opening(_SYSTEM, _USER), reply]).rpartition(_REPLY)
-        closing = self._encode_template(after.lstrip())[:1] if found else ()
-        return closing[0] if closing else None
+        _, found, after = self._render([*self._first_messages(_SYSTEM, _USER), reply]).rpartition(_REPLY)
+        if not found:
+            return None
+        # The template's own text contains control tokens, so it is not encoded as plain text.
+        ids = self._tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+        return int(ids[0]) if ids else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, without special tokens."""
-        return list(self._encode(text))
+        """Returns the token ids of plain text, without special tokens."""
+        return list(self._cached_encode(text))
 
-    def _encode_template(self, text: str) -> tuple[int, ...]:
-        """Token ids of what a template wrote, its control tokens included."""
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _render_first_prompt(self, system: str, user: str) -> tuple[int, ...]:
+        return self._text.encode_rendered([system, user], lambda texts: self._render(self._first_messages(*texts)))
 
-    def _first_uncached(self, system: str, user: str) -> tuple[int, ...]:
-        return self._text.encode_rendered([system, user], lambda texts: self._render(self._opening(*texts)))
-
-    def _next_uncached(self, system: str, user: str, sampled_end: int | None) -> tuple[int, ...]:
+    def _render_next_prompt(self, system: str, user: str, sampled_end: int | None) -> tuple[int, ...]:
         def render(texts: Sequence[str]) -> str:
             text = self._delta(texts[0], texts[1])
             if sampled_end is None:
                 return text
-            return _after(str(self._tokenizer.convert_ids_to_tokens(sampled_end)), text)
+            return _remove_end_token(text, str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
 
         return self._text.encode_rendered([system, user], render)
 
-    def _shared_uncached(self, system: str) -> list[int]:
-        one, other = self.first_prompt(system, "a"), self.first_prompt(system, "0")
-        # A tokenizer may know neither letter; then nothing shows where the prompts begin to differ.
-        return one[: next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)]
+    def _shared_prefix(self, system: str) -> list[int]:
+        """Returns the ids that first prompts with different observations have in common."""
+        first = self.first_prompt(system, "a")
+        second = self.first_prompt(system, "0")
+        for index, (id_in_first, id_in_second) in enumerate(zip(first, second, strict=False)):
+            if id_in_first != id_in_second:
+                return first[:index]
+        # A tokenizer may know neither letter; then the prompts do not show where the observation begins.
+        return []
 
-    def _opening(self, system: str, user: str) -> list[Message]:
+    def _first_messages(self, system: str, user: str) -> list[Message]:
         if not system:
             return [{"role": "user", "content": user}]
         if self.has_system_role:
@@ -135,12 +145,12 @@ class ChatTemplate:
         return [{"role": "user", "content": f"{system}\n\n{user}"}]
 
     def _render(self, messages: list[Message]) -> str:
-        # Hybrid thinking models would spend the whole reply on thoughts; templates without the switch ignore it.
+        # Hybrid thinking models would spend the whole reply on thinking; templates without the switch ignore it.
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
             )
-        except Exception as error:  # a template is a program, and may fail in any way
+        except Exception as error:  # a template is a program and may raise anything
             raise ChatTemplateError(
                 f"The chat template of {self._tokenizer.name_or_path!r} cannot render a conversation: "
                 f"{type(error).__name__}: {error} Set another tokenizer.chat_template."
@@ -150,11 +160,11 @@ class ChatTemplate:
     def _delta(
         self, system: str, user: str, first: str = _USER, earlier: Sequence[Message] = (), reply: str = _REPLY
     ) -> str:
-        """Text that the template puts after a reply when the message `user` follows.
+        """Returns the text that the template puts after a reply when the message `user` follows.
 
         Args:
             system: The system prompt.
-            user: The message that follows the reply.
+            user: The message after the reply.
             first: The conversation's first message.
             earlier: Replies and messages between the first message and the last reply.
             reply: The last reply.
@@ -162,16 +172,16 @@ class ChatTemplate:
         while reply in user or reply in system:
             reply += "x"
         messages = [
-            *self._opening(system, first),
+            *self._first_messages(system, first),
             *earlier,
             {"role": "assistant", "content": reply},
             {"role": "user", "content": user},
         ]
         _, *after = self._render(messages).split(reply)
         if len(after) != 1:
-            what = "repeats" if after else "drops or changes"
+            problem = "repeats" if after else "drops or changes"
             raise ChatTemplateError(
-                f"The chat template of {self._tokenizer.name_or_path!r} {what} earlier replies, so a conversation "
+                f"The chat template of {self._tokenizer.name_or_path!r} {problem} earlier replies, so a conversation "
                 "cannot be appended to. Pass context='turn' to show one observation at a time, or set another "
                 "tokenizer.chat_template."
             )
@@ -185,10 +195,10 @@ class ChatTemplate:
         return _SYSTEM in rendered
 
     def _check_append_only(self) -> None:
-        """Compares what follows a reply in conversations whose replies and earlier turns differ.
+        """Rejects a template whose text after a reply depends on the reply or on earlier turns.
 
         Raises:
-            ChatTemplateError: It differs.
+            ChatTemplateError: The text differs between two conversations.
         """
         turn = [{"role": "assistant", "content": _OTHER_USER}, {"role": "user", "content": _OTHER_USER}]
         for system in (_SYSTEM, ""):
@@ -202,92 +212,101 @@ class ChatTemplate:
     def _require_same(self, expected: str, received: str, cause: str) -> None:
         if received != expected:
             raise ChatTemplateError(
-                f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: what it puts after a reply "
+                f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: its text after a reply "
                 f"depends on {cause}. It renders {expected!r} and {received!r}. Pass context='turn' to show one "
                 "observation at a time, or set another tokenizer.chat_template."
             )
 
 
-def _after(end: str, text: str) -> str:
-    """What follows a reply's end token in a template's text, which may, as in Llama-2's, put a space before it.
+def _remove_end_token(text: str, end: str) -> str:
+    """Removes a reply's end token from the beginning of a template's text.
 
-    >>> _after("</s>", " </s><s>[INST] and now?")
+    Some templates, such as Llama-2's, put a space before the token.
+
+    >>> _remove_end_token(" </s><s>[INST] and now?", "</s>")
     '<s>[INST] and now?'
-    >>> _after("</s>", " and now?")
+    >>> _remove_end_token(" and now?", "</s>")
     ' and now?'
     """
-    closed = text.lstrip()
-    return closed.removeprefix(end) if closed.startswith(end) else text
+    stripped = text.lstrip()
+    return stripped.removeprefix(end) if stripped.startswith(end) else text
 
 
 def invocation_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The last token before a reply, from which on an activated LoRA acts."""
+    """Returns the last token of the generation prompt, from which on an activated LoRA is active."""
     return ChatTemplate(tokenizer, append_only=False).first_prompt("", _USER)[-1:]
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a reply: the tokenizer's and those of the model's generation defaults.
+    """Returns all ids that end a reply, sorted: the tokenizer's and those of the model's generation config.
 
     Raises:
-        ConfigError: Neither names an id that the model has.
+        ConfigError: Neither defines an id that the model has.
     """
-    named = _ids(model.generation_config, "eos_token_id") | _ids(tokenizer, "eos_token_id")
-    known = len(model.get_input_embeddings().weight)
-    found = sorted(token for token in named if 0 <= token < known)
+    defined = _special_ids(model.generation_config, "eos_token_id") | _special_ids(tokenizer, "eos_token_id")
+    vocab_size = len(model.get_input_embeddings().weight)
+    found = sorted(token for token in defined if 0 <= token < vocab_size)
     if not found:
-        names = f"the ids {sorted(named)} are beyond its {known} tokens" if named else "both eos_token_id are None"
+        problem = "both eos_token_id are None"
+        if defined:
+            problem = f"the ids {sorted(defined)} are beyond its {vocab_size} tokens"
         raise ConfigError(
             "Neither the tokenizer nor the model's generation_config names an end token that the model has, so no "
-            f"reply could end: {names}. Set tokenizer.eos_token to the token that ends a message in the model's chats."
+            f"reply could end: {problem}. Set tokenizer.eos_token to the token that ends a message in the model's "
+            "chats."
         )
     return found
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that is another model's, as far as ids show it.
+    """Rejects a tokenizer of another model, as far as the ids show it.
 
     Raises:
-        ConfigError: It knows more tokens than the model, takes what ends the model's replies for ordinary text, or
-            agrees with the model on none of at least two special tokens that both define.
+        ConfigError: The tokenizer has more tokens than the model, encodes the model's EOS tokens as ordinary text, or
+            defines at least two special tokens that the model defines too and agrees on none of them.
     """
-    # What PEFT puts around embeddings has their weight alone.
-    known = len(model.get_input_embeddings().weight)
-    if len(tokenizer) > known:
+    # PEFT's wrappers of embeddings have `weight`, but not `num_embeddings`.
+    vocab_size = len(model.get_input_embeddings().weight)
+    if len(tokenizer) > vocab_size:
         raise ConfigError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model only {known}. Pass the model's own tokenizer; "
+            f"The tokenizer has {len(tokenizer)} tokens, the model only {vocab_size}. Pass the model's own tokenizer; "
             "if you have added tokens, call model.pretrained_model.resize_token_embeddings(len(tokenizer)) first."
         )
-    roles = ("eos_token_id", "bos_token_id", "pad_token_id")
-    # A configuration made by hand may keep its class's default ids, beyond its own vocabulary.
-    theirs = {
-        role: {one for one in _ids(model.config, role) | _ids(model.generation_config, role) if one < known}
-        for role in roles
-    }
-    ours = {role: _ids(tokenizer, role) for role in roles}
-    ends, controls = theirs["eos_token_id"], {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    # Who sets another end token often pads with it, which says nothing more.
-    counted = roles[:2] if ours["pad_token_id"] == ours["eos_token_id"] else roles
-    shared = [role for role in counted if theirs[role] and ours[role]]
-    # Where the embeddings were resized to this tokenizer, it is the model's, whatever its special tokens are.
-    disagrees = len(tokenizer) < known and len(shared) > 1 and not any(theirs[role] & ours[role] for role in shared)
-    if disagrees or (ends and not ends & controls):
+    roles = ["eos_token_id", "bos_token_id", "pad_token_id"]
+    of_tokenizer = {role: _special_ids(tokenizer, role) for role in roles}
+    of_model: dict[str, set[int]] = {}
+    for role in roles:
+        ids = _special_ids(model.config, role) | _special_ids(model.generation_config, role)
+        # A hand-written config may keep its class's default ids, which lie beyond its own vocabulary.
+        of_model[role] = {token for token in ids if token < vocab_size}
+    # Users who set another EOS token often pad with it, so the padding id is no further evidence.
+    if of_tokenizer["pad_token_id"] == of_tokenizer["eos_token_id"]:
+        roles = roles[:2]
+    shared = [role for role in roles if of_model[role] and of_tokenizer[role]]
+    # Embeddings that were resized to this tokenizer show that it is the model's, whatever its special tokens are.
+    was_resized = len(tokenizer) == vocab_size
+    agrees = any(of_model[role] & of_tokenizer[role] for role in shared)
+    disagrees = not was_resized and len(shared) > 1 and not agrees
+    end_tokens = of_model["eos_token_id"]
+    control_tokens = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    if disagrees or (end_tokens and not end_tokens & control_tokens):
         raise ConfigError(
-            f"The tokenizer seems to be another model's: its special tokens are {ours}, the model's {theirs}. Pass the "
-            "model's own tokenizer. If you chose other special tokens on purpose, set their ids in "
-            "model.pretrained_model.config and .generation_config too."
+            f"The tokenizer seems to be another model's: its special tokens are {of_tokenizer}, the model's "
+            f"{of_model}. Pass the model's own tokenizer. If you chose other special tokens on purpose, set their ids "
+            "in model.pretrained_model.config and .generation_config too."
         )
 
 
-def _ids(owner: Any, role: str) -> set[int]:
-    """The ids that a configuration or a tokenizer names; none, one or several.
+def _special_ids(owner: Any, role: str) -> set[int]:
+    """Returns the ids of a special token that a config or tokenizer defines: none, one or several.
 
     Raises:
-        ConfigError: One is not an int.
+        ConfigError: An id is not an int.
     """
     found = getattr(owner, role, None)
-    several = found if isinstance(found, (list, tuple, set)) else [found]
-    ids = {one for one in several if one is not None}
-    if not all(isinstance(one, int) for one in ids):
+    ids = set(found) if isinstance(found, (list, tuple, set)) else {found}
+    ids.discard(None)
+    if not all(isinstance(token, int) for token in ids):
         raise ConfigError(
             f"{role} of {type(owner).__name__} must be an int, a list of ints or None, got {excerpt(found)} "
             f"({type(found).__name__}). Set it to the ids of tokens."

@@ -1,7 +1,7 @@
-"""Prompts, replies, turns and episodes as token ids, and the conversation that they grow in.
+"""Prompts, replies, turns and episodes as token ids, and the conversation that records them.
 
-Token ids are only ever appended. The prompts and replies of a context, concatenated, are exactly what the model saw
-and sampled; nothing is decoded and encoded again.
+Token ids are only ever appended. The prompts and replies of a context, concatenated, are exactly the ids that the model
+saw and sampled; nothing is decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..errors import ConfigError, EpisodeError
 from .arguments import check_text
 from .chat_template import ChatTemplate, Message
 
-# Of the turns shown one in so many is dropped where a conversation no longer fits.
-_DROPPED = 4
+# One in this many of the visible turns is dropped once a conversation no longer fits.
+_DROP_ONE_IN = 4
 
 Context = Literal["episode", "turn"]
 FinishReason = Literal["eos", "length", "choice"]
@@ -26,17 +26,17 @@ FinishReason = Literal["eos", "length", "choice"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a turn adds before the reply.
+    """The tokens that a turn adds before the reply.
 
     Attributes:
-        ids: New token ids: the whole context if `starts_context`, else what follows the previous reply.
-        starts_context: Whether the model sees nothing from before this prompt.
+        ids: New token ids: the whole context if `starts_context`, else those after the previous reply.
+        starts_context: Whether the model sees nothing before this prompt.
         choices: Token ids of each admissible reply, or None for free text.
-        shared_length: How many leading ids every context with the same system prompt begins with.
-        opening_length: How many trailing ids open the reply, from where an activated LoRA acts: the last one of the
-            generation prompt and those of a response prefix.
-        replies_shown: Replies of the turns that the model sees, without an end-of-sequence token, and how often each
-            was given; empty for free text.
+        shared_length: Number of leading ids that all contexts with the same system prompt share.
+        opening_length: Number of trailing ids for which an activated LoRA is active: the last token of the generation
+            prompt and those of a response prefix.
+        replies_shown: Distinct replies of the visible turns, without end-of-sequence token, and the count of each;
+            empty for free text.
     """
 
     ids: tuple[int, ...]
@@ -49,15 +49,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy sampled, and what it knew at that moment.
+    """A sampled reply with its log-probabilities and value estimate.
 
     Attributes:
-        ids: Sampled token ids; an end-of-sequence token is there only if it was sampled.
+        ids: Sampled token ids, with an end-of-sequence token only if it was sampled.
         logprobs: Log-probability of each decision: one per token of free text, a single one for a choice.
         value: The critic's estimate at the last prompt token, in reward units.
-        finish_reason: Why the reply ended.
-        choice_index: Which of the prompt's choices was taken, or None for free text.
-        weights_version: Number of the weights' state that said it.
+        finish_reason: Reason why the reply ended.
+        choice_index: Index of the reply among the prompt's choices, or None for free text.
+        weights_version: Version of the weights that sampled the reply.
         choice_logprobs: Log-probability of each of the prompt's choices; empty for free text.
     """
 
@@ -72,13 +72,13 @@ class Reply:
 
 @dataclass(slots=True)
 class Turn:
-    """One step of an episode: a prompt, the reply, and what came of it.
+    """One step of an episode: a prompt, the reply and its reward.
 
     Attributes:
-        prompt: What the model read.
-        reply: What it said.
+        prompt: The prompt.
+        reply: The reply.
         reward: The environment's reward, raw.
-        penalty: Added for a reply that named no action; 0 or negative, kept apart from the reward.
+        penalty: Penalty for a reply that named no action; 0 or negative, kept apart from the reward.
         valid: Whether the reply named an action.
     """
 
@@ -90,7 +90,7 @@ class Turn:
 
     @property
     def decision_count(self) -> int:
-        """Number of decisions: one per token of free text, one for a choice among several, none for a single choice."""
+        """Number of decisions: one per token of free text, one for a choice among several, 0 for a single choice."""
         if self.prompt.choices is not None and len(self.prompt.choices) == 1:
             return 0
         return len(self.reply.logprobs)
@@ -103,8 +103,8 @@ class Segment:
     Attributes:
         turns: The turns in order.
         pending: The prompt that awaits its reply.
-        first_row: The first turn's row in a batch's tensors; those of the other turns follow.
-        rank: The process that played it.
+        first_row: Row of the first turn in a batch's tensors; the other turns follow.
+        rank: Rank of the process that played it.
     """
 
     turns: tuple[Turn, ...]
@@ -125,24 +125,25 @@ class Segment:
 
     @property
     def token_count(self) -> int:
-        """Tokens of all prompts and replies."""
-        return sum(len(prompt.ids) for prompt in self.prompts) + sum(len(turn.reply.ids) for turn in self.turns)
+        """Number of tokens of all prompts and replies."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        return prompt_tokens + sum(len(turn.reply.ids) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode to learn from: a finished one, or what there is so far of one under way.
+    """An episode to learn from: a finished one, or the turns so far of an unfinished one.
 
     Attributes:
-        turns: Its turns in order, at least one; without those that were learned from while it was under way.
+        turns: The turns to learn from in order, at least one.
         terminated: Whether the environment reached a final state.
-        truncated: Whether it was cut off. One under way is neither.
-        final_prompt: The prompt after the last turn, from which a critic values what was cut off; None after
-            termination, and where no critic learns.
-        group: Episodes that began alike share it. None: all such episodes form one group, which is right where every
-            episode starts in the same state, or in one drawn from the same distribution.
-        rank: Which of several processes played it.
-        earlier: The turns before them, from which earlier updates learned.
+        truncated: Whether the episode was cut off. An unfinished episode is neither terminated nor truncated.
+        final_prompt: The prompt after the last turn, at which a critic estimates the value of the remaining episode;
+            None after termination and without a critic.
+        group: Key that is equal for episodes with the same start. None: all such episodes form one group, which is
+            right if every episode starts in the same state, or in one drawn from the same distribution.
+        rank: Rank of the process that played it.
+        earlier: The turns before `turns`, which earlier updates learned from.
     """
 
     turns: tuple[Turn, ...]
@@ -155,12 +156,12 @@ class Episode:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the episode has ended."""
         return self.terminated or self.truncated
 
     @property
     def all_turns(self) -> tuple[Turn, ...]:
-        """The turns, the earlier ones first."""
+        """All turns of the episode, including those that earlier updates learned from."""
         return self.earlier + self.turns
 
     @property
@@ -169,15 +170,16 @@ class Episode:
         return sum(turn.reward for turn in self.all_turns)
 
     def final_segment(self) -> Segment | None:
-        """The context that ends with the final prompt; None without one."""
+        """Returns the context that ends with the final prompt; None without a final prompt."""
         if self.final_prompt is None:
             return None
-        shown = [] if self.final_prompt.starts_context else _split_contexts(self.all_turns)[-1]
-        return Segment(tuple(shown), self.final_prompt)
+        if self.final_prompt.starts_context:
+            return Segment((), self.final_prompt)
+        return Segment(tuple(_split_contexts(self.all_turns)[-1]), self.final_prompt)
 
 
 def segments_of(episodes: Iterable[Episode]) -> list[Segment]:
-    """The episodes of a batch, cut wherever a turn starts a new context; rows follow the order of turns."""
+    """Splits the episodes of a batch wherever a turn starts a new context; rows follow the order of turns."""
     segments: list[Segment] = []
     row = 0
     for episode in episodes:
@@ -188,31 +190,34 @@ def segments_of(episodes: Iterable[Episode]) -> list[Segment]:
 
 
 def rows_of(segments: Iterable[Segment]) -> list[int]:
-    """The rows of all turns of some segments, in order."""
+    """Returns the rows of all turns of the segments, in order."""
     return [row for segment in segments for row in segment.rows]
 
 
-def played_by(rank: int, episode: Episode, versions: Mapping[int, int]) -> Episode:
-    """An episode that a process played, for one with other numbers for the states of its weights (`renumbered`)."""
-    return replace(episode, turns=tuple(renumbered(episode.turns, versions)), rank=rank)
+def from_process(rank: int, episode: Episode, versions: Mapping[int, int]) -> Episode:
+    """Returns an episode of process `rank` with this process's versions of the weights, as `map_weights_versions`."""
+    return replace(episode, turns=tuple(map_weights_versions(episode.turns, versions)), rank=rank)
 
 
-def renumbered(turns: Sequence[Turn], versions: Mapping[int, int]) -> list[Turn]:
-    """Turns by other numbers for the states of the weights, given for some; the weights of the rest are gone."""
-    return [
-        replace(turn, reply=replace(turn.reply, weights_version=versions.get(turn.reply.weights_version, -1)))
-        for turn in turns
-    ]
+def map_weights_versions(turns: Sequence[Turn], versions: Mapping[int, int]) -> list[Turn]:
+    """Returns turns with other versions of the weights, given by old version; -1 for weights that no longer exist."""
+    mapped = []
+    for turn in turns:
+        version = versions.get(turn.reply.weights_version, -1)
+        mapped.append(replace(turn, reply=replace(turn.reply, weights_version=version)))
+    return mapped
 
 
 def commonest_reply(episodes: Sequence[Episode]) -> float:
-    """Share of the commonest reply among the turns that had another possibility; NaN if there are none."""
-    turns = [turn for episode in episodes for turn in episode.turns if turn.decision_count]
-    replies = Counter(turn.reply.ids for turn in turns)
+    """Returns the share of the most frequent reply among turns with more than one possible reply; NaN without any."""
+    replies: Counter[tuple[int, ...]] = Counter()
+    for episode in episodes:
+        replies.update(turn.reply.ids for turn in episode.turns if turn.decision_count)
     return max(replies.values()) / replies.total() if replies else math.nan
 
 
 def _split_contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Splits turns wherever one starts a new context."""
     groups: list[list[Turn]] = []
     for turn in turns:
         if turn.prompt.starts_context or not groups:
@@ -223,23 +228,24 @@ def _split_contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 @dataclass
 class Conversation:
-    """One episode in the making: messages for people, token ids for the model.
+    """An episode in progress, as chat messages and as token ids.
+
+    If a prompt and its reply would exceed `max_length`, the oldest quarter of the visible turns is dropped, at least
+    one turn and as many more as necessary, and a new context begins with the remaining turns.
 
     Attributes:
         template: Renders prompts.
-        system_prompt: Opens every context.
+        system_prompt: System prompt of every context.
         context: Whether the model sees the whole episode or only the current observation.
-        max_length: Tokens that the model can hold; None is no limit. Where a prompt and its reply would not fit, the
-            oldest quarter of the turns shown is dropped, at least one turn, and as many more as need be: a new context
-            begins with the rest.
-        reply_length: Tokens kept free for a reply in free text; for choices, those of the longest are.
+        max_length: The model's context length in tokens; None for no limit.
+        reply_length: Tokens reserved for a reply in free text; for choices, the longest choice is reserved.
         turns: Finished turns.
-        first_shown: Number of the first turn that the current context shows.
-        learned_turns: How many of them have been learned from.
-        messages: The same as chat messages, system prompt first.
+        first_shown: Index of the first turn that the current context contains.
+        learned_turns: Number of leading turns that updates have learned from.
+        messages: The conversation as chat messages, system prompt first.
         pending: The prompt that awaits a reply.
-        learns: Whether all replies were sampled to learn from.
-        awaits_reward: Whether the last of them was, and has not been rewarded yet.
+        learns: Whether all replies were sampled in train mode.
+        awaits_reward: Whether the last reply was sampled in train mode and has no reward yet.
     """
 
     template: ChatTemplate
@@ -256,18 +262,22 @@ class Conversation:
     awaits_reward: bool = False
 
     def __post_init__(self) -> None:
-        """Begin with the system prompt."""
+        """Adds the system prompt."""
         check_text(self.system_prompt, "get_system_prompt()")
         if self.system_prompt:
             self.messages.append({"role": "system", "content": self.system_prompt})
 
     def observe(self, text: str, prefix: str = "", choices: Sequence[str] | None = None) -> Segment:
-        """Append an observation and return the context that the model must answer.
+        """Appends an observation and returns the context that awaits a reply.
 
         Args:
             text: The observation as text.
-            prefix: Fixed text the reply begins with.
+            prefix: Fixed text at the beginning of the reply.
             choices: Admissible replies, or None for free text.
+
+        Raises:
+            EpisodeError: The previous observation has no reply yet.
+            ConfigError: The text or the choices are invalid.
         """
         if self.pending is not None:
             raise EpisodeError(
@@ -275,77 +285,86 @@ class Conversation:
                 "environment step."
             )
         check_text(text, "format_observation()")
+        prefix_ids = self.template.encode(prefix)
+        choice_ids: tuple[tuple[int, ...], ...] | None = None
+        reply_length = self.reply_length
         if choices is not None:
-            _check_choices(choices, choices)
-        opening = self.template.encode(prefix)
-        encoded = None if choices is None else tuple(tuple(self.template.encode(choice)) for choice in choices)
-        if encoded is not None:
-            _check_choices(encoded, choices)
-        reply_length = self.reply_length if encoded is None else max(map(len, encoded))
-        room = math.inf if self.max_length is None else self.max_length - reply_length
-        shown = 0 if self.context == "turn" else len(self.turns) - self.first_shown
-        starts_context = shown == 0
-        ids = self._opened(text, opening) if starts_context else self._continued(text, opening)
-        if shown and self.current_segment().token_count + len(ids) > room:
+            choice_ids = self._encode_choices(choices)
+            reply_length = max(map(len, choice_ids))
+        max_prompt_length = math.inf if self.max_length is None else self.max_length - reply_length
+        visible_turns = 0 if self.context == "turn" else len(self.turns) - self.first_shown
+        starts_context = visible_turns == 0
+        ids = self._first_prompt(text, prefix_ids) if starts_context else self._next_prompt(text, prefix_ids)
+        if visible_turns and self.current_segment().token_count + len(ids) > max_prompt_length:
             starts_context = True
-            # To drop no more than need be would drop a turn each time, and all the others would be read again for it.
-            shown -= max(1, shown // _DROPPED)
-            ids = self._reopened(shown, text, opening)
-            while shown and len(ids) > room:
-                shown -= 1
-                ids = self._reopened(shown, text, opening)
-        self.first_shown = len(self.turns) - shown
-        shared = self.template.shared_length(self.system_prompt, ids) if starts_context else 0
-        replies = () if encoded is None else self._replies_shown()
-        self.pending = Prompt(tuple(ids), starts_context, encoded, shared, 1 + len(opening), replies)
+            # Dropping only as many turns as necessary would start a new context, and so a prefill, at every turn.
+            visible_turns -= max(1, visible_turns // _DROP_ONE_IN)
+            ids = self._shortened_context(visible_turns, text, prefix_ids)
+            while visible_turns and len(ids) > max_prompt_length:
+                visible_turns -= 1
+                ids = self._shortened_context(visible_turns, text, prefix_ids)
+        self.first_shown = len(self.turns) - visible_turns
+        shared_length = self.template.shared_length(self.system_prompt, ids) if starts_context else 0
+        replies_shown = () if choice_ids is None else self._count_visible_replies()
+        opening_length = 1 + len(prefix_ids)
+        self.pending = Prompt(tuple(ids), starts_context, choice_ids, shared_length, opening_length, replies_shown)
         self.messages.append({"role": "user", "content": text})
         return self.current_segment()
 
-    def _replies_shown(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Replies of the turns that are shown, without an end-of-sequence token, and how often each was given."""
-        replies = (turn.reply for turn in self.turns[self.first_shown :])
-        counts = Counter(reply.ids[:-1] if reply.finish_reason == "eos" else reply.ids for reply in replies)
+    def _encode_choices(self, choices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        _check_choices(choices, choices)
+        choice_ids = tuple(tuple(self.template.encode(choice)) for choice in choices)
+        # Different strings may have equal ids, or none.
+        _check_choices(choice_ids, choices)
+        return choice_ids
+
+    def _count_visible_replies(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Returns the distinct replies of visible turns, without end-of-sequence token, and the count of each."""
+        counts: Counter[tuple[int, ...]] = Counter()
+        for turn in self.turns[self.first_shown :]:
+            reply = turn.reply
+            counts[reply.ids[:-1] if reply.finish_reason == "eos" else reply.ids] += 1
         return tuple(counts.items())
 
-    def _opened(self, text: str, opening: list[int]) -> list[int]:
-        return [*self.template.first_prompt(self.system_prompt, text), *opening]
+    def _first_prompt(self, text: str, prefix_ids: list[int]) -> list[int]:
+        return [*self.template.first_prompt(self.system_prompt, text), *prefix_ids]
 
-    def _continued(self, text: str, opening: list[int], turn: int = -1) -> list[int]:
-        """What a new observation adds after a turn, by default the last one."""
-        last = self.turns[turn].reply
-        sampled_end = last.ids[-1] if last.finish_reason == "eos" else None
-        return [*self.template.next_prompt(self.system_prompt, text, sampled_end), *opening]
+    def _next_prompt(self, text: str, prefix_ids: list[int], after_turn: int = -1) -> list[int]:
+        """Returns the ids that a new observation adds after a turn, by default the last one."""
+        reply = self.turns[after_turn].reply
+        sampled_end = reply.ids[-1] if reply.finish_reason == "eos" else None
+        return [*self.template.next_prompt(self.system_prompt, text, sampled_end), *prefix_ids]
 
-    def _reopened(self, shown: int, text: str, opening: list[int]) -> list[int]:
-        """A new context's ids: the last `shown` turns, then the new observation."""
-        if not shown:
-            return self._opened(text, opening)
-        start = len(self.turns) - shown
+    def _shortened_context(self, visible_turns: int, text: str, prefix_ids: list[int]) -> list[int]:
+        """Returns the ids of a new context: the last `visible_turns` turns, then the new observation."""
+        if not visible_turns:
+            return self._first_prompt(text, prefix_ids)
+        start = len(self.turns) - visible_turns
         observations = [message["content"] for message in self.messages if message["role"] == "user"]
         ids: list[int] = []
         for index in range(start, len(self.turns)):
-            prompt = self.turns[index].prompt
-            reply = self.turns[index].reply
-            its_opening = list(prompt.ids[len(prompt.ids) - prompt.opening_length + 1 :])
+            turn = self.turns[index]
+            prompt = turn.prompt
+            turn_prefix_ids = list(prompt.ids[len(prompt.ids) - prompt.opening_length + 1 :])
             if index == start:
-                ids += self._opened(observations[index], its_opening)
+                ids += self._first_prompt(observations[index], turn_prefix_ids)
             elif prompt.starts_context:
-                # Its ids hold the turns before it, too.
-                ids += self._continued(observations[index], its_opening, index - 1)
+                # The ids of this prompt also contain the turns before it.
+                ids += self._next_prompt(observations[index], turn_prefix_ids, index - 1)
             else:
                 ids += prompt.ids
-            ids += reply.ids
-        return ids + self._continued(text, opening)
+            ids += turn.reply.ids
+        return ids + self._next_prompt(text, prefix_ids)
 
     def current_segment(self) -> Segment:
-        """The turns that the pending prompt, or the last turn, shares its context with."""
+        """Returns the current context: the pending prompt and the turns that it follows."""
         if self.pending is not None and self.pending.starts_context:
             return Segment((), self.pending)
         groups = _split_contexts(self.turns)
         return Segment(tuple(groups[-1]) if groups else (), self.pending)
 
     def answer(self, reply: Reply, text: str) -> Turn:
-        """Append the reply to the pending prompt; `text` is the reply as text, its prefix included."""
+        """Appends the reply to the pending prompt; `text` is the reply as text, including its prefix."""
         assert self.pending is not None, "a reply needs a prompt"
         turn = Turn(self.pending, reply)
         self.turns.append(turn)
@@ -354,13 +373,19 @@ class Conversation:
         return turn
 
     def finished(self, truncated: bool, group: Hashable | None) -> Episode:
-        """The episode that has ended here; a pending prompt is the one after the last turn."""
+        """Returns the episode, which has ended; a pending prompt becomes its final prompt."""
         first = self.learned_turns
-        earlier = tuple(self.turns[:first])
-        return Episode(tuple(self.turns[first:]), not truncated, truncated, self.pending, group, earlier=earlier)
+        return Episode(
+            tuple(self.turns[first:]),
+            terminated=not truncated,
+            truncated=truncated,
+            final_prompt=self.pending,
+            group=group,
+            earlier=tuple(self.turns[:first]),
+        )
 
     def under_way(self) -> Episode:
-        """The turns to learn from before the episode ends: all but the last, at whose prompt the rest is valued."""
+        """Returns the turns to learn from before the episode ends: all but the last, which bootstraps the value."""
         first = self.learned_turns
         return Episode(
             tuple(self.turns[first:-1]),
@@ -371,14 +396,14 @@ class Conversation:
         )
 
     def reward(self, reward: float, turn: int = -1) -> None:
-        """Add to a turn's reward, by default the last one's."""
+        """Adds to the reward of a turn, by default the last one."""
         self.turns[turn].reward += reward
         if turn in (-1, len(self.turns) - 1):
             self.awaits_reward = False
 
     @contextmanager
     def rewards_undone_on_error(self) -> Iterator[None]:
-        """While open, an exception takes back what turns that were taken before are rewarded with."""
+        """While open, an exception restores the rewards of the existing turns."""
         before = [turn.reward for turn in self.turns]
         try:
             yield
@@ -388,30 +413,38 @@ class Conversation:
             raise
 
     def savepoint(self) -> Callable[[], None]:
-        """A function that takes back all that is observed and answered after this, as if it had never been.
+        """Returns a function that undoes all observations and replies after this call.
 
-        A closure, not a context manager: entering one per conversation took 6 % of a step of 64 environments.
+        A closure is used because a context manager per conversation takes 6 % of a step of 64 environments.
         """
-        turns = len(self.turns)
-        messages = len(self.messages)
+        turn_count = len(self.turns)
+        message_count = len(self.messages)
         first_shown = self.first_shown
-        flags = self.pending, self.learns, self.awaits_reward
+        pending = self.pending
+        learns = self.learns
+        awaits_reward = self.awaits_reward
 
         def roll_back() -> None:
-            del self.turns[turns:], self.messages[messages:]
+            del self.turns[turn_count:], self.messages[message_count:]
             self.first_shown = first_shown
-            self.pending, self.learns, self.awaits_reward = flags
+            self.pending = pending
+            self.learns = learns
+            self.awaits_reward = awaits_reward
 
         return roll_back
 
 
-def _check_choices(choices: Sequence[Sequence[Any]], offered: Any) -> None:
-    """Refuse what is no list of strings, and strings or token ids that are empty or come twice."""
-    is_list = isinstance(offered, (list, tuple)) and all(isinstance(choice, str) for choice in offered)
+def _check_choices(choices: Sequence[Sequence[Any]], returned: Any) -> None:
+    """Rejects choices, as strings or as token ids, that are empty or repeated.
+
+    Raises:
+        ConfigError: A choice is empty or repeated, or `get_action_choices` has not returned a list of strings.
+    """
+    is_list = isinstance(returned, (list, tuple)) and all(isinstance(choice, str) for choice in returned)
     if not is_list or not choices or not all(choices) or len(set(choices)) != len(choices):
         raise ConfigError(
-            f"get_action_choices() returned {offered!r}. Return a list of distinct, non-empty strings, which the "
+            f"get_action_choices() returned {returned!r}. Return a list of distinct, non-empty strings, which the "
             "tokenizer tells apart, or None for free text."
         )
-    for choice in offered:
+    for choice in returned:
         check_text(choice, "get_action_choices()")

@@ -1,4 +1,4 @@
-"""Observation spaces in words: what is observed as a list of named numbers and texts."""
+"""Describes observations of Gymnasium spaces in words, as a list of named numbers and texts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gymnasium import spaces
 
 from ..errors import ConfigError
 
-# More are no reading: a picture, say.
-_MOST_PARTS = 64
+# Observations of more parts, such as images, are unreadable as words.
+_MAX_PARTS = 64
 
 
 def describe(observation: Any, space: spaces.Space[Any], names: Sequence[str] | None = None) -> str:
-    """An observation in words, numbers rounded to three digits.
+    """Describes an observation in words, with numbers rounded to three digits.
 
     Args:
         observation: An element of the space.
-        space: One that `part_names` takes.
-        names: Of its parts; None takes those of `part_names`.
+        space: A space that `part_names` accepts.
+        names: Names of the parts; None for those of `part_names`.
 
     >>> describe(np.array([0.123456, -20.0]), spaces.Box(-99, 99, (2,)))
     'x1 = 0.123, x2 = -20'
@@ -32,31 +32,32 @@ def describe(observation: Any, space: spaces.Space[Any], names: Sequence[str] | 
     'You see a door.'
     """
     parts = list(_parts(observation, space, ""))
-    called = [name for name, _ in parts] if names is None else names
-    return ", ".join(f"{name} = {text}" if name else text for name, (_, text) in zip(called, parts, strict=True))
+    if names is not None:
+        parts = [(name, text) for name, (_, text) in zip(names, parts, strict=True)]
+    return ", ".join(f"{name} = {text}" if name else text for name, text in parts)
 
 
 def part_names(space: spaces.Space[Any]) -> list[str]:
-    """What the parts of a space's observations are called: keys of a Dict, x1, x2 and so on elsewhere.
+    """Returns default names of the parts of a space's observations: keys of a Dict, else x1, x2 and so on.
 
     Args:
-        space: Discrete, MultiDiscrete, MultiBinary, Box, Text, or a Dict or Tuple of such. A single number or text
-            needs no name and has an empty one.
+        space: Discrete, MultiDiscrete, MultiBinary, Box, Text, or a Dict or Tuple of such. The name of a single number
+            or text is empty.
 
     Raises:
-        ConfigError: The space is another one, or has too many parts to be read.
+        ConfigError: The space has another type, or too many parts.
     """
     names = [name for name, _ in _parts(space.sample(), space, "")]
-    if len(names) > _MOST_PARTS:
+    if len(names) > _MAX_PARTS:
         raise ConfigError(
-            f"Observations of {len(names)} numbers are more than the {_MOST_PARTS} that can be read as words. Define "
-            "an Agent whose format_observation() says what matters of them."
+            f"Observations have {len(names)} numbers, more than the {_MAX_PARTS} that can be described in words. "
+            "Define an Agent whose format_observation() selects what matters."
         )
     return names
 
 
 def _parts(observation: Any, space: spaces.Space[Any], name: str) -> Iterator[tuple[str, str]]:
-    """Names and texts of what an observation consists of."""
+    """Yields the name and the text of each part of an observation."""
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
             yield from _parts(observation[key], part, f"{name} {key}".lstrip())
@@ -66,18 +67,21 @@ def _parts(observation: Any, space: spaces.Space[Any], name: str) -> Iterator[tu
     elif isinstance(space, spaces.Text):
         yield name, str(observation)
     elif isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)):
-        numbers = np.ravel(observation).tolist()
-        for number, value in enumerate(numbers, 1):
-            yield name if len(numbers) == 1 else f"{name} x{number}".lstrip(), _rounded(value)
+        values = np.ravel(observation).tolist()
+        if len(values) == 1:
+            yield name, _format_number(values[0])
+            return
+        for number, value in enumerate(values, 1):
+            yield f"{name} x{number}".lstrip(), _format_number(value)
     else:
         raise ConfigError(
-            f"Observations of {space} cannot be put into words. Define an Agent with a format_observation() of its own."
+            f"Observations of {space} cannot be described in words. Define an Agent with its own format_observation()."
         )
 
 
-def _rounded(value: float) -> str:
-    """A number with three digits, as people write it; none of them beyond the fourth decimal place."""
+def _format_number(value: float) -> str:
+    """Formats a number with three significant digits and at most four decimal places."""
     if isinstance(value, int):
         return str(int(value))
-    # Adding nothing turns -0.0 into 0.0.
+    # Adding 0.0 turns -0.0 into 0.0.
     return np.format_float_positional(round(value, 4) + 0.0, precision=3, fractional=False, trim="-")

@@ -1,4 +1,4 @@
-"""Reads actions out of replies: JSON objects first, then the names of actions, else an error."""
+"""Parses actions from replies: from JSON objects first, then by the names of actions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from ..errors import ActionParseError, ConfigError, excerpt
 
 T = TypeVar("T")
 
-# Characters that are parsed at first of what may be a JSON object; more if it is longer. An error near the end may come
-# from a token that was cut there, "-Infinity" at the longest.
-_WINDOW, _LONGEST_TOKEN = 4096, 9
-# Objects that are never closed are read to the end of the reply, each from its own beginning. So that time stays linear
-# such reads are bounded by this many times the length of the reply.
-_MOST_READS = 32
-# A name is not found inside a longer word.
-_BEFORE_NAME, _AFTER_NAME = r"(?<!\w)", r"(?!\w)"
-# A number is not found inside a longer number: 1 in -1, 1.5, 1e-1, 1'000 or 1 000, or 5 in .5.
-_SPACES, _THOUSANDS = r"[ \u00a0\u2009\u202f]", r"\d{3}(?!\d)"
+# Parsing of a possible JSON object begins with this many characters, and doubles them if the object is longer.
+_WINDOW = 4096
+# An error this close to the end of the window may come from a token that was cut there; "-Infinity" is the longest.
+_LONGEST_TOKEN = 9
+# Each object that is never closed is parsed to the end of the reply. To keep the time linear, the characters parsed in
+# vain are limited to this many times the length of the reply.
+_MAX_WASTED_READS = 32
+# A name does not match inside a longer word.
+_BEFORE_NAME = r"(?<!\w)"
+_AFTER_NAME = r"(?!\w)"
+# A number does not match inside a longer number: 1 in -1, 1.5, 1e-1, 1'000 or 1 000, or 5 in .5.
+_SPACES = r"[ \u00a0\u2009\u202f]"
+_THOUSANDS = r"\d{3}(?!\d)"
 _BEFORE_NUMBER = (
     r"(?<!\w)(?<!\d[.,'\u2019])(?<!(?<![\w.])\.)(?<!(?<!\w)[-\u2212])(?<!\d[eE][-+\u2212])"
     rf"(?<!\d{_SPACES}(?={_THOUSANDS}))"
@@ -46,11 +49,11 @@ def find_json(reply: str) -> dict[str, Any] | None:
 
 
 def parse_choice(reply: str, actions: Mapping[str, T], json_key: str = "action") -> T:
-    """Returns the action that a reply names, in upper or lower case.
+    """Returns the action that a reply names, ignoring case.
 
-    JSON objects that have `json_key` count first, with what they hold there; without any, the whole reply counts. A
-    name counts where it stands as a word of its own, and not as a part of a longer name: in "go north" the name "north"
-    does not count if "go north" is a name too. A reply that names several different actions names none.
+    If the reply contains JSON objects with `json_key`, names are looked up in their values, else in the whole reply. A
+    name must be a word of its own and not part of a longer name: in "go north" the name "north" does not count if
+    "go north" is also a name. A reply that names several different actions is an error.
 
     Args:
         reply: The model's reply.
@@ -67,30 +70,37 @@ def parse_choice(reply: str, actions: Mapping[str, T], json_key: str = "action")
     check_reply(reply)
     _check_actions(actions)
     check_json_key(json_key, "json_key")
-    said = [found[json_key] for found in json_objects(reply) if json_key in found]
+    values = [found[json_key] for found in json_objects(reply) if json_key in found]
     try:
-        # As JSON spells them: Python's None for null would be a name that the reply does not hold.
-        spelled = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in said]
-        texts = list(dict.fromkeys(spelled)) or [reply]
+        texts = set(map(_json_text, values)) or {reply}
     except (RecursionError, ValueError):
-        # Deeply nested lists and numbers with thousands of digits have no text.
-        texts = []
-    named = sorted({name for text in texts for name in _named_in(text, actions)})
-    if not named:
+        # Deeply nested lists and numbers with thousands of digits cannot be written as text.
+        texts = set()
+    names: set[str] = set()
+    for text in texts:
+        names |= _names_in(text, actions)
+    if not names:
         _fail(f"Reply {excerpt(reply)} names no action", list(actions))
-    if not all_equal([actions[name] for name in named]):
-        _fail(f"Reply {excerpt(reply)} names several actions ({excerpt(named)})", list(actions))
-    return actions[named[0]]
+    found_names = sorted(names)
+    if not all_equal([actions[name] for name in found_names]):
+        _fail(f"Reply {excerpt(reply)} names several actions ({excerpt(found_names)})", list(actions))
+    return actions[found_names[0]]
+
+
+def _json_text(value: Any) -> str:
+    """Returns a string itself, and any other value in JSON: "null", for instance, where Python writes "None"."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def json_objects(reply: str) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in a reply, in order; not those inside of other ones. Takes linear time."""
+    """Yields the outermost JSON objects in a reply, in order, in linear time."""
     wasted = 0
+    most_wasted = _MAX_WASTED_READS * len(reply)
     start = reply.find("{")
     while start >= 0:
         size = _WINDOW
         found, end = _parse_object(reply[start : start + size])
-        while found is None and _may_be_cut(end, size, len(reply) - start) and wasted <= _MOST_READS * len(reply):
+        while found is None and _may_be_cut(end, size, len(reply) - start) and wasted <= most_wasted:
             size *= 2
             found, end = _parse_object(reply[start : start + size])
         if found is None:
@@ -102,61 +112,62 @@ def json_objects(reply: str) -> Iterator[dict[str, Any]]:
 
 
 def _parse_object(text: str) -> tuple[dict[str, Any] | None, int]:
-    """The JSON object that a text begins with and its length, or None and how far the text is valid."""
+    """Returns the JSON object at the beginning of a text and its length, or None and the length of the valid part."""
     try:
         return json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError as error:
-        # The error of a string that does not end is at its beginning.
-        return None, len(text) if error.msg.startswith("Unterminated string") else error.pos
+        # For a string without end, `pos` is the beginning of the string.
+        is_unterminated = error.msg.startswith("Unterminated string")
+        return None, len(text) if is_unterminated else error.pos
     except (RecursionError, ValueError):
-        # It is nested too deeply, or holds a number of more digits than Python reads; more text does not change that.
+        # Nested too deeply, or a number with too many digits; a longer window would not help.
         return None, 0
 
 
 def _may_be_cut(valid: int, size: int, available: int) -> bool:
-    """Whether the first `size` of `available` characters may end in the middle of an object."""
+    """Whether the first `size` of `available` characters, valid up to `valid`, may end in the middle of an object."""
     return size < available and valid >= size - _LONGEST_TOKEN
 
 
 def all_equal(actions: Sequence[Any]) -> bool:
-    """Whether actions of any type, arrays among them, are equal to the first, in type and value."""
+    """Whether all actions, which may be arrays, have the type and the value of the first."""
     return all(_is_equal(actions[0], action) for action in actions[1:])
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _is_equal(left: Any, right: Any) -> bool:
+    if left is right:
         return True
-    if type(one) is not type(other):
+    if type(left) is not type(right):
         return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_is_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_is_equal, left, right))
     for name in ("shape", "dtype"):
-        if getattr(one, name, None) != getattr(other, name, None):
+        if getattr(left, name, None) != getattr(right, name, None):
             return False
     try:
-        same = one == other
-        return bool(same.all() if hasattr(same, "all") else same)
-    except Exception:  # whatever a user's class raises
+        equal = left == right
+        return bool(equal.all() if hasattr(equal, "all") else equal)
+    except Exception:  # `==` of a user's class may raise anything
         return False
 
 
 def check_reply(reply: object) -> None:
-    """Rejects what is not a reply.
+    """Rejects a reply that is not a string.
 
     Raises:
-        ConfigError: It is not a string.
+        ConfigError: The reply is not a string.
     """
     if not isinstance(reply, str):
         raise ConfigError(f"reply must be a string, got {excerpt(reply)} ({type(reply).__name__}).")
 
 
 def check_json_key(key: object, name: str) -> None:
-    """Rejects what is not a key of a JSON object; `name` is the argument's name.
+    """Rejects a JSON key that is not a string; `name` is the argument's name.
 
     Raises:
-        ConfigError: It is not a string.
+        ConfigError: The key is not a string.
     """
     if not isinstance(key, str):
         raise ConfigError(f"{name} must be a string, got {excerpt(key)} ({type(key).__name__}).")
@@ -171,26 +182,29 @@ def _check_actions(actions: object) -> None:
         )
 
 
-def _named_in(text: str, names: Mapping[str, Any]) -> set[str]:
-    """The names that a text holds, without those that occur inside longer names only."""
+def _names_in(text: str, names: Mapping[str, Any]) -> set[str]:
+    """Returns the names that a text contains, without those that occur only inside longer names."""
     found = []
     for name, pattern in _patterns(tuple(names)):
         for match in pattern.finditer(text):
+            # At equal starts the longer match is sorted first.
             found.append((match.start(), -match.end(), name))
     kept = set()
-    last_start, last_end = -1, -1
+    last_start = -1
+    last_end = -1
     for start, negative_end, name in sorted(found):
         end = -negative_end
         is_inside = end <= last_end and (start, end) != (last_start, last_end)
         if not is_inside:
             kept.add(name)
-            last_start, last_end = start, end
+            last_start = start
+            last_end = end
     return kept
 
 
 @lru_cache(maxsize=32)
 def _patterns(names: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
-    """The names with what finds each in a text; `re` itself remembers few patterns."""
+    """Returns each name with its compiled pattern; cached, since the cache of `re` is small."""
     patterns = []
     for name in names:
         before = _BEFORE_NUMBER if name[0].isdecimal() else _BEFORE_NAME

@@ -1,12 +1,13 @@
-"""Episodes and conversations as plain lists, to be saved: what JSON holds, and tensors of token ids.
+"""Converts episodes and conversations to records for checkpoints: JSON values, and tensors of token ids.
 
-Prompts, replies and choices recur, so each distinct sequence of ids is stored once and known by its number; so are the
-distributions over choices, which are the same wherever the same context recurs.
+Prompts, replies and choices recur, so each distinct sequence of ids is stored once and referred to by its number. The
+same holds for distributions over choices, which recur with their contexts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,41 +20,42 @@ Logprobs = tuple[float, ...]
 
 
 class IdTable:
-    """Distinct sequences of token ids and distinct distributions, numbered in the order of their first use."""
+    """Numbers distinct sequences of token ids, and distinct distributions, in the order of their first use."""
 
     def __init__(self, sequences: Sequence[Ids] = (), distributions: Sequence[Logprobs] = ()) -> None:
-        """Begin with some sequences and distributions, all different."""
-        self._sequences = {ids: number for number, ids in enumerate(sequences)}
-        self._distributions = {logprobs: number for number, logprobs in enumerate(distributions)}
-        self._ids, self._logprobs = list(sequences), list(distributions)
+        """Creates a table of distinct sequences and distinct distributions."""
+        self._sequences = list(sequences)
+        self._distributions = list(distributions)
+        self._sequence_numbers = {ids: number for number, ids in enumerate(sequences)}
+        self._distribution_numbers = {logprobs: number for number, logprobs in enumerate(distributions)}
 
     def number(self, ids: Ids) -> int:
-        """The number of a sequence."""
-        return _number_in(self._sequences, self._ids, ids)
+        """Returns the number of a sequence, adding the sequence if it is new."""
+        return _number_in(self._sequence_numbers, self._sequences, ids)
 
     def __getitem__(self, number: int) -> Ids:
-        """The sequence with a number."""
-        return self._ids[number]
+        """Returns the sequence with a number."""
+        return self._sequences[number]
 
     def distribution_number(self, logprobs: Logprobs) -> int:
-        """The number of a distribution, given as log-probabilities that float32 holds."""
-        return _number_in(self._distributions, self._logprobs, logprobs)
+        """Returns the number of a distribution, whose log-probabilities float32 must represent exactly."""
+        return _number_in(self._distribution_numbers, self._distributions, logprobs)
 
     def distribution(self, number: int) -> Logprobs:
-        """The distribution with a number."""
-        return self._logprobs[number]
+        """Returns the distribution with a number."""
+        return self._distributions[number]
 
     def state_dict(self) -> dict[str, Any]:
-        """All ids in a row, int64, and how many belong to each sequence; log-probabilities likewise, float32."""
-        ids, lengths = _flat(self._ids, torch.int64)
-        logprobs, counts = _flat(self._logprobs, torch.float32)
+        """Returns ids (int64) and log-probabilities (float32), both concatenated, with the lengths of their parts."""
+        ids, lengths = _concatenate(self._sequences, torch.int64)
+        logprobs, counts = _concatenate(self._distributions, torch.float32)
         return {"ids": ids, "lengths": lengths, "logprobs": logprobs, "counts": counts}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> IdTable:
-        """The table that `state_dict` gave."""
-        sequences = _parts(state["ids"], state["lengths"])
-        distributions = _parts(state["logprobs"], state["counts"])
+        """Returns the table that `state_dict` was called on."""
+        sequences = _split(state["ids"], state["lengths"])
+        distributions = _split(state["logprobs"], state["counts"])
         return cls(sequences, distributions)
 
 
@@ -64,24 +66,29 @@ def _number_in(numbers: dict[Any, int], values: list[Any], value: Any) -> int:
     return numbers[value]
 
 
-def _flat(values: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """All numbers in a row, and how many belong to each value."""
-    flat = [number for value in values for number in value]
-    lengths = [len(value) for value in values]
+def _concatenate(values: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the concatenated values and the length of each."""
+    flat = list(chain.from_iterable(values))
+    lengths = list(map(len, values))
     return torch.tensor(flat, dtype=dtype), torch.tensor(lengths, dtype=torch.int64)
 
 
-def _parts(flat: Tensor, lengths: Tensor) -> list[tuple[Any, ...]]:
+def _split(flat: Tensor, lengths: Tensor) -> list[tuple[Any, ...]]:
     return [tuple(part.tolist()) for part in flat.split(lengths.tolist())]
 
 
 def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
-    """An episode as JSON holds it."""
+    """Returns an episode as JSON values, with its ids in the table."""
+    # The table numbers ids in the order of these calls.
+    turns = [_turn_record(turn, table) for turn in episode.turns]
+    final_prompt = None
+    if episode.final_prompt is not None:
+        final_prompt = _prompt_record(episode.final_prompt, table)
     return {
-        "turns": [_turn_record(turn, table) for turn in episode.turns],
+        "turns": turns,
         "terminated": episode.terminated,
         "truncated": episode.truncated,
-        "final_prompt": None if episode.final_prompt is None else _prompt_record(episode.final_prompt, table),
+        "final_prompt": final_prompt,
         "group": episode.group,
         "rank": episode.rank,
         "earlier": [_turn_record(turn, table) for turn in episode.earlier],
@@ -89,17 +96,23 @@ def episode_record(episode: Episode, table: IdTable) -> dict[str, Any]:
 
 
 def episode_from(record: Mapping[str, Any], table: IdTable) -> Episode:
-    """The episode that `episode_record` gave."""
-    turns = tuple(_turn_from(turn, table) for turn in record["turns"])
-    final = record["final_prompt"]
-    final_prompt = None if final is None else _prompt_from(final, table)
-    ended = (record["terminated"], record["truncated"], final_prompt)
-    earlier = tuple(_turn_from(turn, table) for turn in record["earlier"])
-    return Episode(turns, *ended, key_from(record["group"]), record["rank"], earlier)
+    """Returns the episode of a record from `episode_record`."""
+    final_prompt = None
+    if record["final_prompt"] is not None:
+        final_prompt = _prompt_from(record["final_prompt"], table)
+    return Episode(
+        turns=tuple(_turn_from(turn, table) for turn in record["turns"]),
+        terminated=record["terminated"],
+        truncated=record["truncated"],
+        final_prompt=final_prompt,
+        group=key_from(record["group"]),
+        rank=record["rank"],
+        earlier=tuple(_turn_from(turn, table) for turn in record["earlier"]),
+    )
 
 
 def conversation_record(conversation: Conversation, table: IdTable) -> dict[str, Any]:
-    """What has been said and earned in a conversation that awaits no reply, as JSON holds it."""
+    """Returns a conversation without pending prompt as JSON values, with its ids in the table."""
     return {
         "system_prompt": conversation.system_prompt,
         "turns": [_turn_record(turn, table) for turn in conversation.turns],
@@ -112,45 +125,46 @@ def conversation_record(conversation: Conversation, table: IdTable) -> dict[str,
 
 
 def restore_conversation(conversation: Conversation, record: Mapping[str, Any], table: IdTable) -> None:
-    """Let a new conversation go on where the one that was recorded stood."""
+    """Restores a recorded conversation into a new one."""
     conversation.system_prompt = record["system_prompt"]
     conversation.turns = [_turn_from(turn, table) for turn in record["turns"]]
     conversation.first_shown = record["first_shown"]
     conversation.learned_turns = record["learned_turns"]
     conversation.messages = record["messages"]
-    conversation.learns, conversation.awaits_reward = record["learns"], record["awaits_reward"]
+    conversation.learns = record["learns"]
+    conversation.awaits_reward = record["awaits_reward"]
 
 
-def key_from(part: Any) -> Hashable:
-    """An environment's id or a group as it was before JSON made its tuples lists."""
-    return tuple(map(key_from, part)) if isinstance(part, list) else part
+def key_from(value: Any) -> Hashable:
+    """Returns an environment's id or a group with the tuples that JSON stored as lists."""
+    return tuple(map(key_from, value)) if isinstance(value, list) else value
 
 
-def ids_from(part: Any) -> Ids:
-    """Token ids, -1 among them where a choice ends.
-
-    Raises:
-        TypeError: They are something else.
-    """
-    if not isinstance(part, (list, tuple)) or not all(type(token) is int for token in part):
-        raise TypeError(f"{str(part)[:80]!r} are not token ids")
-    return tuple(part)
-
-
-def number_from(part: Any) -> float:
-    """A number as it was saved.
+def ids_from(value: Any) -> Ids:
+    """Returns token ids from a record; -1 marks the end of a choice.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value is not a list of ints.
     """
-    if isinstance(part, bool) or not isinstance(part, (int, float)):
-        raise TypeError(f"{str(part)[:80]!r} is not a number")
-    return part
+    if not isinstance(value, (list, tuple)) or not all(type(token) is int for token in value):
+        raise TypeError(f"{str(value)[:80]!r} are not token ids")
+    return tuple(value)
+
+
+def number_from(value: Any) -> float:
+    """Returns a number from a record.
+
+    Raises:
+        TypeError: The value is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{str(value)[:80]!r} is not a number")
+    return value
 
 
 def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
     reply = turn.reply
-    of_reply = [
+    reply_record = [
         table.number(reply.ids),
         reply.logprobs,
         reply.value,
@@ -159,32 +173,31 @@ def _turn_record(turn: Turn, table: IdTable) -> list[Any]:
         reply.weights_version,
         table.distribution_number(reply.choice_logprobs) if reply.choice_logprobs else None,
     ]
-    return [_prompt_record(turn.prompt, table), of_reply, turn.reward, turn.penalty, turn.valid]
+    return [_prompt_record(turn.prompt, table), reply_record, turn.reward, turn.penalty, turn.valid]
 
 
 def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
-    prompt, of_reply, reward, penalty, valid = record
-    said, logprobs, value, finish_reason, choice_index, weights_version, distribution = of_reply
-    choice_logprobs = () if distribution is None else table.distribution(distribution)
+    prompt_record, reply_record, reward, penalty, valid = record
+    ids_number, logprobs, value, finish_reason, choice_index, weights_version, distribution_number = reply_record
     reply = Reply(
-        table[said],
-        tuple(map(number_from, logprobs)),
-        number_from(value),
-        finish_reason,
-        choice_index if choice_index is None else int(number_from(choice_index)),
-        int(number_from(weights_version)),
-        choice_logprobs,
+        ids=table[ids_number],
+        logprobs=tuple(map(number_from, logprobs)),
+        value=number_from(value),
+        finish_reason=finish_reason,
+        choice_index=None if choice_index is None else int(number_from(choice_index)),
+        weights_version=int(number_from(weights_version)),
+        choice_logprobs=() if distribution_number is None else table.distribution(distribution_number),
     )
-    read = _prompt_from(prompt, table)
-    _require_consistent(read, reply)
-    return Turn(read, reply, number_from(reward), number_from(penalty), bool(valid))
+    prompt = _prompt_from(prompt_record, table)
+    _require_consistent(prompt, reply)
+    return Turn(prompt, reply, number_from(reward), number_from(penalty), bool(valid))
 
 
 def _require_consistent(prompt: Prompt, reply: Reply) -> None:
-    """Rejects a reply that was not possible after its prompt, which learning would notice late.
+    """Rejects a reply that is impossible after its prompt, and that an update would notice only later.
 
     Raises:
-        ValueError: It is such a reply.
+        ValueError: The reply does not fit the prompt.
     """
     if not (0 <= prompt.shared_length <= len(prompt.ids) and 0 <= prompt.opening_length <= len(prompt.ids)):
         raise ValueError(f"a prompt of {len(prompt.ids)} tokens shares {prompt.shared_length} of them")
@@ -194,7 +207,7 @@ def _require_consistent(prompt: Prompt, reply: Reply) -> None:
         return
     index = reply.choice_index
     if index is None:
-        raise ValueError("a reply is none of its choices")
+        raise ValueError("a reply is not one of its choices")
     if not 0 <= index < len(prompt.choices) or prompt.choices[index] != reply.ids or len(reply.logprobs) != 1:
         raise ValueError(f"a reply is not the choice {index} of {len(prompt.choices)}")
     if len(reply.choice_logprobs) != len(prompt.choices):
@@ -202,7 +215,9 @@ def _require_consistent(prompt: Prompt, reply: Reply) -> None:
 
 
 def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
-    choices = None if prompt.choices is None else [table.number(choice) for choice in prompt.choices]
+    choices = None
+    if prompt.choices is not None:
+        choices = [table.number(choice) for choice in prompt.choices]
     return [
         table.number(prompt.ids),
         prompt.starts_context,
@@ -215,7 +230,10 @@ def _prompt_record(prompt: Prompt, table: IdTable) -> list[Any]:
 
 def _prompt_from(record: Sequence[Any], table: IdTable) -> Prompt:
     ids, starts_context, choices, shared_length, opening_length, replies_shown = record
-    offered = None if choices is None else tuple(table[number] for number in ids_from(choices))
-    shared, opening = ids_from([shared_length, opening_length])
+    choice_ids = None
+    if choices is not None:
+        choice_ids = tuple(table[number] for number in ids_from(choices))
+    # Both must be ints, as token ids are.
+    shared_length, opening_length = ids_from([shared_length, opening_length])
     replies = tuple((table[reply], int(number_from(count))) for reply, count in replies_shown)
-    return Prompt(table[ids], bool(starts_context), offered, shared, opening, replies)
+    return Prompt(table[ids], bool(starts_context), choice_ids, shared_length, opening_length, replies)

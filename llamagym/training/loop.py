@@ -206,7 +206,7 @@ def train(
         ExitStack() as resuming,
     ):
         base_seed = collector.draw_seed() if seed is None else seed
-        share = (distributed.rank(), distributed.count())
+        share = (distributed.rank(), distributed.world_size())
         play = Play(AgentPlayer(agent), parts, ids, base_seed, size, judge, share)
 
         def saved_run_in(folder: Path) -> SavedRun:
@@ -372,7 +372,7 @@ class _Loop:
         if run_dir is not None:
             if is_new:
                 _require_no_metrics(run_dir)
-            config = {"agent": type(self.agent).__name__, **settings, **self.agent.learner.config.given()}
+            config = {"agent": type(self.agent).__name__, **settings, **self.agent.learner.config.to_dict()}
             run_id = "" if self.saved_run is None else self.saved_run.run_id
             run_trackers = trackers_of_run(run_dir, config, agent=self.agent, log_with=log_with, run_id=run_id)
             opened_trackers.append(run_files.enter_context(closing(run_trackers)))
@@ -595,4 +595,4 @@ def _is_interactive() -> bool:
 def _envs_for_batch(learner: Learner, stats: Stats) -> int:
     """Returns the number of episodes that fill a batch, per process, if they are as long as those of the last batch."""
     length = stats["turns"] / stats["episodes"]
-    return max(_FEWEST_ENVS, math.ceil(learner.turns_wanted / length / distributed.count()))
+    return max(_FEWEST_ENVS, math.ceil(learner.turns_wanted / length / distributed.world_size()))

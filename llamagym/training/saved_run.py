@@ -154,7 +154,7 @@ def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iter
         copy = failed_copy(error)
         where = "" if copy is None else f" in copy {copy} of the environment"
         # With several processes, saving needs all of them; resume from the last checkpoint.
-        if save is not None and distributed.count() == 1:
+        if save is not None and distributed.world_size() == 1:
             try:
                 save()
             except Exception as failure:  # the training's own error is the one to raise

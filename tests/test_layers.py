@@ -1,4 +1,4 @@
-"""The house rules: which file may import which, what is exported, what the library never does."""
+"""Rules for the whole library: which module may import which, what is exported, what no module does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 import llamagym
 
 LIBRARY = Path(llamagym.__file__).parent
-# What the files of each wing may import, its own beside; files outside of wings stand in the order below them. A wing
-# within another, with a dot, has rules of its own.
-WINGS = {
+# The packages that each package may import, beside itself. A nested package, with a dot, has its own rules.
+PACKAGES = {
     "saving": set(),
     "text": set(),
     "models": {"saving", "text"},
@@ -30,14 +29,15 @@ WINGS = {
     "cli": {"saving", "text", "models", "policy", "learners", "training", "agent"},
     "training.report": {"agent", "saving"},
 }
-# Importable from anywhere.
-BASICS = {"errors", "options", "distributed"}
-OUTSIDE = ["errors", "options", "distributed", "__init__", "__main__"]
-# The one file of the engine that opens the door to what a processor computes faster.
-DOOR = "engine/acceleration.py"
-# Heavy or optional: imported where they are used first.
+# Modules that any module may import.
+BASE_MODULES = {"errors", "options", "distributed"}
+# Modules outside of packages; each may import those before it.
+TOP_LEVEL_MODULES = ["errors", "options", "distributed", "__init__", "__main__"]
+# The only module of the engine that imports the CPU kernels.
+KERNEL_IMPORTER = "engine/acceleration.py"
+# Heavy or optional packages, to be imported in the functions that use them.
 LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "textarena", "openenv", "tensorboard"}
-# What must not come along with `import llamagym`, which is to cost less than a second beside torch and transformers.
+# Packages that `import llamagym` must not import, so that it takes less than a second beside torch and transformers.
 HEAVY = {
     *LAZY,
     "datasets",
@@ -54,29 +54,29 @@ HEAVY = {
     "trl",
 }
 FILES = sorted(LIBRARY.rglob("*.py"))
-LINES = 600
-ENTRIES = 17
+MAX_LINES = 600
+MAX_TOP_LEVEL_ENTRIES = 17
 
 
-def wing_of(name: str) -> str:
-    """The wing of a file by its dotted name, or that name's first part where it lies in none."""
+def package_of(name: str) -> str:
+    """Returns the package of a module by its dotted name; for a module outside of packages, its own name."""
     first, *rest = name.split(".")
     nested = ".".join([first, *rest[:1]])
-    return nested if nested in WINGS else first
+    return nested if nested in PACKAGES else first
 
 
-def place(path: Path) -> str:
-    """The wing that a file lies in, or its own name."""
-    return wing_of(".".join(path.relative_to(LIBRARY).with_suffix("").parts))
+def package_of_file(path: Path) -> str:
+    """Returns the package of a file, or its own name, as `package_of`."""
+    return package_of(".".join(path.relative_to(LIBRARY).with_suffix("").parts))
 
 
 def name_of(path: Path) -> str:
-    """The file as seen from the library's folder."""
+    """Returns the path of a file relative to the library's folder."""
     return path.relative_to(LIBRARY).as_posix()
 
 
 def imports(tree: ast.AST, package: tuple[str, ...]) -> set[str]:
-    """The library's own files, as dotted names below it, that a file of `package` imports, wherever it does."""
+    """Returns the library's modules that a file of `package` imports anywhere, as dotted names without "llamagym"."""
     dotted: list[list[str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -84,38 +84,41 @@ def imports(tree: ast.AST, package: tuple[str, ...]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else ()
             module = [*start, *(node.module.split(".") if node.module else [])]
-            # `from . import ppo` names files where there are such; else it names what the package exports.
+            # `from . import name` may name a module, or something that the package exports.
             named = [[*module, alias.name] for alias in node.names]
             dotted += [name if is_ours(name[1:]) else module for name in named]
     return {".".join(name[1:]) or "__init__" for name in dotted if name[0] == "llamagym"}
 
 
 def is_ours(parts: list[str]) -> bool:
-    """Whether there is such a file or wing."""
+    """Whether the library has such a module or package."""
     path = LIBRARY.joinpath(*parts)
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def faults(where: str, imported: set[str]) -> set[str]:
-    """The imports that the house forbids to a file of a wing, or to one outside of wings, at `where`."""
-    wings = {name: wing_of(name) for name in imported}
-    if where in WINGS:
-        return {name for name, wing in wings.items() if wing not in WINGS[where] | BASICS | {where}}
-    above = OUTSIDE[OUTSIDE.index(where) :]
-    return {name for name, wing in wings.items() if wing in above or (where in BASICS and wing in WINGS)}
+def forbidden(importer: str, imported: set[str]) -> set[str]:
+    """Returns the imported modules that `importer`, a package or a module outside of packages, may not import."""
+    packages = {name: package_of(name) for name in imported}
+    if importer in PACKAGES:
+        allowed = PACKAGES[importer] | BASE_MODULES | {importer}
+        return {name for name, package in packages.items() if package not in allowed}
+    not_below = set(TOP_LEVEL_MODULES[TOP_LEVEL_MODULES.index(importer) :])
+    if importer in BASE_MODULES:
+        not_below |= PACKAGES.keys()
+    return {name for name, package in packages.items() if package in not_below}
 
 
-def circles(graph: dict[str, set[str]]) -> list[str]:
-    """Files that import each other in a circle."""
-    left = dict(graph)
-    while done := [name for name, needs in left.items() if not needs & left.keys()]:
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """Returns the modules that import each other in a cycle, and those that import them."""
+    remaining = dict(graph)
+    while done := [name for name, imported in remaining.items() if not imported & remaining.keys()]:
         for name in done:
-            del left[name]
-    return sorted(left)
+            del remaining[name]
+    return sorted(remaining)
 
 
 def top_level_imports(tree: ast.Module) -> set[str]:
-    """Packages imported as soon as the file is: everything outside functions."""
+    """Returns the packages that a file imports outside of functions."""
     found: set[str] = set()
     waiting: list[ast.AST] = [tree]
     while waiting:
@@ -130,29 +133,29 @@ def top_level_imports(tree: ast.Module) -> set[str]:
 
 
 def imports_of(path: Path) -> set[str]:
-    """What a file of the library imports from it."""
+    """Returns the library's modules that one of its files imports."""
     return imports(ast.parse(path.read_text()), ("llamagym", *path.relative_to(LIBRARY).parts[:-1]))
 
 
-def test_imports_run_down_the_house():
+def test_modules_import_lower_layers_only():
     for path in FILES:
-        where = place(path)
-        assert where in {*WINGS, *OUTSIDE}, f"say in WINGS or OUTSIDE what {name_of(path)} may import"
+        importer = package_of_file(path)
+        assert importer in {*PACKAGES, *TOP_LEVEL_MODULES}, f"add {importer} to PACKAGES or TOP_LEVEL_MODULES"
         imported = imports_of(path)
-        if name_of(path) == DOOR:
-            imported = {name for name in imported if wing_of(name) != "engine.cpu"}
-        wrong = faults(where, imported)
-        assert not wrong, f"{name_of(path)} imports {sorted(wrong)}, which no file of {where} may"
+        if name_of(path) == KERNEL_IMPORTER:
+            imported = {name for name in imported if package_of(name) != "engine.cpu"}
+        wrong = forbidden(importer, imported)
+        assert not wrong, f"{name_of(path)} imports {sorted(wrong)}, which {importer} may not import"
 
 
-def test_imports_run_in_no_circle():
+def test_imports_have_no_cycle():
     graph = {".".join(path.relative_to(LIBRARY).with_suffix("").parts): imports_of(path) for path in FILES}
-    assert circles(graph) == []
-    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+    assert cycles(graph) == []
+    assert cycles({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
 
 
-def test_the_door_to_the_processor_is_used():
-    assert "engine.cpu" in map(wing_of, imports_of(LIBRARY / DOOR))
+def test_engine_imports_cpu_kernels_through_one_module():
+    assert "engine.cpu" in map(package_of, imports_of(LIBRARY / KERNEL_IMPORTER))
 
 
 @pytest.mark.parametrize(
@@ -171,45 +174,47 @@ def test_the_door_to_the_processor_is_used():
         ("import torch\nfrom trl import PPOTrainer", ("llamagym",), set()),
     ],
 )
-def test_every_way_to_import_is_seen(source, package, found):
+def test_all_import_forms_are_found(source, package, found):
     assert imports(ast.parse(source), package) == found
 
 
 def test_forbidden_imports_are_found():
-    told = {"errors", "models.lora", "policy.score", "engine.cpu.packing"}
-    assert faults("engine", told) == {"policy.score", "engine.cpu.packing"}
-    assert faults("engine.cpu", {"models.lora", "engine.masks"}) == {"engine.masks"}
-    assert faults("errors", {"policy.score", "agent"}) == {"policy.score", "agent"}
-    assert faults("agent", {"__init__", "policy.policy"}) == {"__init__"}
-    assert faults("envs", {"errors", "envs.babyai", "conversation.parsing"}) == {"conversation.parsing"}
+    imported = {"errors", "models.lora", "policy.score", "engine.cpu.packing"}
+    assert forbidden("engine", imported) == {"policy.score", "engine.cpu.packing"}
+    assert forbidden("engine.cpu", {"models.lora", "engine.masks"}) == {"engine.masks"}
+    assert forbidden("errors", {"policy.score", "agent"}) == {"policy.score", "agent"}
+    assert forbidden("agent", {"__init__", "policy.policy"}) == {"__init__"}
+    assert forbidden("envs", {"errors", "envs.babyai", "text.parsing"}) == {"text.parsing"}
 
 
-def test_the_house_has_few_doors():
+def test_library_has_few_top_level_entries():
     listing = subprocess.run(["git", "ls-files", "."], cwd=LIBRARY, capture_output=True, text=True, check=False)
     if listing.returncode:
         pytest.skip("not in a git checkout")
-    assert len({name.split("/")[0] for name in listing.stdout.split()}) <= ENTRIES
+    assert len({name.split("/")[0] for name in listing.stdout.split()}) <= MAX_TOP_LEVEL_ENTRIES
 
 
-def test_optional_packages_are_imported_where_they_are_used():
+def test_optional_packages_are_imported_in_functions():
     for path in FILES:
         early = LAZY & top_level_imports(ast.parse(path.read_text()))
-        assert not early, f"{name_of(path)} imports {sorted(early)} at once; import it in the function that needs it"
+        assert not early, (
+            f"{name_of(path)} imports {sorted(early)} at top level; import it in the function that uses it"
+        )
 
 
 def loaded_by(code: str) -> set[str]:
-    """The modules that a fresh process has loaded after some code."""
+    """Returns the modules that a new process has loaded after running some code."""
     command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
-def test_the_import_is_light():
+def test_import_loads_no_heavy_packages():
     assert HEAVY & loaded_by("import llamagym") == set()
 
 
 @pytest.mark.long
-def test_heavy_imports_are_seen():
-    # Were one of these renamed, the test above would pass whatever is imported.
+def test_names_of_heavy_packages_exist():
+    # If one of these were renamed, the test above could not fail.
     assert loaded_by("import peft, transformers; transformers.AutoModelForCausalLM") >= {
         "peft",
         "torch._dynamo",
@@ -219,19 +224,19 @@ def test_heavy_imports_are_seen():
     }
 
 
-def test_imports_at_once_are_told_from_those_in_functions():
+def test_top_level_imports_exclude_functions():
     source = (
         "try:\n    import wandb\nexcept ImportError:\n    pass\nclass A:\n    def f(self):\n        import minigrid\n"
     )
     assert top_level_imports(ast.parse(source)) == {"wandb"}
 
 
-def test_files_stay_small():
+def test_files_stay_below_the_maximum_length():
     lines = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
-    assert {name: count for name, count in lines.items() if count > LINES} == {}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
-def test_the_library_does_not_print():
+def test_library_does_not_print():
     for path in FILES:
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         prints = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
@@ -247,12 +252,12 @@ def test_exports_are_complete_sorted_and_documented():
     namespace: dict[str, object] = {}
     exec("from llamagym import *", namespace)
     assert set(namespace) - {"__builtins__"} == set(llamagym.__all__)
-    public = {name for name in vars(llamagym) if not name.startswith("_")} - {place(path) for path in FILES}
+    public = {name for name in vars(llamagym) if not name.startswith("_")} - {package_of_file(path) for path in FILES}
     assert public == set(llamagym.__all__)
 
 
 def page_faults(**environment: str) -> int:
-    """How often a fresh process that has imported the library asks the system for memory, to fill 250 MB."""
+    """Returns the number of page faults of a new process that imports the library and then fills 250 MB."""
     code = (
         "import llamagym, torch, resource\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
@@ -265,8 +270,8 @@ def page_faults(**environment: str) -> int:
 
 
 @pytest.mark.long
-def test_large_tensors_come_in_large_pages_unless_the_user_says_otherwise():
+def test_large_tensors_use_large_pages_unless_disabled_by_the_user():
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
-        pytest.skip("this system has no large pages")
+        pytest.skip("transparent huge pages are not available")
     assert page_faults() < page_faults(THP_MEM_ALLOC_ENABLE="0") / 2
