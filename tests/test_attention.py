@@ -9,9 +9,10 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llamagym.engine import attention, prefix_cache, transformer
+from llamagym.engine import attention, transformer, verification
 from llamagym.engine.cpu import fused_layer
 from llamagym.engine.kv_cache import KVBuffer
+from llamagym.engine.verification import verified_transformer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.rounding import LOGPROB_TOLERANCE, assert_within_rounding
 from tests.tiny import FAMILIES, tiny_model
@@ -47,7 +48,7 @@ def passes(monkeypatch):
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("heads", [2, 6])
 def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatch):
-    monkeypatch.setattr(attention, "_SCORES", scores)
+    monkeypatch.setattr(attention, "_MAX_SCORES", scores)
     rows, groups, shared, own, size = 3, 2, 7, 6, 4
     inputs = [
         torch.randn(rows, length, heads, size),
@@ -86,7 +87,7 @@ def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatc
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent], activated=[True, False])
 def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, activated, passes, monkeypatch):
-    monkeypatch.setattr(transformer, "_SHARED_SCORES", 0)
+    monkeypatch.setattr(transformer, "_MIN_SHARED_SCORES", 0)
     agent = make_agent(kind, family, activated)
     backbone = agent.policy._backbone
     for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
@@ -98,7 +99,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
 
     def learned():
         passes.clear()
-        backbone.forget_all()
+        backbone.prefix_cache.clear()
         now = agent.policy.evaluate(segments)
         gradients = torch.autograd.grad(now.logprobs[now.mask].square().sum() + now.values.square().sum(), weights)
         return now, gradients
@@ -107,7 +108,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
     assert passes
     if kind is WordAgent:
         assert shared.logprobs[shared.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
-    backbone._can_share = False
+    backbone.transformer.can_share = False
     copied, copied_gradients = learned()
     assert not passes
     for name in ("logprobs", "values", "entropy"):
@@ -119,7 +120,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
 def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
     model = tiny_model("llama")
     model.pretrained_model.get_base_model().set_attn_implementation("eager")
-    assert not prefix_cache.PrefixCache(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
+    assert not verified_transformer(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
     assert not passes
 
 
@@ -140,14 +141,14 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
     def blind_fused(query, key, value, angles, kept, shared, mask, scaling):
         return fused(query, key, value, angles, kept, shared, narrowed(mask), scaling)
 
-    usual = prefix_cache.PrefixCache(tiny_model(family))
-    assert usual._can_share
+    usual = verified_transformer(tiny_model(family))
+    assert usual.can_share
     monkeypatch.setattr(fused_layer, "attend_with_gradients", blind_fused)
-    monkeypatch.setattr(transformer, "_CHECKED", {})
+    monkeypatch.setattr(verification, "_FINDINGS", {})
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
-        misled = prefix_cache.PrefixCache(tiny_model(family))
-        assert not misled._can_share
+        misled = verified_transformer(tiny_model(family))
+        assert not misled.can_share
     finally:
         ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 
@@ -156,29 +157,29 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
 @pytest.mark.pairwise(family=FAMILIES, dtype=[torch.float32, torch.bfloat16])
 def test_what_is_shared_is_seen_with_an_activated_adapter_over_packed_weights(family, dtype):
     model = tiny_model(family).to(torch.bfloat16).to(dtype)
-    assert prefix_cache.PrefixCache(model)._can_share
+    assert verified_transformer(model).can_share
 
 
 def test_few_queries_get_a_copy():
     backbone = make_agent().policy._backbone
     prefix = torch.zeros(8, 2, 32, 8)
-    assert backbone.shares(prefix, 32)
-    assert not backbone.shares(prefix, 31)
-    assert not backbone.shares(prefix[:, :, :0], 10_000)
+    assert backbone.transformer.shares(prefix, 32)
+    assert not backbone.transformer.shares(prefix, 31)
+    assert not backbone.transformer.shares(prefix[:, :, :0], 10_000)
 
 
 def test_the_model_attends_as_before_once_a_pass_has_ended():
     backbone = make_agent().policy._backbone
-    config = backbone._body.config
+    config = backbone.transformer.body.config
     prefix = backbone.prefix((1, 2, 3))[1]
     cache = KVBuffer(prefix, 1, 4, True).cache(slice(None), 3)
-    with attention.sharing(backbone._body, cache) as given:
+    with attention.sharing(backbone.transformer.body, cache) as given:
         assert given["shared_prefix"]
         assert config._attn_implementation == attention._NAME
     assert config._attn_implementation == "sdpa"
-    with pytest.raises(RuntimeError), attention.sharing(backbone._body, cache):
+    with pytest.raises(RuntimeError), attention.sharing(backbone.transformer.body, cache):
         raise RuntimeError
     assert config._attn_implementation == "sdpa"
-    with attention.sharing(backbone._body, DynamicCache()) as given:
+    with attention.sharing(backbone.transformer.body, DynamicCache()) as given:
         assert given == {}
         assert config._attn_implementation == "sdpa"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamagym.engine.gathering import GatheringCache
+from llamagym.engine.kv_cache import GatheringCache
 from llamagym.engine.radix_tree import Activations
 
 LAYERS, HEADS, WIDTH, NEW = 3, 2, 4, 2
@@ -31,7 +31,7 @@ def test_each_layer_holds_what_is_known_and_new_columns_are_kept(given, is_share
     prefix, histories = given
     with torch.set_grad_enabled(learns):
         cache = GatheringCache(prefix, histories, LONGEST, NEW, is_shared, FIRST)
-        cache._at_once = at_once
+        cache._layers_at_once = at_once
         own = LONGEST + (0 if is_shared else PREFIX)
         new = torch.arange(2 * LAYERS * len(SIZES) * HEADS * NEW * WIDTH).float()
         new = new.view(LAYERS, 2, len(SIZES), HEADS, NEW, WIDTH).requires_grad_(learns)

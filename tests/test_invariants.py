@@ -41,7 +41,7 @@ def plain_logprobs(agent, ids, opening, temperature=1.0, model=None):
 
 def forget(agent):
     """Drop what was read before."""
-    agent.policy._backbone.forget_all()
+    agent.policy._backbone.prefix_cache.clear()
 
 
 def context_ids(segment):
@@ -211,9 +211,9 @@ def test_histories_are_read_once_and_recalled_exactly(family):
     assert middle - before > policy.tokens_forwarded - middle
     assert torch.equal(again.logprobs, policy.evaluate(segments).logprobs)
     # The control: no layer is skipped.
-    assert backbone._trunk is not None
+    assert backbone.transformer.trunk is not None
     forget(agent)
-    backbone._trunk, backbone._top, backbone._first_top_layer = None, backbone._body, 0
+    backbone.transformer.unsplit()
     recomputed = policy.evaluate(segments)
     assert torch.allclose(first.logprobs, recomputed.logprobs, atol=LOGPROB_TOLERANCE)
 

@@ -40,7 +40,7 @@ def no_gradients():
 @pytest.fixture(params=[pytest.param(True, marks=pytest.mark.long), False], ids=["threads", "alone"])
 def has_threads(request, monkeypatch):
     monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
-    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 64)
+    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
@@ -132,7 +132,7 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
     columns, dtype, threads, is_joint, heads, length, monkeypatch
 ):
     before, own = columns
-    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows, groups, size = 3, 2, 8
     widths = [heads * size, groups * size, groups * size]
@@ -210,7 +210,7 @@ def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
 def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        attention_kernel, "_attend", lambda products, *given: calls.append(compiling.parts_of(products))
+        attention_kernel, "_attend", lambda products, *given: calls.append(compiling.thread_count(products))
     )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
@@ -236,7 +236,7 @@ def test_a_compiled_function_runs_in_as_many_parts_as_pay(monkeypatch):
     states, weight = torch.randn(600, 1000), torch.ones(1000)
     whole = rowwise.normalize(states, weight, 1e-5)[1]
     alone = torch.cat([rowwise.normalize(part, weight, 1e-5)[1] for part in states.split(200)])
-    assert compiling.parts_of(states.numel()) == 2 > compiling.parts_of(200 * 1000) == 1
+    assert compiling.thread_count(states.numel()) == 2 > compiling.thread_count(200 * 1000) == 1
     assert torch.equal(whole, alone)
 
 
@@ -326,10 +326,10 @@ KERNELS = Path(compiling.__file__).parent
 def test_a_change_of_any_source_is_another_stamp(name: str, tmp_path):
     for path in KERNELS.glob("*.py"):
         shutil.copy(path, tmp_path)
-    assert compiling.stamp_of(tmp_path) == compiling.stamp_of(KERNELS)
+    assert compiling.source_hash(tmp_path) == compiling.source_hash(KERNELS)
     changed = tmp_path / name
     changed.write_text(changed.read_text() + "#")
-    assert compiling.stamp_of(tmp_path) != compiling.stamp_of(KERNELS)
+    assert compiling.source_hash(tmp_path) != compiling.source_hash(KERNELS)
 
 
 @pytest.mark.long
@@ -343,7 +343,7 @@ def test_machine_code_of_another_version_is_not_run(tmp_path):
     before = float(run(capture_output=True).stdout)
     copied = package / "engine" / "cpu" / "compiling.py"
     source = copied.read_text()
-    result = "return np.float32(0) if is_nothing else "
+    result = "return np.float32(0) if underflows else "
     assert source.count(result) == 1
     copied.write_text(source.replace(result, result + "np.float32(2) * "))
     after = float(run(capture_output=True).stdout)

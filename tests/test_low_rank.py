@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import nn
 
-from llamagym.engine.cpu.low_rank import add_low_rank
+from llamagym.engine.cpu.fused_layer import add_low_rank
 from llamagym.models.peft_internals import low_rank_of
 from tests.rounding import assert_within_rounding
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llamagym.engine.cpu import packing
-from llamagym.engine.cpu.packing import Packed
+from llamagym.engine.cpu.packing import PackedWeights
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.rounding import assert_within_rounding, in_float64, rounding_noise
 from tests.tiny import FAMILIES, tiny_model
@@ -68,7 +68,7 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
 
     expected = outputs_and_gradient(copy.deepcopy(layer).double(), inputs.double())
     usual = outputs_and_gradient(layer, inputs)
-    with Packed(layer, AMPLE):
+    with PackedWeights(layer, AMPLE):
         received = outputs_and_gradient(layer, inputs)
     assert len(products) == (3 if len(inputs) else 0)
     dtype = layer.weight.dtype
@@ -84,7 +84,7 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
 def test_a_bias_learns_beside_a_frozen_weight(products):
     layer, inputs = frozen_layer(), torch.randn(3, 24)
     layer.bias.requires_grad_(True)
-    with Packed(layer, AMPLE):
+    with PackedWeights(layer, AMPLE):
         layer(inputs).sum().backward()
     assert products
     assert torch.equal(layer.bias.grad, torch.full((40,), 3.0))
@@ -93,7 +93,7 @@ def test_a_bias_learns_beside_a_frozen_weight(products):
 def test_outside_the_context_the_model_is_as_it_was(products):
     layer = frozen_layer()
     names = set(vars(layer))
-    with pytest.raises(RuntimeError), Packed(layer, AMPLE):
+    with pytest.raises(RuntimeError), PackedWeights(layer, AMPLE):
         layer(torch.randn(2, 23))
     products.clear()
     layer(torch.randn(2, 24))
@@ -118,7 +118,7 @@ def test_outside_the_context_the_model_is_as_it_was(products):
 )
 def test_a_copy_follows_its_weight(change, is_packed, products):
     layer = frozen_layer()
-    packed = Packed(layer, AMPLE)
+    packed = PackedWeights(layer, AMPLE)
     with packed:
         layer(torch.randn(3, 24))
     change(layer)
@@ -136,7 +136,7 @@ def test_what_is_trained_hooked_or_in_float64_is_left_alone():
     layers["hooked"].forward = layers["hooked"].forward
     layers["wide"].double()
     layers["trained"].requires_grad_(True)
-    with Packed(layers, AMPLE):
+    with PackedWeights(layers, AMPLE):
         replaced = [name for name, layer in layers.items() if "forward" in vars(layer)]
         hooked = layers["hooked"].forward
     assert replaced == ["plain", "hooked"]
@@ -145,7 +145,7 @@ def test_what_is_trained_hooked_or_in_float64_is_left_alone():
 
 def test_a_forward_that_another_library_sets_meanwhile_stays():
     layer = frozen_layer()
-    packed = Packed(layer, AMPLE)
+    packed = PackedWeights(layer, AMPLE)
     layer.forward = lambda inputs: "before"
     with packed:
         assert layer(None) == "before"
@@ -157,7 +157,7 @@ def test_a_forward_that_another_library_sets_meanwhile_stays():
 def test_copies_take_a_share_of_the_memory(room, is_packed, products):
     first, second = frozen_layer(), frozen_layer(inputs=40, outputs=24)
     inputs = torch.randn(3, 24)
-    with Packed(nn.Sequential(first, second), room * first.weight.nbytes // 2):
+    with PackedWeights(nn.Sequential(first, second), room * first.weight.nbytes // 2):
         hidden = first(inputs)
         output = second(hidden)
     assert [any(given is fed for given in products) for fed in (inputs, hidden)] == is_packed
@@ -169,7 +169,7 @@ def test_copies_take_a_share_of_the_memory(room, is_packed, products):
 def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products):
     layer = frozen_layer()
     leaf = torch.randn(3, 24, requires_grad=True)
-    with Packed(layer, room * layer.weight.nbytes // 2):
+    with PackedWeights(layer, room * layer.weight.nbytes // 2):
         layer(leaf).sum().backward()
     assert len(products) == room
     weight = layer.weight.double()
@@ -179,7 +179,7 @@ def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products):
 
 def test_temporary_copies_are_dropped_and_others_stay(products):
     first, second = frozen_layer(), frozen_layer()
-    packed = Packed(nn.ModuleList((first, second)), int(1.5 * first.weight.nbytes // 2))
+    packed = PackedWeights(nn.ModuleList((first, second)), int(1.5 * first.weight.nbytes // 2))
     inputs = torch.randn(3, 24)
     with packed:
         with packed.temporary():
@@ -196,7 +196,7 @@ def test_a_copy_takes_half_of_what_float16_holds(rounding, share, products):
     layer = frozen_layer(rounding=rounding)
     for room, is_packed in ((share, True), (0.9 * share, False)):
         products.clear()
-        with Packed(layer, int(room * layer.weight.nbytes)):
+        with PackedWeights(layer, int(room * layer.weight.nbytes)):
             layer(torch.randn(3, 24))
         assert bool(products) == is_packed
 
@@ -217,14 +217,14 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind, mon
     agent.act("x")
     assert agent.policy.num_updates
     assert agent.policy.is_initialized_from_data
-    copies = agent.policy._backbone._acceleration._packed._copies
+    copies = agent.policy._backbone.transformer._acceleration._packed._weights
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]
     assert {is_transposed for _, is_transposed in copied} == {True, False}
     assert len(set(copied)) == len(copied)
     # Choices need no product with the whole vocabulary.
-    assert (kind is WordAgent) == (agent.policy._backbone._head in {layer for layer, _ in copied})
+    assert (kind is WordAgent) == (agent.policy._backbone.transformer._head in {layer for layer, _ in copied})
     # None is made twice. Where the adapter is aimed, q, k, v, gate and up of its layers multiply one by one, once.
-    watched = 5 * len(agent.policy._backbone._top.layers)
+    watched = 5 * len(agent.policy._backbone.transformer.top.layers)
     assert len(made) == len(copies) + watched
 
 
@@ -245,7 +245,7 @@ def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(kind, family
     assert products
     model, ids = agent.policy.model.pretrained_model.get_base_model(), torch.tensor([[1, 2, 3, 4]])
     before = len(products)
-    with torch.no_grad(), agent.policy._backbone._acceleration._packed:
+    with torch.no_grad(), agent.policy._backbone.transformer._acceleration._packed:
         received = model(ids).logits
     assert len(products) > before
     assert_as_exact(received, model, ids)
@@ -257,7 +257,7 @@ def test_an_adapter_can_be_merged_and_taken_out_again(safely, products):
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight)
-    packed, ids = Packed(model, AMPLE), torch.tensor([[1, 2, 3, 4]])
+    packed, ids = PackedWeights(model, AMPLE), torch.tensor([[1, 2, 3, 4]])
 
     @torch.no_grad()
     def check():

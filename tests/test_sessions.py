@@ -42,7 +42,7 @@ def step(agent, text="x"):
 def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activated):
     agent = settled(make_agent(SingleTokens, family, activated))
     # Byte-level tokens are many; the dropping of turns has a test of its own.
-    agent.policy._backbone.max_length = 10_000
+    agent.policy._backbone.transformer.max_length = 10_000
     step(agent)
     for _ in range(2, 26):
         forwarded = step(agent)
@@ -57,7 +57,7 @@ def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activate
 @pytest.mark.pairwise(activated=[True, False], family=FAMILIES)
 def test_free_text_forwards_each_token_of_a_conversation_once(family, activated):
     agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6})
-    agent.policy._backbone.max_length = 10_000
+    agent.policy._backbone.transformer.max_length = 10_000
     forwarded = step(agent)
     turn = agent.conversation(0).turns[-1]
     # Nothing is forwarded for the last sampled token until it is history.
@@ -72,14 +72,14 @@ def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
     """Then nothing that writing left holds for histories."""
     agent = make_agent(WordAgent, generate={"max_new_tokens": 6})
     backbone = agent.policy._backbone
-    backbone._trunk, backbone._top, backbone._first_top_layer = None, backbone._body, 0
+    backbone.transformer.unsplit()
     for _ in range(3):
         forwarded = step(agent)
     earlier, turn = agent.conversation(0).turns[-2:]
     again = earlier.prompt.opening_length + len(earlier.reply.ids) - 1
     assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids) + again
     recorded = [logprob for turn in agent.conversation(0).turns for logprob in turn.reply.logprobs]
-    backbone.forget_all()
+    backbone.prefix_cache.clear()
     now = agent.policy.evaluate([agent.conversation(0).current_segment()])
     assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
 
@@ -88,7 +88,7 @@ def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
 @pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], context=["episode", "turn"])
 def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     agent = make_agent(kind, context=context)
-    agent.policy._backbone.max_length = 10_000
+    agent.policy._backbone.transformer.max_length = 10_000
     for turn in range(3):
         agent.act_batch(["x" * (env + turn) for env in range(4)])
         agent.assign_rewards([0.0] * 4)
@@ -96,11 +96,11 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     if context == "turn":
         segments = [Segment((turn,)) for segment in segments for turn in segment.turns]
     passes = []
-    handle = agent.policy._backbone._trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    handle = agent.policy._backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
     now = agent.policy.evaluate(segments)
     assert not passes
     # The control: once that is forgotten they must run.
-    agent.policy._backbone.forget_all()
+    agent.policy._backbone.prefix_cache.clear()
     again = agent.policy.evaluate(segments)
     handle.remove()
     assert passes
@@ -110,7 +110,7 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
 def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers():
     agent, passes = make_agent(WordAgent, context="turn", generate={"max_new_tokens": 1}), []
     step(agent, "a")
-    agent.policy._backbone._trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    agent.policy._backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
     agent.policy.seed(1)
     step(agent, "b")
     # One pass over the observation and what opens the reply; none when it comes again, whatever has been learned since.
@@ -162,7 +162,7 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
     segments = [agent.conversation(env).current_segment() for env in range(3)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
     grown = entries_of(policy._backbone, trees)
-    policy._backbone.forget_all()
+    policy._backbone.prefix_cache.clear()
     assert max(tree.context_length for tree in trees) > 64
     for one, other in zip(grown, entries_of(policy._backbone, trees), strict=True):
         assert torch.allclose(one, other, atol=LOGPROB_TOLERANCE)
@@ -189,7 +189,7 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
     backbone = agent.policy._backbone
     together = entries_of(backbone, trees)
     for tree, entries in zip(trees, together, strict=True):
-        backbone.forget_all()
+        backbone.prefix_cache.clear()
         assert torch.allclose(entries_of(backbone, [tree])[0], entries, atol=LOGPROB_TOLERANCE)
 
 
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_read_again():
     step(agent)
     usual = step(agent)
     backbone = agent.policy._backbone
-    backbone.activations = RadixTree(max_bytes=1000)
+    backbone.prefix_cache.activations = RadixTree(max_bytes=1000)
     assert step(agent) > 3 * usual
     conversation = agent.conversation(0)
     recorded = [turn.reply.logprobs[0] for turn in conversation.turns]
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_read_again():
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, SingleTokens])
 def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(family, kind):
     agent = settled(make_agent(kind, family, ppo={"batch_size": 20, "mini_batch_size": 20}, response_prefix="I say "))
-    agent.policy._backbone.max_length = 300
+    agent.policy._backbone.transformer.max_length = 300
     for turn in range(20):
         agent.act(f"number {turn}")
         agent.assign_reward(0.0)

@@ -291,7 +291,7 @@ def test_a_state_is_another_only_after_a_change(activated: bool):
     assert state.change() is Change.NONE
     change_base(agent)
     assert state.change() is Change.FROZEN
-    state.keep()
+    state.record()
     assert (state.change(), state.number) == (Change.NONE, 1)
     resize(agent)
     assert state.change() is Change.PARTS

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from llamagym.engine import transformer
-from llamagym.engine.structure import structure_of
+from llamagym.engine import verification
+from llamagym.engine.verification import structure_of
 from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model
 
@@ -22,14 +22,14 @@ def model() -> Any:
 
 
 def test_models_that_differ_in_weights_alone_are_checked_once(monkeypatch):
-    monkeypatch.setattr(transformer, "_CHECKED", {})
-    checks, check = [], transformer.Transformer._check
-    monkeypatch.setattr(transformer.Transformer, "_check", lambda self: checks.append(self) or check(self))
+    monkeypatch.setattr(verification, "_FINDINGS", {})
+    checks, compare = [], verification._compare
+    monkeypatch.setattr(verification, "_compare", lambda checked: checks.append(checked) or compare(checked))
     agents = [make_agent(ChoiceAgent) for _ in range(2)]
     assert len(checks) == 1
-    one, other = (agent.policy._backbone for agent in agents)
-    assert one._first_top_layer == other._first_top_layer > 0
-    assert one._can_share == other._can_share
+    one, other = (agent.policy._backbone.transformer for agent in agents)
+    assert one.first_top_layer == other.first_top_layer > 0
+    assert one.can_share == other.can_share
     make_agent(ChoiceAgent, "qwen3")
     make_agent(ChoiceAgent, activated=False)
     make_agent(ChoiceAgent, dtype=torch.bfloat16)
@@ -37,11 +37,11 @@ def test_models_that_differ_in_weights_alone_are_checked_once(monkeypatch):
 
 
 def test_only_so_many_structures_are_kept(monkeypatch):
-    monkeypatch.setattr(transformer, "_CHECKED", {})
-    monkeypatch.setattr(transformer, "_MOST_CHECKED", 2)
+    monkeypatch.setattr(verification, "_FINDINGS", {})
+    monkeypatch.setattr(verification, "_MAX_FINDINGS", 2)
     for family in ("llama", "qwen3", "gemma"):
         make_agent(ChoiceAgent, family)
-    assert len(transformer._CHECKED) == 2
+    assert len(verification._FINDINGS) == 2
 
 
 def eager(lm: Any) -> None:
