@@ -1,4 +1,4 @@
-"""Layers that run as one function: they say what the model's own modules say, and step aside where they must."""
+"""Fused layers compute what the model's own modules compute, and leave to these what they cannot."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.tiny import FAMILIES, tiny_model
 pytestmark = pytest.mark.kernels
 
 FUSED = {"llama", "smollm", "qwen2", "qwen3"}
-# The longest sum that runs in a dtype: the feed-forward block's; bfloat16's run in float32.
+# Terms of the longest sum in a dtype, the feed-forward block's; sums of bfloat16 numbers run in float32.
 TERMS = {torch.float32: 64, torch.bfloat16: 1}
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The layers that have run as one function so far."""
+    """The layers that have run fused so far."""
     layers, run = [], fused_layer._FusedLayer._run
 
     def counted(fused, *given, **more):
@@ -38,7 +38,7 @@ def runs(monkeypatch):
 
 
 def model_of(family, activated=True, dtype=torch.float32):
-    """A model whose adapter does something."""
+    """A model whose adapter is not zero."""
     model = tiny_model(family, activated=activated).to(dtype)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -51,7 +51,7 @@ def transformer_of(family, activated=True, dtype=torch.float32):
 
 
 def states_of(transformer, is_shared, dtype=None):
-    """What two rows of three tokens after a shared prefix become, and the entries that they leave."""
+    """Hidden states and cache entries of two rows of three tokens after a shared prefix."""
     prefix = torch.randn(
         len(transformer.no_entries), transformer.no_entries.shape[1], 4, transformer.no_entries.shape[3]
     )
@@ -71,7 +71,7 @@ def flat(parts):
 
 
 def exact_and_allowed(model, compute, dtype):
-    """What `compute` makes of a float64 copy of the model, and how far off a computation in `dtype` may be."""
+    """The result of `compute` for a float64 copy of the model, and the error that `dtype` allows."""
     exact = verified_transformer(in_float64(model))
     return compute(exact), rounding_noise(lambda: compute(exact), exact._lm, dtype, TERMS[dtype])
 
@@ -79,7 +79,7 @@ def exact_and_allowed(model, compute, dtype):
 @torch.no_grad()
 @pytest.mark.numerical
 @pytest.mark.pairwise(family=FAMILIES, activated=[True, False], is_shared=[True, False], dtype=list(TERMS))
-def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
+def test_fused_layers_equal_unfused_ones(family, activated, is_shared, dtype, runs):
     model = model_of(family, activated, dtype)
     transformer = verified_transformer(model)
 
@@ -100,7 +100,7 @@ def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_acting_is_fused_and_what_learning_reads_below_the_adapter_too(kind, runs):
+def test_acting_and_frozen_layers_in_learning_run_fused(kind, runs):
     agent = make_agent(kind)
     transformer = agent.policy._backbone.transformer
     layers = list(transformer.body.layers)
@@ -116,7 +116,7 @@ def test_acting_is_fused_and_what_learning_reads_below_the_adapter_too(kind, run
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", sorted(FUSED))
-def test_hooks_are_called(family, runs):
+def test_layers_with_hooks_run_unfused(family, runs):
     transformer = transformer_of(family)
     called = []
     attention = transformer.body.layers[0].self_attn
@@ -130,8 +130,8 @@ def test_hooks_are_called(family, runs):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(TERMS))
-def test_a_call_that_returns_hidden_states_does_not_change_later_passes(dtype, runs):
-    """Transformers leaves hooks on all layers then, which do nothing in a pass that returns none."""
+def test_output_hooks_of_transformers_do_not_unfuse_layers(dtype, runs):
+    """Returning hidden states leaves hooks on all layers, which do nothing in passes that return none."""
     model = model_of("llama", dtype=dtype)
     transformer = verified_transformer(model)
     torch.manual_seed(1)
@@ -147,7 +147,7 @@ def test_a_call_that_returns_hidden_states_does_not_change_later_passes(dtype, r
 
 
 @torch.no_grad()
-def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
+def test_layers_with_replaced_forward_run_unfused(runs):
     model = tiny_model("llama")
     layers = model.pretrained_model.get_base_model().model.layers
     norm = layers[0].input_layernorm
@@ -164,7 +164,7 @@ def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
 
 
 def gradients_of(transformer, is_shared, dtype):
-    """Of all trained weights, of a sum over what two rows become."""
+    """Gradients of all trained weights, of a sum over the hidden states of two rows."""
     torch.manual_seed(1)
     trained = [weight for weight in transformer.body.parameters() if weight.requires_grad]
     with torch.enable_grad():
@@ -174,7 +174,7 @@ def gradients_of(transformer, is_shared, dtype):
 
 @pytest.mark.numerical
 @pytest.mark.pairwise(family=sorted(FUSED), is_shared=[True, False], dtype=list(TERMS))
-def test_gradients_are_the_same(family, is_shared, dtype, runs):
+def test_fused_gradients_equal_unfused_ones(family, is_shared, dtype, runs):
     model = model_of(family, dtype=dtype)
     transformer = verified_transformer(model)
     runs.clear()
@@ -190,7 +190,7 @@ def test_gradients_are_the_same(family, is_shared, dtype, runs):
 
 
 @pytest.mark.numerical
-def test_scores_that_are_too_many_to_hold_are_not_held(monkeypatch):
+def test_too_many_scores_are_not_stored(monkeypatch):
     model, dtype = model_of("llama"), torch.float32
     transformer = verified_transformer(model)
     held = []
@@ -205,7 +205,7 @@ def test_scores_that_are_too_many_to_hold_are_not_held(monkeypatch):
     assert len(held) == len(transformer.body.layers)
 
 
-def test_norms_that_learn_run_as_they_are(runs):
+def test_layers_with_trained_norms_run_unfused(runs):
     transformer = transformer_of("llama")
     layers = list(transformer.body.layers)
     layers[0].input_layernorm.weight.requires_grad_()
@@ -216,7 +216,7 @@ def test_norms_that_learn_run_as_they_are(runs):
 
 
 @torch.no_grad()
-def test_mixed_precision_runs_as_it_is(runs):
+def test_autocast_runs_unfused(runs):
     transformer = transformer_of("llama")
     runs.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -224,7 +224,7 @@ def test_mixed_precision_runs_as_it_is(runs):
     assert not runs
 
 
-def test_many_passes_open_the_model_once_and_leave_it_as_it_was():
+def test_ready_can_be_nested_and_restores_the_model():
     transformer = transformer_of("llama")
     layers = list(transformer.body.layers)
 
@@ -240,7 +240,7 @@ def test_many_passes_open_the_model_once_and_leave_it_as_it_was():
     assert not any("forward" in vars(module) for module in transformer.lm.modules())
 
 
-def test_no_weight_is_copied_twice():
+def test_no_weight_is_packed_twice():
     agent = make_agent(WordAgent)
     for _ in range(2):
         agent.act_batch(["a", "bb"])
@@ -253,7 +253,7 @@ def test_no_weight_is_copied_twice():
 
 
 @pytest.mark.parametrize("fault", ["wrong", "failing"])
-def test_a_layer_that_computes_otherwise_is_found_out(fault, monkeypatch, runs):
+def test_wrong_fused_layers_are_disabled(fault, monkeypatch, runs):
     def gated(gate, up):
         if fault == "failing":
             raise TypeError("no such argument")
@@ -270,7 +270,7 @@ def test_a_layer_that_computes_otherwise_is_found_out(fault, monkeypatch, runs):
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["merged", "off", "two", "dropout"])
-def test_an_adapter_that_does_more_than_add_is_the_adapter_s_own(change):
+def test_adapters_beyond_plain_lora_run_in_peft(change):
     transformer = transformer_of("llama", activated=False)
     model = transformer.lm
     peft_layers = [module for module in model.modules() if hasattr(module, "lora_A")]

@@ -1,4 +1,4 @@
-"""What is known of histories, gathered for a pass: one layer at a time, or all at once, without or with gradients."""
+"""`GatheringCache` gathers histories one layer at a time or all at once, with gradients or without."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def given():
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("at_once", [1, LAYERS])
 @pytest.mark.parametrize("learns", [False, True])
-def test_each_layer_holds_what_is_known_and_new_columns_are_kept(given, is_shared, at_once, learns):
+def test_gathers_each_layer_and_saves_new_columns(given, is_shared, at_once, learns):
     prefix, histories = given
     with torch.set_grad_enabled(learns):
         cache = GatheringCache(prefix, histories, LONGEST, NEW, is_shared, FIRST)
@@ -49,7 +49,7 @@ def test_each_layer_holds_what_is_known_and_new_columns_are_kept(given, is_share
                 assert torch.equal(pair[:, :, own:], new[layer, :, row])
             kept.append((keys, values))
     if learns:
-        # What an earlier layer attended to is still there on the way back.
+        # The backward pass finds the keys and values of earlier layers unchanged.
         assert torch.equal(kept[0][0][1, :, own - LONGEST : own - 1], histories[1][0].entries[0])
         sum(part.sum() for pair in kept for part in pair).backward()
         assert torch.equal(new.grad, torch.ones_like(new))

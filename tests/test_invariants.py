@@ -197,7 +197,7 @@ def test_an_episode_as_one_sequence_equals_turn_by_turn(family, kind):
 
 
 @pytest.mark.pairwise(family=FAMILIES)
-def test_histories_are_read_once_and_recalled_exactly(family):
+def test_histories_run_once_and_are_recalled_exactly(family):
     agent = make_agent(ChoiceAgent, family)
     segments = [c.current_segment() for c in play(agent)]
     policy, backbone = agent.policy, agent.policy._backbone
@@ -230,7 +230,7 @@ def test_the_reference_is_the_model_without_its_adapter(family, activated):
     assert reference.logprobs[0].tolist() == pytest.approx(wanted, abs=LOGPROB_TOLERANCE)
 
 
-def test_a_node_sees_its_context_and_its_ancestors_and_nothing_else():
+def test_node_attends_to_its_context_and_ancestors_only():
     agent = make_agent(ChoiceAgent, "llama")
     segments = [c.current_segment() for c in play(agent, steps=2, envs=3)]
     trees = [TokenTree.from_segment(s) for s in segments]

@@ -84,8 +84,9 @@ def _attend(
     rows, heads = query.shape[:2]
     if torch.is_grad_enabled() and may_store_scores(attention_mask, heads):
         return attend_in_parts(query, key, value, attention_mask, scaling, shared), None
-    key = torch.cat([shared[0].expand(rows, -1, -1, -1), key], dim=2)
-    value = torch.cat([shared[1].expand(rows, -1, -1, -1), value], dim=2)
+    shared_key, shared_value = shared
+    key = torch.cat([shared_key.expand(rows, -1, -1, -1), key], dim=2)
+    value = torch.cat([shared_value.expand(rows, -1, -1, -1), value], dim=2)
     output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2), None
 

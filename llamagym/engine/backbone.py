@@ -87,13 +87,13 @@ class Backbone:
             cache: BufferCache = self._prefill_with_gradients(batch)
         else:
             contexts = self.prefill(trees, with_decisions=self.history_is_frozen)
-            cache = self._gathering_cache(
-                self.prefix(trees[0].prefix)[1],
-                [context.history for context in contexts],
-                batch.history.shape[1],
-                nodes.inputs.shape,
-                self.transformer.first_top_layer,
-            )
+            prefix = self.prefix(trees[0].prefix)[1]
+            histories = [context.history for context in contexts]
+            size = batch.history.shape[1]
+            width = nodes.inputs.shape[1]
+            is_shared = self.transformer.shares(prefix, nodes.inputs.numel())
+            first_layer = self.transformer.first_top_layer
+            cache = GatheringCache(prefix, histories, size, width, is_shared, first_layer)
             trunk_outputs = [context.decisions.hidden for context in contexts if context.decisions is not None]
             if trunk_outputs:
                 nodes = nodes._replace(inputs=pad_sequence(trunk_outputs, batch_first=True))
@@ -247,24 +247,12 @@ class Backbone:
         lengths = torch.tensor([token_count(history) for history in histories])[:, None]
         tokens = _continuation(inputs, lengths, prefix.shape[2], decisions)
         first_layer = transformer.first_top_layer if layers is transformer.top else 0
-        new_shape = len(inputs), size + width
-        cache = self._gathering_cache(prefix, histories, int(lengths.max()), new_shape, first_layer)
+        is_shared = transformer.shares(prefix, len(inputs) * (size + width))
+        cache = GatheringCache(prefix, histories, int(lengths.max()), size + width, is_shared, first_layer)
         hidden = transformer.run(layers, tokens, cache)
         for row, own in enumerate(inputs):
             new = Activations(cache.new_entries(row), hidden[row])
             yield new[: len(own)], new[size:]
-
-    def _gathering_cache(
-        self,
-        prefix: Tensor,
-        histories: Sequence[Sequence[Activations]],
-        size: int,
-        new_shape: Sequence[int],
-        first_layer: int,
-    ) -> GatheringCache:
-        """KV cache for a pass over `new_shape` tokens (B, T); see `GatheringCache`."""
-        is_shared = self.transformer.shares(prefix, new_shape[0] * new_shape[1])
-        return GatheringCache(prefix, histories, size, new_shape[1], is_shared, first_layer)
 
 
 def _continuation(inputs: Sequence[Tensor], lengths: Tensor, prefix_length: int, decisions: Tokens | None) -> Tokens:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,20 @@ class _Findings:
     can_fuse: bool
     can_share: bool
     can_split: bool | None = None
+
+
+class _Sequence(NamedTuple):
+    """The probe as a plain sequence, run without acceleration.
+
+    Attributes:
+        layers: The first layers of a model.
+        cache: Their keys and values.
+        hidden: Their last hidden states, (T, H).
+    """
+
+    layers: nn.Module
+    cache: DynamicCache
+    hidden: Tensor
 
 
 # By a model's structure. The first model with a structure is compared.
@@ -106,20 +120,20 @@ def _compare(transformer: Transformer) -> _Findings:
         # The second layer's keys and values depend on what the first one saw. Over many layers bfloat16's rounding adds
         # up to as much as an error.
         layers = first_layers(transformer.body, max(2, _layers_with_all_types(transformer.body.config)))
-        reference, hidden = _run_sequence(transformer, layers)
+        sequence = _run_sequence(transformer, layers)
         with transformer.ready(is_accelerated=False):
-            if not _branches_match(transformer, layers, reference, hidden, is_shared=False):
+            if not _branches_match(transformer, sequence, is_shared=False):
                 reason = "tokens that follow cached ones, or branch off them, are computed otherwise"
                 raise rejected(transformer.lm, reason)
-        can_fuse = _try_branches(transformer, layers, reference, hidden, is_shared=False)
+        can_fuse = _try_branches(transformer, sequence, is_shared=False)
         if not can_fuse:
             transformer.unfuse(f"layers of {type(transformer.lm).__name__} compute something else")
         # Sharing was measured on CPUs only.
         may_share = attention_of(transformer.body.config) == "sdpa" and transformer.device.type == "cpu"
         can_share = (
             may_share
-            and _try_branches(transformer, layers, reference, hidden, is_shared=True)
-            and _try_branches(transformer, layers, reference, hidden, is_shared=True, with_gradients=True)
+            and _try_branches(transformer, sequence, is_shared=True)
+            and _try_branches(transformer, sequence, is_shared=True, with_gradients=True)
         )
     _compare_positions(transformer, layers)
     return _Findings(no_entries, window, can_fuse, can_share)
@@ -189,35 +203,22 @@ def _compare_logits(transformer: Transformer) -> Tensor:
 
 
 @torch.no_grad()
-def _run_sequence(transformer: Transformer, layers: nn.Module) -> tuple[DynamicCache, Tensor]:
-    """Keys and values of the probe as a plain sequence, and its last hidden states (T, H), without acceleration."""
+def _run_sequence(transformer: Transformer, layers: nn.Module) -> _Sequence:
     cache = DynamicCache()
     with acting_on_every_token(transformer.body), transformer.ready(is_accelerated=False):
         hidden = transformer.run(layers, _probe(), cache)
-    return cache, hidden[0]
+    return _Sequence(layers, cache, hidden[0])
 
 
-def _try_branches(
-    transformer: Transformer,
-    layers: nn.Module,
-    reference: DynamicCache,
-    hidden: Tensor,
-    is_shared: bool,
-    with_gradients: bool = False,
-) -> bool:
+def _try_branches(transformer: Transformer, sequence: _Sequence, is_shared: bool, with_gradients: bool = False) -> bool:
     """Like `_branches_match`; False if the computation fails."""
     with suppress(Exception):
-        return _branches_match(transformer, layers, reference, hidden, is_shared, with_gradients)
+        return _branches_match(transformer, sequence, is_shared, with_gradients)
     return False
 
 
 def _branches_match(
-    transformer: Transformer,
-    layers: nn.Module,
-    reference: DynamicCache,
-    hidden: Tensor,
-    is_shared: bool,
-    with_gradients: bool = False,
+    transformer: Transformer, sequence: _Sequence, is_shared: bool, with_gradients: bool = False
 ) -> bool:
     """Whether tokens that branch off a cache get the hidden states that they have in a plain sequence.
 
@@ -226,18 +227,16 @@ def _branches_match(
 
     Args:
         transformer: The model.
-        layers: Its first layers.
-        reference: Their keys and values of the probe in a plain sequence.
-        hidden: Their hidden states, (T, H).
+        sequence: The plain sequence.
         is_shared: Whether the rows attend to one shared prefix.
         with_gradients: Whether to compute as in training.
     """
     lengths = torch.tensor([_PROBE_TOKENS - 5, _PROBE_TOKENS - 3])
     columns = int(lengths.max())
-    prefix = entries_of(reference, slice(0, 2))[0]
+    prefix = entries_of(sequence.cache, slice(0, 2))[0]
     buffer = KVBuffer(prefix, len(lengths), columns + 5, is_shared)
     for row, length in enumerate(lengths.tolist()):
-        history = Activations(entries_of(reference, slice(2, length))[0], hidden[2:length])
+        history = Activations(entries_of(sequence.cache, slice(2, length))[0], sequence.hidden[2:length])
         buffer.fill(row, 2, [history], pad_to=columns)
     chain = torch.tensor([1, 3, 4])
     offsets = torch.tensor([0, 0, 0, 1, 2])
@@ -247,15 +246,14 @@ def _branches_match(
     visible_nodes = torch.eye(5, dtype=torch.bool)
     visible_nodes[chain[:, None], chain] = torch.ones(3, 3, dtype=torch.bool).tril()
     is_cached = torch.arange(columns) < lengths[:, None]
-    visible = torch.cat(
-        [is_cached[:, None].expand(-1, 5, -1), visible_nodes.expand(len(lengths), -1, -1)],
-        dim=2,
-    )
+    visible_columns = is_cached[:, None].expand(-1, 5, -1)
+    visible = torch.cat([visible_columns, visible_nodes.expand(len(lengths), -1, -1)], dim=2)
     key_positions = torch.cat([torch.arange(columns).expand(len(lengths), -1), positions], dim=1)
     with torch.set_grad_enabled(with_gradients), acting_on_every_token(transformer.body):
         cache = buffer.cache(slice(None), columns)
-        received = transformer.run(layers, Tokens(ids, positions, visible, key_positions), cache)[:, chain]
-    expected = hidden[positions[:, chain].to(hidden.device)]
+        tokens = Tokens(ids, positions, visible, key_positions)
+        received = transformer.run(sequence.layers, tokens, cache)[:, chain]
+    expected = sequence.hidden[positions[:, chain].to(sequence.hidden.device)]
     return _agree(transformer, received.detach(), expected)
 
 
