@@ -28,7 +28,7 @@ from .masks import Tokens, causal
 from .prefix_cache import ContextActivations, PrefixCache
 from .radix_tree import HISTORY, TRUNK, Activations, Ids, RadixTree, token_count
 from .token_tree import Batch, TokenTree
-from .transformer import Transformer
+from .verification import verified_transformer
 
 # Budget of the prefix cache: this share of the device's memory, or so many bytes where that is unknown. A token takes
 # 25 kB in a 135M model.
@@ -57,13 +57,11 @@ class Backbone:
         Raises:
             ModelLoadError: The model computes in a way that `Transformer` does not reproduce.
         """
-        self.transformer = Transformer(model)
+        self.transformer = verified_transformer(model)
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
         max_bytes = int(_CACHE_SHARE * memory_bytes(self.transformer.device)) or _CACHE_BYTES
         self.prefix_cache = PrefixCache(self.history_is_frozen, RadixTree(max_bytes))
-        if self.history_is_frozen:
-            self.transformer.split()
 
     def cost(self, tree: TokenTree) -> int:
         """Cost of a tree in a pass with gradients, in nodes; a cached token counts as an eighth of a node."""

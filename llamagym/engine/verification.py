@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from ..models.lora import is_activated
 from ..models.peft_internals import acting_on_every_token, adapter_state, lora_layers, tuner_layers, variant_types
 from ..models.torch_internals import CONTAINERS, HOOKS, hooks_of
 from ..models.transformers_internals import attention_function, attention_of, has_attention
@@ -77,12 +78,10 @@ _FINDINGS: dict[Hashable, _Findings] = {}
 _MAX_FINDINGS = 32
 
 
-def verified_transformer(model: AutoModelForCausalLMWithValueHead, is_split: bool = False) -> Transformer:
+def verified_transformer(model: AutoModelForCausalLMWithValueHead) -> Transformer:
     """The transformer of a model, after a comparison with the model's own forward pass.
 
-    Args:
-        model: Causal language model with value head.
-        is_split: Whether to split it at the first trained layer, where that gives the same hidden states.
+    With an activated LoRA it is split at the first trained layer, if that gives the same hidden states.
 
     Raises:
         ModelLoadError: They disagree; the message names the model's class and the reason.
@@ -102,7 +101,7 @@ def verified_transformer(model: AutoModelForCausalLMWithValueHead, is_split: boo
     transformer.window = findings.window
     if not findings.can_fuse:
         transformer.unfuse()
-    if is_split:
+    if is_activated(model.pretrained_model):
         _split(transformer, findings)
     return transformer
 
@@ -117,8 +116,8 @@ def _compare(transformer: Transformer) -> _Findings:
         raise rejected(transformer.lm, f"its layers do not follow sliding_window={window} of its config")
     with _narrow_window(transformer):
         no_entries = _compare_logits(transformer)
-        # The second layer's keys and values depend on what the first one saw. Over many layers bfloat16's rounding adds
-        # up to as much as an error.
+        # The second layer's keys and values show what the first one attended to. Over many layers bfloat16's rounding
+        # adds up to as much as an error.
         layers = first_layers(transformer.body, max(2, _layers_with_all_types(transformer.body.config)))
         sequence = _run_sequence(transformer, layers)
         with transformer.ready(is_accelerated=False):
