@@ -104,7 +104,9 @@ class BufferCache(Cache):
         """
         below: list[Any] = [DynamicLayer() for _ in range(first_layer)]
         super().__init__(layers=[*below, *layers])
-        self.prefix = None if prefix is None else [None] * first_layer + list(prefix)
+        self.prefix: list[Any] | None = None
+        if prefix is not None:
+            self.prefix = [*[None] * first_layer, *prefix]
         self.keeps_gradients = False
 
     def grow(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
