@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from llamagym.engine import transformer
+from llamagym.engine import verification
 from llamagym.engine.acceleration import is_enabled
 from llamagym.models.private_apis import DECLARED
 from tests.pairwise import pairwise
@@ -66,4 +66,4 @@ def _reproducible():
         if not vars(api).get("works", True):
             vars(api).pop("works")
             vars(api).pop("_fault", None)
-            transformer._CHECKED.clear()
+            verification._FINDINGS.clear()

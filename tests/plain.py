@@ -89,7 +89,7 @@ def compare(agent: Any, steps: int = 3, envs: int = 3) -> Difference:
     turns = [turn for segment in segments for turn in plain_turns(model, segment)]
     acting = max(far_apart(torch.tensor(turn.reply.logprobs), expected) for turn, expected in turns)
     # What was kept while acting must not stand in for what is computed.
-    agent.policy._backbone.forget_all()
+    agent.policy._backbone.prefix_cache.clear()
     weights = trained_weights(agent)
     received = agent.policy.evaluate(segments)
     learning = largest_error(received, turns)
@@ -131,7 +131,7 @@ def choosing_error(agent: Any, conversations: Sequence[Any]) -> float:
     errors = []
     trees = agent.policy.trees.of(contexts)
     backbone = agent.policy._backbone
-    own = backbone.logits(backbone.hidden_states(trees)).float().log_softmax(-1)
+    own = backbone.transformer.logits(backbone.hidden_states(trees)).float().log_softmax(-1)
     model = agent.policy.model.pretrained_model
     first = 0
     for tree in trees:

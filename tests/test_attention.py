@@ -1,4 +1,4 @@
-"""Attention to a prefix where it is: the same as to a copy in each row, in every family, acting and learning."""
+"""Attention to a shared prefix equals attention to a copy in each row, in every family, in acting and learning."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llamagym.engine import attention, prefix_cache, transformer
+from llamagym.engine import attention, transformer, verification
 from llamagym.engine.cpu import fused_layer
 from llamagym.engine.kv_cache import KVBuffer
-from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
+from llamagym.engine.verification import verified_transformer
+from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.rounding import LOGPROB_TOLERANCE, assert_within_rounding
 from tests.tiny import FAMILIES, tiny_model
 
-# The first model does it; these tests replace what is registered before they make theirs.
+# Usually the first model registers it; these tests replace the registered function before they load one.
 attention.register()
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """How many queries looked at a shared prefix, by layer and pass, but for fused layers that act."""
+    """Number of queries to a shared prefix, by layer and pass, except those of fused layers in acting."""
     rows, attend, fused = [], ALL_ATTENTION_FUNCTIONS[attention._NAME], fused_layer.attend_with_gradients
 
-    def counted_fused(query, key, value, angles, kept, shared, *others):
+    def counted_fused(query, key, value, angles, cached, shared, *others):
         if shared is not None:
             rows.append(query.shape[0] * query.shape[1])
-        return fused(query, key, value, angles, kept, shared, *others)
+        return fused(query, key, value, angles, cached, shared, *others)
 
     monkeypatch.setattr(fused_layer, "attend_with_gradients", counted_fused)
 
@@ -43,11 +44,11 @@ def passes(monkeypatch):
 
 @pytest.mark.numerical
 @pytest.mark.equivalence
-@pytest.mark.parametrize("scores", [0, 2**23], ids=["too many to hold", "held"])
+@pytest.mark.parametrize("scores", [0, 2**23], ids=["too many to store", "stored"])
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("heads", [2, 6])
-def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatch):
-    monkeypatch.setattr(attention, "_SCORES", scores)
+def test_shared_prefix_equals_a_copy_in_each_row(heads, length, scores, monkeypatch):
+    monkeypatch.setattr(attention, "_MAX_SCORES", scores)
     rows, groups, shared, own, size = 3, 2, 7, 6, 4
     inputs = [
         torch.randn(rows, length, heads, size),
@@ -59,7 +60,7 @@ def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatc
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     module = SimpleNamespace(layer_idx=1, num_key_value_groups=heads // groups, is_causal=True)
 
-    def seen_and_gradients(is_shared, dtype=torch.float32):
+    def output_and_gradients(is_shared, dtype=torch.float32):
         query, key, value, prefix = leaves = [part.to(dtype).clone().requires_grad_() for part in inputs]
         if is_shared:
             more = {"shared_prefix": [None, prefix]}
@@ -68,25 +69,25 @@ def test_it_is_attention_to_a_copy_in_each_row(heads, length, scores, monkeypatc
             prefixes = prefix[:, None].expand(-1, rows, -1, -1, -1)
             key, value = torch.cat([prefixes, torch.stack([key, value])], dim=3)
         attend = ALL_ATTENTION_FUNCTIONS[attention._NAME if is_shared else "sdpa"]
-        seen, _ = attend(module, query.transpose(1, 2), key, value, mask.to(dtype), scaling=0.3, dropout=0.0, **more)
-        seen.square().sum().backward()
-        return [seen.detach(), *(leaf.grad for leaf in leaves)]
+        output, _ = attend(module, query.transpose(1, 2), key, value, mask.to(dtype), scaling=0.3, dropout=0.0, **more)
+        output.square().sum().backward()
+        return [output.detach(), *(leaf.grad for leaf in leaves)]
 
-    expected = seen_and_gradients(False, torch.float64)
-    # Sums over a head and over all columns on the way there and back, at last over the queries of all rows.
+    expected = output_and_gradients(False, torch.float64)
+    # Sums over a head and over all columns, forward and backward, and over the queries of all rows.
     terms = 2 * (size + shared + own) + rows * heads * length
     for is_shared in (True, False):
-        for received, exact in zip(seen_and_gradients(is_shared), expected, strict=True):
+        for received, exact in zip(output_and_gradients(is_shared), expected, strict=True):
             assert_within_rounding(received, exact, torch.float32, terms)
-    # Nor are sums of float64 states shorter than these.
-    for received, exact in zip(seen_and_gradients(True, torch.float64), expected, strict=True):
+    # float64 states are summed in float64.
+    for received, exact in zip(output_and_gradients(True, torch.float64), expected, strict=True):
         assert_within_rounding(received, exact, torch.float64, terms)
 
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent], activated=[True, False])
-def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, activated, passes, monkeypatch):
-    monkeypatch.setattr(transformer, "_SHARED_SCORES", 0)
+def test_agent_with_shared_prefix_equals_copies_in_each_row(family, kind, activated, passes, monkeypatch):
+    monkeypatch.setattr(transformer, "_MIN_SHARED_SCORES", 0)
     agent = make_agent(kind, family, activated)
     backbone = agent.policy._backbone
     for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
@@ -98,7 +99,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
 
     def learned():
         passes.clear()
-        backbone.forget_all()
+        backbone.prefix_cache.clear()
         now = agent.policy.evaluate(segments)
         gradients = torch.autograd.grad(now.logprobs[now.mask].square().sum() + now.values.square().sum(), weights)
         return now, gradients
@@ -107,7 +108,7 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
     assert passes
     if kind is WordAgent:
         assert shared.logprobs[shared.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
-    backbone._can_share = False
+    backbone.transformer.can_share = False
     copied, copied_gradients = learned()
     assert not passes
     for name in ("logprobs", "values", "entropy"):
@@ -116,20 +117,20 @@ def test_acting_and_learning_are_the_same_with_a_copy_in_each_row(family, kind, 
         assert torch.allclose(one, other, atol=1e-3 * max(1.0, other.abs().max().item()))
 
 
-def test_what_computes_attention_in_a_way_of_its_own_gets_a_copy(passes):
+def test_eager_attention_does_not_share_a_prefix(passes):
     model = tiny_model("llama")
     model.pretrained_model.get_base_model().set_attn_implementation("eager")
-    assert not prefix_cache.PrefixCache(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
+    assert not verified_transformer(model).shares(torch.zeros(8, 2, 1000, 8), 1000)
     assert not passes
 
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES)
-def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
+def test_wrong_shared_attention_disables_sharing(family, monkeypatch):
     attend, fused = ALL_ATTENTION_FUNCTIONS[attention._NAME], fused_layer.attend_with_gradients
 
     def narrowed(mask):
-        """Blind to the first token that is seen, which is a shared one, unless it is the only one."""
+        """Hides the first visible token, which is a shared one, unless it is the only one."""
         first = (mask == 0).float().argmax(-1, keepdim=True)
         others = mask.scatter(-1, first, torch.finfo(mask.dtype).min)
         return torch.where((others == 0).any(-1, keepdim=True), others, mask)
@@ -137,48 +138,48 @@ def test_attention_that_sees_otherwise_is_found_out(family, monkeypatch):
     def blind(module, query, key, value, mask, **more):
         return attend(module, query, key, value, narrowed(mask), **more)
 
-    def blind_fused(query, key, value, angles, kept, shared, mask, scaling):
-        return fused(query, key, value, angles, kept, shared, narrowed(mask), scaling)
+    def blind_fused(query, key, value, angles, cached, shared, mask, scaling):
+        return fused(query, key, value, angles, cached, shared, narrowed(mask), scaling)
 
-    usual = prefix_cache.PrefixCache(tiny_model(family))
-    assert usual._can_share
+    usual = verified_transformer(tiny_model(family))
+    assert usual.can_share
     monkeypatch.setattr(fused_layer, "attend_with_gradients", blind_fused)
-    monkeypatch.setattr(transformer, "_CHECKED", {})
+    monkeypatch.setattr(verification, "_FINDINGS", {})
     ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
     try:
-        misled = prefix_cache.PrefixCache(tiny_model(family))
-        assert not misled._can_share
+        misled = verified_transformer(tiny_model(family))
+        assert not misled.can_share
     finally:
         ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
 
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES, dtype=[torch.float32, torch.bfloat16])
-def test_what_is_shared_is_seen_with_an_activated_adapter_over_packed_weights(family, dtype):
+def test_packed_weights_with_an_activated_adapter_share_a_prefix(family, dtype):
     model = tiny_model(family).to(torch.bfloat16).to(dtype)
-    assert prefix_cache.PrefixCache(model)._can_share
+    assert verified_transformer(model).can_share
 
 
-def test_few_queries_get_a_copy():
+def test_few_queries_do_not_share_a_prefix():
     backbone = make_agent().policy._backbone
     prefix = torch.zeros(8, 2, 32, 8)
-    assert backbone.shares(prefix, 32)
-    assert not backbone.shares(prefix, 31)
-    assert not backbone.shares(prefix[:, :, :0], 10_000)
+    assert backbone.transformer.shares(prefix, 32)
+    assert not backbone.transformer.shares(prefix, 31)
+    assert not backbone.transformer.shares(prefix[:, :, :0], 10_000)
 
 
-def test_the_model_attends_as_before_once_a_pass_has_ended():
+def test_attention_is_restored_after_a_pass():
     backbone = make_agent().policy._backbone
-    config = backbone._body.config
+    config = backbone.transformer.body.config
     prefix = backbone.prefix((1, 2, 3))[1]
     cache = KVBuffer(prefix, 1, 4, True).cache(slice(None), 3)
-    with attention.sharing(backbone._body, cache) as given:
+    with attention.sharing(backbone.transformer.body, cache) as given:
         assert given["shared_prefix"]
         assert config._attn_implementation == attention._NAME
     assert config._attn_implementation == "sdpa"
-    with pytest.raises(RuntimeError), attention.sharing(backbone._body, cache):
+    with pytest.raises(RuntimeError), attention.sharing(backbone.transformer.body, cache):
         raise RuntimeError
     assert config._attn_implementation == "sdpa"
-    with attention.sharing(backbone._body, DynamicCache()) as given:
+    with attention.sharing(backbone.transformer.body, DynamicCache()) as given:
         assert given == {}
         assert config._attn_implementation == "sdpa"

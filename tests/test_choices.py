@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamagym.agent.agent import collector_of
-from llamagym.engine.choice_trie import END, Branch, ChoiceTrie, Ids, turnings
+from llamagym.engine.choice_trie import END, Branch, ChoiceTrie, Ids, branch_points
 from llamagym.engine.token_tree import Decision, TokenTree
 from llamagym.policy.calibration import Calibration
 from llamagym.policy.repetition import Repetition, Row
@@ -353,10 +352,12 @@ def test_every_choice_is_reached_and_nothing_else():
     trie = ChoiceTrie.of(choices)
     ways = {}
     for choice in choices:
-        ways[choice] = tuple(turnings(trie.branches, [choice])[0])
-        along = trie.along(choice)
+        ways[choice] = tuple(branch_points(trie.branches, [choice])[0])
+        along = trie.path_to(choice)
         assert along.ids == choice[: len(along.ids)]
-        assert [target for _, target in turnings(along.branches, [choice])[0]] == [target for _, target in ways[choice]]
+        assert [target for _, target in branch_points(along.branches, [choice])[0]] == [
+            target for _, target in ways[choice]
+        ]
         assert all(branch.node == len(branch.path) for branch in along.branches)
     assert len(set(ways.values())) == len(choices)
     paths = {0: ()}

@@ -1,4 +1,4 @@
-"""Layers that run as one function: they say what the model's own modules say, and step aside where they must."""
+"""Fused layers compute what the model's own modules compute, and leave to these what they cannot."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from llamagym.engine import attention, prefix_cache, transformer
+from llamagym.engine import attention, verification
 from llamagym.engine.cpu import fused_layer, rowwise
 from llamagym.engine.kv_cache import KVBuffer, entries_of
 from llamagym.engine.masks import Tokens, causal
+from llamagym.engine.verification import verified_transformer
 from llamagym.models.peft_internals import acting_on_every_token
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.rounding import in_float64, rounding_noise
@@ -19,25 +20,25 @@ from tests.tiny import FAMILIES, tiny_model
 pytestmark = pytest.mark.kernels
 
 FUSED = {"llama", "smollm", "qwen2", "qwen3"}
-# The longest sum that runs in a dtype: the feed-forward block's; bfloat16's run in float32.
+# Terms of the longest sum in a dtype, the feed-forward block's; sums of bfloat16 numbers run in float32.
 TERMS = {torch.float32: 64, torch.bfloat16: 1}
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The layers that have run as one function so far."""
-    layers, run = [], fused_layer._Layer._run
+    """The layers that have run fused so far."""
+    layers, run = [], fused_layer._FusedLayer._run
 
     def counted(fused, *given, **more):
         layers.append(fused._layer)
         return run(fused, *given, **more)
 
-    monkeypatch.setattr(fused_layer._Layer, "_run", counted)
+    monkeypatch.setattr(fused_layer._FusedLayer, "_run", counted)
     return layers
 
 
 def model_of(family, activated=True, dtype=torch.float32):
-    """A model whose adapter does something."""
+    """A model whose adapter is not zero."""
     model = tiny_model(family, activated=activated).to(dtype)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -45,21 +46,23 @@ def model_of(family, activated=True, dtype=torch.float32):
     return model
 
 
-def backbone_of(family, activated=True, dtype=torch.float32):
-    return prefix_cache.PrefixCache(model_of(family, activated, dtype))
+def transformer_of(family, activated=True, dtype=torch.float32):
+    return verified_transformer(model_of(family, activated, dtype))
 
 
-def states_of(backbone, is_shared, dtype=None):
-    """What two rows of three tokens after a shared prefix become, and the entries that they leave."""
-    prefix = torch.randn(len(backbone._nothing), backbone._nothing.shape[1], 4, backbone._nothing.shape[3])
-    prefix = prefix.to(dtype).to(backbone._nothing)
+def states_of(transformer, is_shared, dtype=None):
+    """Hidden states and cache entries of two rows of three tokens after a shared prefix."""
+    prefix = torch.randn(
+        len(transformer.no_entries), transformer.no_entries.shape[1], 4, transformer.no_entries.shape[3]
+    )
+    prefix = prefix.to(dtype).to(transformer.no_entries)
     cache = KVBuffer(prefix, 2, 7, is_shared).cache(slice(None), 4)
     positions = torch.arange(4, 7).expand(2, -1)
     visible = causal(4, 3).expand(2, -1, -1).clone()
     visible[1, :, 1] = False
-    with acting_on_every_token(backbone._body):
+    with acting_on_every_token(transformer.body):
         ids, keys = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.arange(7).expand(2, -1)
-        hidden = backbone._run(backbone._body, Tokens(ids, positions, visible, keys), cache)
+        hidden = transformer.run(transformer.body, Tokens(ids, positions, visible, keys), cache)
     return hidden, entries_of(cache, slice(-3, None))
 
 
@@ -68,28 +71,28 @@ def flat(parts):
 
 
 def exact_and_allowed(model, compute, dtype):
-    """What `compute` makes of a float64 copy of the model, and how far off a computation in `dtype` may be."""
-    exact = prefix_cache.PrefixCache(in_float64(model))
+    """The result of `compute` for a float64 copy of the model, and the error that `dtype` allows."""
+    exact = verified_transformer(in_float64(model))
     return compute(exact), rounding_noise(lambda: compute(exact), exact._lm, dtype, TERMS[dtype])
 
 
 @torch.no_grad()
 @pytest.mark.numerical
 @pytest.mark.pairwise(family=FAMILIES, activated=[True, False], is_shared=[True, False], dtype=list(TERMS))
-def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
+def test_fused_layers_equal_unfused_ones(family, activated, is_shared, dtype, runs):
     model = model_of(family, activated, dtype)
-    backbone = prefix_cache.PrefixCache(model)
+    transformer = verified_transformer(model)
 
     def states(of):
         torch.manual_seed(1)
         return flat(states_of(of, is_shared, dtype))
 
     runs.clear()
-    fused = states(backbone)
-    assert len(runs) == (len(backbone._body.layers) if family in FUSED else 0)
+    fused = states(transformer)
+    assert len(runs) == (len(transformer.body.layers) if family in FUSED else 0)
     runs.clear()
-    backbone._acceleration.unfuse()
-    usual = states(backbone)
+    transformer._acceleration.unfuse()
+    usual = states(transformer)
     assert not runs
     expected, allowed = exact_and_allowed(model, states, dtype)
     assert (fused - expected).norm() <= allowed
@@ -97,89 +100,89 @@ def test_a_model_says_the_same(family, activated, is_shared, dtype, runs):
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_acting_is_fused_and_what_learning_reads_below_the_adapter_too(kind, runs):
+def test_acting_and_frozen_layers_in_learning_run_fused(kind, runs):
     agent = make_agent(kind)
-    backbone = agent.policy._backbone
-    layers = list(backbone._body.layers)
+    transformer = agent.policy._backbone.transformer
+    layers = list(transformer.body.layers)
     runs.clear()
     agent.act_batch(["a", "bb", "ccc"])
     agent.assign_rewards([0.0] * 3)
     assert set(runs) == set(layers)
     runs.clear()
-    backbone.forget_all()
+    agent.policy._backbone.prefix_cache.clear()
     agent.policy.evaluate([actor_of(agent).conversation(index).current_segment() for index in range(3)])
-    assert set(layers[: backbone._first_top_layer]) <= set(runs)
+    assert set(layers[: transformer.first_top_layer]) <= set(runs)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", sorted(FUSED))
-def test_hooks_are_called(family, runs):
-    backbone = backbone_of(family)
+def test_layers_with_hooks_run_unfused(family, runs):
+    transformer = transformer_of(family)
     called = []
-    attention = backbone._body.layers[0].self_attn
-    for module in (attention, attention.q_proj, backbone._body.layers[1].mlp.act_fn):
+    attention = transformer.body.layers[0].self_attn
+    for module in (attention, attention.q_proj, transformer.body.layers[1].mlp.act_fn):
         module.register_forward_hook(lambda module, *_: called.append(module))
     runs.clear()
-    states_of(backbone, True)
+    states_of(transformer, True)
     assert len(called) == 3
-    assert set(runs) == set(backbone._body.layers[2:])
+    assert set(runs) == set(transformer.body.layers[2:])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(TERMS))
-def test_a_call_that_returns_hidden_states_does_not_change_later_passes(dtype, runs):
-    """Transformers leaves hooks on all layers then, which do nothing in a pass that returns none."""
+def test_output_hooks_of_transformers_do_not_unfuse_layers(dtype, runs):
+    """Returning hidden states leaves hooks on all layers, which do nothing in passes that return none."""
     model = model_of("llama", dtype=dtype)
-    backbone = prefix_cache.PrefixCache(model)
+    transformer = verified_transformer(model)
     torch.manual_seed(1)
-    before = flat(states_of(backbone, True, dtype))
+    before = flat(states_of(transformer, True, dtype))
     model(torch.tensor([[1, 2, 3]]))
     model.pretrained_model(input_ids=torch.tensor([[1, 2, 3]]), output_attentions=True)
     assert any(module._forward_hooks for module in model.modules())
-    for each in (backbone, prefix_cache.PrefixCache(model)):
+    for each in (transformer, verified_transformer(model)):
         runs.clear()
         torch.manual_seed(1)
         assert torch.equal(flat(states_of(each, True, dtype)), before)
-        assert set(runs) == set(backbone._body.layers)
+        assert set(runs) == set(transformer.body.layers)
 
 
 @torch.no_grad()
-def test_layers_that_do_more_than_their_class_says_run_as_they_are(runs):
+def test_layers_with_replaced_forward_run_unfused(runs):
     model = tiny_model("llama")
     layers = model.pretrained_model.get_base_model().model.layers
     norm = layers[0].input_layernorm
     norm.forward = lambda states, usual=norm.forward: 2 * usual(states)
-    backbone = prefix_cache.PrefixCache(model)
+    transformer = verified_transformer(model)
     replaced = layers[1].forward
     layers[1].forward = lambda *given, **more: replaced(*given, **more)
     kept = layers[1].forward
     runs.clear()
-    states_of(backbone, True)
+    states_of(transformer, True)
     assert set(runs) == set(layers[2:])
     assert layers[1].forward is kept
     assert all("forward" not in vars(layer) for layer in layers[2:])
 
 
-def gradients_of(backbone, is_shared, dtype):
-    """Of all trained weights, of a sum over what two rows become."""
+def gradients_of(transformer, is_shared, dtype):
+    """Gradients of all trained weights, of a sum over the hidden states of two rows."""
     torch.manual_seed(1)
-    trained = [weight for weight in backbone._body.parameters() if weight.requires_grad]
+    trained = [weight for weight in transformer.body.parameters() if weight.requires_grad]
     with torch.enable_grad():
-        hidden, _ = states_of(backbone, is_shared, dtype)
+        hidden, _ = states_of(transformer, is_shared, dtype)
         return flat(torch.autograd.grad(hidden.double().pow(3).sum(), trained))
 
 
 @pytest.mark.numerical
 @pytest.mark.pairwise(family=sorted(FUSED), is_shared=[True, False], dtype=list(TERMS))
-def test_gradients_are_the_same(family, is_shared, dtype, runs):
+def test_fused_gradients_equal_unfused_ones(family, is_shared, dtype, runs):
     model = model_of(family, dtype=dtype)
-    backbone = prefix_cache.PrefixCache(model)
+    transformer = verified_transformer(model)
     runs.clear()
-    fused = gradients_of(backbone, is_shared, dtype)
-    assert len(runs) == len(backbone._body.layers)
+    fused = gradients_of(transformer, is_shared, dtype)
+    assert len(runs) == len(transformer.body.layers)
     runs.clear()
-    backbone._acceleration.unfuse()
-    usual = gradients_of(backbone, is_shared, dtype)
+    transformer._acceleration.unfuse()
+    usual = gradients_of(transformer, is_shared, dtype)
     assert not runs
     expected, allowed = exact_and_allowed(model, lambda of: gradients_of(of, is_shared, dtype), dtype)
     assert (fused - expected).norm() <= allowed
@@ -187,89 +190,89 @@ def test_gradients_are_the_same(family, is_shared, dtype, runs):
 
 
 @pytest.mark.numerical
-def test_scores_that_are_too_many_to_hold_are_not_held(monkeypatch):
+def test_too_many_scores_are_not_stored(monkeypatch):
     model, dtype = model_of("llama"), torch.float32
-    backbone = prefix_cache.PrefixCache(model)
+    transformer = verified_transformer(model)
     held = []
     attend = fused_layer.attend_with_gradients
     monkeypatch.setattr(fused_layer, "attend_with_gradients", lambda *given: held.append(1) or attend(*given))
     expected, allowed = exact_and_allowed(model, lambda of: gradients_of(of, True, dtype), dtype)
     assert not held
-    assert (gradients_of(backbone, True, dtype) - expected).norm() <= allowed
-    assert len(held) == len(backbone._body.layers)
-    monkeypatch.setattr(attention, "_SCORES", 0)
-    assert (gradients_of(backbone, True, dtype) - expected).norm() <= allowed
-    assert len(held) == len(backbone._body.layers)
+    assert (gradients_of(transformer, True, dtype) - expected).norm() <= allowed
+    assert len(held) == len(transformer.body.layers)
+    monkeypatch.setattr(attention, "_MAX_SCORES", 0)
+    assert (gradients_of(transformer, True, dtype) - expected).norm() <= allowed
+    assert len(held) == len(transformer.body.layers)
 
 
-def test_norms_that_learn_run_as_they_are(runs):
-    backbone = backbone_of("llama")
-    layers = list(backbone._body.layers)
+def test_layers_with_trained_norms_run_unfused(runs):
+    transformer = transformer_of("llama")
+    layers = list(transformer.body.layers)
     layers[0].input_layernorm.weight.requires_grad_()
     runs.clear()
-    states_of(backbone, True)[0].sum().backward()
+    states_of(transformer, True)[0].sum().backward()
     assert set(runs) == set(layers[1:])
     assert layers[0].input_layernorm.weight.grad.any()
 
 
 @torch.no_grad()
-def test_mixed_precision_runs_as_it_is(runs):
-    backbone = backbone_of("llama")
+def test_autocast_runs_unfused(runs):
+    transformer = transformer_of("llama")
     runs.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        states_of(backbone, True)
+        states_of(transformer, True)
     assert not runs
 
 
-def test_many_passes_open_the_model_once_and_leave_it_as_it_was():
-    backbone = backbone_of("llama")
-    layers = list(backbone._body.layers)
+def test_ready_can_be_nested_and_restores_the_model():
+    transformer = transformer_of("llama")
+    layers = list(transformer.body.layers)
 
     def open_it():
-        with backbone.ready():
-            with backbone.ready():
-                backbone.logits(torch.zeros(1, backbone._head.in_features))
+        with transformer.ready():
+            with transformer.ready():
+                transformer.logits(torch.zeros(1, transformer._head.in_features))
             assert all("forward" in vars(layer) for layer in layers)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         open_it()
-    assert not any("forward" in vars(module) for module in backbone._lm.modules())
+    assert not any("forward" in vars(module) for module in transformer.lm.modules())
 
 
-def test_no_weight_is_copied_twice():
+def test_no_weight_is_packed_twice():
     agent = make_agent(WordAgent)
     for _ in range(2):
         agent.act_batch(["a", "bb"])
         agent.assign_rewards([1.0, 0.0])
         agent.terminate_episodes([0, 1])
-    copies = agent.policy._backbone._acceleration._packed._copies
+    copies = agent.policy._backbone.transformer._acceleration._packed._weights
     for is_transposed in (False, True):
         copied = [layer for layers, of_transposed in copies if of_transposed == is_transposed for layer in layers]
         assert len(copied) == len(set(copied)) > 0
 
 
 @pytest.mark.parametrize("fault", ["wrong", "failing"])
-def test_a_layer_that_computes_otherwise_is_found_out(fault, monkeypatch, runs):
+def test_wrong_fused_layers_are_disabled(fault, monkeypatch, runs):
     def gated(gate, up):
         if fault == "failing":
             raise TypeError("no such argument")
         return rowwise.gated(up, gate)
 
     monkeypatch.setattr(fused_layer, "gated", gated)
-    monkeypatch.setattr(transformer, "_CHECKED", {})
+    monkeypatch.setattr(verification, "_FINDINGS", {})
     agent = make_agent(WordAgent)
     runs.clear()
     agent.act_batch(["a", "bb"])
     assert not runs
-    assert agent.policy._backbone._can_share
+    assert agent.policy._backbone.transformer.can_share
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["merged", "off", "two", "dropout"])
-def test_an_adapter_that_does_more_than_add_is_the_adapter_s_own(change):
-    backbone = backbone_of("llama", activated=False)
-    model = backbone._lm
+def test_adapters_beyond_plain_lora_run_in_peft(change):
+    transformer = transformer_of("llama", activated=False)
+    model = transformer.lm
     peft_layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert peft_layers
     for layer in peft_layers:
@@ -284,8 +287,8 @@ def test_an_adapter_that_does_more_than_add_is_the_adapter_s_own(change):
             layer.set_adapter(["default", "other"])
             nn.init.normal_(layer.lora_B["other"].weight)
     torch.manual_seed(1)
-    received, _ = states_of(backbone, True)
-    backbone._acceleration.unfuse()
+    received, _ = states_of(transformer, True)
+    transformer._acceleration.unfuse()
     torch.manual_seed(1)
-    expected, _ = states_of(backbone, True)
+    expected, _ = states_of(transformer, True)
     assert torch.allclose(received, expected, atol=1e-4)

@@ -1,11 +1,11 @@
-"""What is known of histories, gathered for a pass: one layer at a time, or all at once, without or with gradients."""
+"""`GatheringCache` gathers histories one layer at a time or all at once, with gradients or without."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from llamagym.engine.gathering import GatheringCache
+from llamagym.engine.kv_cache import GatheringCache
 from llamagym.engine.radix_tree import Activations
 
 LAYERS, HEADS, WIDTH, NEW = 3, 2, 4, 2
@@ -27,11 +27,11 @@ def given():
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("at_once", [1, LAYERS])
 @pytest.mark.parametrize("learns", [False, True])
-def test_each_layer_holds_what_is_known_and_new_columns_are_kept(given, is_shared, at_once, learns):
+def test_gathers_each_layer_and_saves_new_columns(given, is_shared, at_once, learns):
     prefix, histories = given
     with torch.set_grad_enabled(learns):
         cache = GatheringCache(prefix, histories, LONGEST, NEW, is_shared, FIRST)
-        cache._at_once = at_once
+        cache._layers_at_once = at_once
         own = LONGEST + (0 if is_shared else PREFIX)
         new = torch.arange(2 * LAYERS * len(SIZES) * HEADS * NEW * WIDTH).float()
         new = new.view(LAYERS, 2, len(SIZES), HEADS, NEW, WIDTH).requires_grad_(learns)
@@ -49,7 +49,7 @@ def test_each_layer_holds_what_is_known_and_new_columns_are_kept(given, is_share
                 assert torch.equal(pair[:, :, own:], new[layer, :, row])
             kept.append((keys, values))
     if learns:
-        # What an earlier layer attended to is still there on the way back.
+        # The backward pass finds the keys and values of earlier layers unchanged.
         assert torch.equal(kept[0][0][1, :, own - LONGEST : own - 1], histories[1][0].entries[0])
         sum(part.sum() for pair in kept for part in pair).backward()
         assert torch.equal(new.grad, torch.ones_like(new))

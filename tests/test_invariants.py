@@ -41,7 +41,7 @@ def plain_logprobs(agent, ids, opening, temperature=1.0, model=None):
 
 def forget(agent):
     """Drop what was read before."""
-    agent.policy._backbone.forget_all()
+    agent.policy._backbone.prefix_cache.clear()
 
 
 def context_ids(segment):
@@ -197,7 +197,7 @@ def test_an_episode_as_one_sequence_equals_turn_by_turn(family, kind):
 
 
 @pytest.mark.pairwise(family=FAMILIES)
-def test_histories_are_read_once_and_recalled_exactly(family):
+def test_histories_run_once_and_are_recalled_exactly(family):
     agent = make_agent(ChoiceAgent, family)
     segments = [c.current_segment() for c in play(agent)]
     policy, backbone = agent.policy, agent.policy._backbone
@@ -211,9 +211,9 @@ def test_histories_are_read_once_and_recalled_exactly(family):
     assert middle - before > policy.tokens_forwarded - middle
     assert torch.equal(again.logprobs, policy.evaluate(segments).logprobs)
     # The control: no layer is skipped.
-    assert backbone._trunk is not None
+    assert backbone.transformer.trunk is not None
     forget(agent)
-    backbone._trunk, backbone._top, backbone._first_top_layer = None, backbone._body, 0
+    backbone.transformer.unsplit()
     recomputed = policy.evaluate(segments)
     assert torch.allclose(first.logprobs, recomputed.logprobs, atol=LOGPROB_TOLERANCE)
 
@@ -230,7 +230,7 @@ def test_the_reference_is_the_model_without_its_adapter(family, activated):
     assert reference.logprobs[0].tolist() == pytest.approx(wanted, abs=LOGPROB_TOLERANCE)
 
 
-def test_a_node_sees_its_context_and_its_ancestors_and_nothing_else():
+def test_node_attends_to_its_context_and_ancestors_only():
     agent = make_agent(ChoiceAgent, "llama")
     segments = [c.current_segment() for c in play(agent, steps=2, envs=3)]
     trees = [TokenTree.from_segment(s) for s in segments]

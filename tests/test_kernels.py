@@ -1,4 +1,4 @@
-"""Compiled functions: what PyTorch and transformers compute, in both number formats and for all layouts."""
+"""Compiled kernels compute what PyTorch and transformers compute, in both dtypes and for all layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def roundings(dtype, terms):
-    """Roundings in `dtype` where sums of `terms` numbers run in float32, and 3 results on the way are elements."""
+    """Roundings in `dtype` if sums of `terms` numbers run in float32 and 3 intermediate results in `dtype`."""
     return terms if dtype == torch.float32 else 3 + math.ceil(terms * 2.0**-16)
 
 
@@ -36,18 +36,18 @@ def no_gradients():
         yield
 
 
-# To compile for threads takes half a minute.
+# Compiling for threads takes half a minute.
 @pytest.fixture(params=[pytest.param(True, marks=pytest.mark.long), False], ids=["threads", "alone"])
 def has_threads(request, monkeypatch):
     monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
-    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 64)
+    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
 @pytest.mark.numerical
 @pytest.mark.usefixtures("has_threads")
 @pytest.mark.pairwise(shape=[(3, 1, 24), (2, 5, 4, 7), (0, 1, 8)], is_added=[True, False], dtype=DTYPES)
-def test_a_norm_is_the_model_s(shape, is_added, dtype):
+def test_norm_equals_the_model_s(shape, is_added, dtype):
     norm = LlamaRMSNorm(shape[-1], eps=0.1).to(dtype)
     norm.weight.normal_()
     states, addend = torch.randn(2, *shape).to(dtype)
@@ -64,7 +64,7 @@ def test_a_norm_is_the_model_s(shape, is_added, dtype):
 @pytest.mark.numerical
 @pytest.mark.usefixtures("has_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gate_is_silu_even_far_out(dtype):
+def test_gate_is_silu_even_for_large_numbers(dtype):
     numbers = torch.tensor([0.0, -0.0, 1e-30, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, torch.inf])
     both = torch.cat([numbers, torch.randn(20)]).repeat(2, 3, 2).to(dtype)
     gate, up = both.split(32, dim=-1)
@@ -81,7 +81,7 @@ def test_a_gate_is_silu_even_far_out(dtype):
 
 @torch.enable_grad()
 def gradients_of(function, *leaves):
-    """Gradients of the leaves, of a sum over what the function gives, weighted at random."""
+    """Gradients of the leaves, of a randomly weighted sum of the function's outputs."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     torch.manual_seed(1)
     outputs = [output for output in function(*leaves) if output is not None]
@@ -92,7 +92,7 @@ def gradients_of(function, *leaves):
 @pytest.mark.numerical
 @pytest.mark.usefixtures("has_threads")
 @pytest.mark.pairwise(shape=[(3, 7, 24), (2, 5, 4, 7), (0, 1, 8)], is_added=[True, False], dtype=DTYPES)
-def test_a_norm_s_gradient(shape, is_added, dtype):
+def test_gradient_of_norm(shape, is_added, dtype):
     weight, given = torch.randn(shape[-1]).to(dtype), torch.randn(1 + is_added, *shape).to(dtype)
 
     def exact(states, addend=0.0):
@@ -102,14 +102,14 @@ def test_a_norm_s_gradient(shape, is_added, dtype):
     received = gradients_of(lambda states, *addend: rowwise.normalize(states, weight, 0.1, *addend), *given)
     for ours, theirs in zip(received, gradients_of(exact, *given.double()), strict=True):
         assert ours.dtype == dtype
-        # Two sums, one of squares and one of products, and what flows into each element.
+        # Two sums, one of squares and one of products, and the gradient of each element.
         assert_within_rounding(ours, theirs, dtype, roundings(dtype, 2 * shape[-1] + 8))
 
 
 @pytest.mark.numerical
 @pytest.mark.usefixtures("has_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gate_s_gradient_even_far_out(dtype):
+def test_gradient_of_gate_even_for_large_numbers(dtype):
     numbers = torch.tensor([0.0, 1e-30, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4])
     gate = torch.cat([numbers, torch.randn(22)]).repeat(2, 3, 1).to(dtype)
     up = torch.randn(2, 3, 32).to(dtype)
@@ -128,11 +128,11 @@ def test_a_gate_s_gradient_even_far_out(dtype):
 @pytest.mark.pairwise(
     columns=[(0, 5), (7, 5), (9, 40)], dtype=DTYPES, is_joint=[True, False], heads=[2, 6], length=[1, 5]
 )
-def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
+def test_attention_rotates_and_covers_shared_and_own_columns(
     columns, dtype, threads, is_joint, heads, length, monkeypatch
 ):
     before, own = columns
-    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows, groups, size = 3, 2, 8
     widths = [heads * size, groups * size, groups * size]
@@ -145,15 +145,15 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
     visible[..., -1] = True
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(dtype).min).to(dtype)
 
-    def rotated_and_kept(joint):
-        """What transformers makes of it, in double precision; new keys are rounded when they are kept."""
+    def rotated_and_cached(joint):
+        """The result of transformers in float64; new keys are rounded when they are cached."""
         parts = joint.double().split(widths, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
         query, key = apply_rotary_pos_emb(query, key, *(part.double() for part in angles))
         return query, key + (key.to(dtype).double() - key).detach(), value
 
     def exact(joint):
-        query, *new = rotated_and_kept(joint)
+        query, *new = rotated_and_cached(joint)
         kept = [
             torch.cat([old[1:, :, : own - length].double(), part], dim=2) for old, part in zip(room, new, strict=True)
         ]
@@ -172,8 +172,8 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
 
         return result
 
-    (expected,), (_, *new) = exact(joint), rotated_and_kept(joint)
-    # A score sums over a head, a result over all columns; scores are below 10, whose errors exponentials take over.
+    (expected,), (_, *new) = exact(joint), rotated_and_cached(joint)
+    # A score sums over a head, an output over all columns; scores are below 10, and exponentials scale their errors.
     terms = roundings(dtype, 10 * size + before + own)
     for attend in (attention_kernel.attend, attention_backward.attend_with_gradients):
         filled = room.clone()
@@ -192,7 +192,7 @@ def test_attention_is_rotated_and_sees_what_is_shared_and_its_own(
 
 @pytest.mark.numerical
 @torch.enable_grad()
-def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
+def test_attention_keeps_nan_in_its_row_and_handles_large_scores():
     rows, groups, size = 2, 1, 4
     angles = torch.ones(rows, 3, size), torch.zeros(rows, 3, size)
     kept, mask = torch.zeros(2, rows, groups, 3, size), torch.zeros(rows, 1, 3, 3)
@@ -207,10 +207,10 @@ def test_what_is_no_number_is_seen_as_none_and_far_scores_are_not():
     assert not seen[1, :2].isnan().any()
 
 
-def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch):
+def test_threads_are_used_for_large_work_and_safe_thread_pools_only(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        attention_kernel, "_attend", lambda products, *given: calls.append(compiling.parts_of(products))
+        attention_kernel, "_attend", lambda products, *given: calls.append(compiling.thread_count(products))
     )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
@@ -230,18 +230,18 @@ def test_threads_are_for_much_work_and_where_several_may_start_them(monkeypatch)
 
 
 @pytest.mark.numerical
-def test_a_compiled_function_runs_in_as_many_parts_as_pay(monkeypatch):
+def test_kernel_gives_the_same_with_and_without_threads(monkeypatch):
     monkeypatch.setattr(compiling, "_HAS_THREADS", True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     states, weight = torch.randn(600, 1000), torch.ones(1000)
     whole = rowwise.normalize(states, weight, 1e-5)[1]
     alone = torch.cat([rowwise.normalize(part, weight, 1e-5)[1] for part in states.split(200)])
-    assert compiling.parts_of(states.numel()) == 2 > compiling.parts_of(200 * 1000) == 1
+    assert compiling.thread_count(states.numel()) == 2 > compiling.thread_count(200 * 1000) == 1
     assert torch.equal(whole, alone)
 
 
 @pytest.mark.numerical
-def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
+def test_angles_and_mask_expand_to_all_rows_and_must_fit():
     rows, columns = 3, 5
     query, angles, mask = torch.randn(rows, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(1, 1, 2, columns)
     kept = torch.randn(2, rows, 1, columns, 8)
@@ -257,7 +257,7 @@ def test_angles_and_mask_may_be_the_same_for_all_rows_and_must_fit():
         attend(*angles[..., 1:, :], mask)
 
 
-def test_numbers_of_two_formats_are_refused():
+def test_rejects_tensors_of_two_dtypes():
     states = torch.randn(2, 1, 8)
     with pytest.raises(TypeError, match=r"torch\.bfloat16.*torch\.float32.*expected one"):
         rowwise.normalize(states, torch.ones(8, dtype=torch.bfloat16), 1e-5)
@@ -265,14 +265,14 @@ def test_numbers_of_two_formats_are_refused():
         rowwise.gated(states, states.bfloat16())
 
 
-def test_they_are_for_numbers_they_know():
+def test_has_kernels_for_float32_and_bfloat16_on_cpu_only():
     assert compiling.has_kernels(torch.zeros(1))
     assert compiling.has_kernels(torch.zeros(1, dtype=torch.bfloat16))
     assert not compiling.has_kernels(torch.zeros(1, dtype=torch.float64))
     assert not compiling.has_kernels(torch.zeros(1, device="meta"))
 
 
-def test_they_run_where_nothing_can_be_kept(monkeypatch):
+def test_kernels_run_without_a_disk_cache(monkeypatch):
     def refuse(function):
         raise RuntimeError("cannot cache function: no locator available")
 
@@ -288,7 +288,7 @@ def test_they_run_where_nothing_can_be_kept(monkeypatch):
 
 @pytest.mark.numerical
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-14)])
-def test_the_exponential_is_as_exact_as_its_dtype(dtype, tolerance):
+def test_exponential_is_as_exact_as_its_dtype(dtype, tolerance):
     @numba.njit
     def exponentials(numbers):
         result = np.empty_like(numbers)
@@ -305,7 +305,7 @@ def test_the_exponential_is_as_exact_as_its_dtype(dtype, tolerance):
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled by the process that runs them")
-def test_the_first_process_computes_what_later_ones_do(tmp_path):
+def test_first_process_computes_what_later_ones_do(tmp_path):
     code = (
         "import hashlib, torch; from llamagym.engine.cpu.attention_kernel import attend; torch.manual_seed(0);"
         "r = torch.randn;"
@@ -323,18 +323,18 @@ KERNELS = Path(compiling.__file__).parent
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in KERNELS.glob("*.py")))
-def test_a_change_of_any_source_is_another_stamp(name: str, tmp_path):
+def test_source_hash_depends_on_every_file(name: str, tmp_path):
     for path in KERNELS.glob("*.py"):
         shutil.copy(path, tmp_path)
-    assert compiling.stamp_of(tmp_path) == compiling.stamp_of(KERNELS)
+    assert compiling.source_hash(tmp_path) == compiling.source_hash(KERNELS)
     changed = tmp_path / name
     changed.write_text(changed.read_text() + "#")
-    assert compiling.stamp_of(tmp_path) != compiling.stamp_of(KERNELS)
+    assert compiling.source_hash(tmp_path) != compiling.source_hash(KERNELS)
 
 
 @pytest.mark.long
-def test_machine_code_of_another_version_is_not_run(tmp_path):
-    """A function changes that a kernel of another file calls, which numba does not see."""
+def test_machine_code_of_other_sources_is_not_run(tmp_path):
+    """A kernel of another file calls the changed function, which numba does not notice."""
     package = tmp_path / "llamagym"
     shutil.copytree(KERNELS.parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
     code = "import torch; from llamagym.engine.cpu.rowwise import gated; print(gated(*torch.ones(2, 1, 1, 1)).item())"
@@ -343,7 +343,7 @@ def test_machine_code_of_another_version_is_not_run(tmp_path):
     before = float(run(capture_output=True).stdout)
     copied = package / "engine" / "cpu" / "compiling.py"
     source = copied.read_text()
-    result = "return np.float32(0) if is_nothing else "
+    result = "return np.float32(0) if underflows else "
     assert source.count(result) == 1
     copied.write_text(source.replace(result, result + "np.float32(2) * "))
     after = float(run(capture_output=True).stdout)

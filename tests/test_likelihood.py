@@ -17,8 +17,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(params=["alone", pytest.param("threads", marks=pytest.mark.long), "plain"], autouse=True)
 def way(request, monkeypatch):
-    """Each of the ways to compute: compiled for one thread, for several, and by PyTorch's operations."""
-    monkeypatch.setattr(compiling, "_WORTH_A_THREAD", 1 if request.param == "threads" else 2**62)
+    """Each implementation: compiled for one thread, for several, and PyTorch's operations."""
+    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 1 if request.param == "threads" else 2**62)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     if request.param == "plain":
         monkeypatch.setattr(likelihood, "likelihood_kernels", lambda _: None)
@@ -27,7 +27,7 @@ def way(request, monkeypatch):
 
 @pytest.mark.numerical
 @pytest.mark.pairwise(vocabulary=[11, 200], impossible=[False, True], dtype=DTYPES)
-def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
+def test_values_and_gradients_equal_autograd_s(vocabulary, impossible, dtype):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(5, vocabulary, generator=generator)
     if impossible:
@@ -35,8 +35,8 @@ def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
     logits = logits.to(dtype)
     targets = torch.tensor([[0, 1], [2, 2], [10, 0], [3, 4], [5, 6]])
     temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.3])
-    of_picked = torch.randn(5, 2, generator=generator)
-    of_entropy = torch.randn(5, generator=generator)
+    picked_weights = torch.randn(5, 2, generator=generator)
+    entropy_weights = torch.randn(5, generator=generator)
 
     def plain(leaf, targets, temperatures):
         cooled = leaf.double() / temperatures[:, None].double()
@@ -45,7 +45,7 @@ def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
     def outputs_and_gradient(read):
         leaf = logits.clone().requires_grad_()
         picked, entropy = read(leaf.clone(), targets, temperatures)
-        ((picked * of_picked).sum() + (entropy * of_entropy).sum()).backward()
+        ((picked * picked_weights).sum() + (entropy * entropy_weights).sum()).backward()
         return picked, entropy, leaf.grad
 
     *values, slope = outputs_and_gradient(logprobs_and_entropy)
@@ -61,12 +61,12 @@ def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
     if dtype == torch.float32:
         assert_within_rounding(slope, expected_slope, dtype, terms)
     else:
-        # Each gradient is rounded once, those next to zero have float32's error.
+        # Each gradient is rounded once; those near zero have float32's error.
         scale = expected_slope.abs() + 0.01 * expected_slope.abs().max()
         assert_within_rounding(slope, expected_slope, dtype, 2, scale)
 
 
-def test_a_likely_token_s_gradient_keeps_what_is_left_of_one():
+def test_gradient_of_a_likely_token_is_not_rounded_to_zero():
     logits = torch.zeros(1, 64, dtype=torch.bfloat16)
     logits[0, 5] = 12
     leaf = logits.requires_grad_()
@@ -75,7 +75,7 @@ def test_a_likely_token_s_gradient_keeps_what_is_left_of_one():
     assert leaf.grad[0, 5].item() == pytest.approx(1 - picked.exp().item(), rel=0.01)
 
 
-def test_a_number_that_is_none_stays_none():
+def test_nan_stays_in_its_row():
     logits = torch.zeros(2, 64)
     logits[1, 3] = torch.nan
     picked, entropy = logprobs_and_entropy(logits, torch.tensor([[0], [0]]), torch.ones(2))
@@ -85,7 +85,7 @@ def test_a_number_that_is_none_stays_none():
     assert entropy[1].isnan()
 
 
-def test_a_second_way_back_is_refused_where_the_first_has_replaced_the_logits(way):
+def test_rejects_second_backward_after_logits_were_overwritten(way):
     leaf = torch.randn(2, 64, requires_grad=True)
     picked, _ = logprobs_and_entropy(leaf.clone(), torch.tensor([[0], [0]]), torch.ones(2))
     picked.sum().backward(retain_graph=True)
@@ -99,7 +99,7 @@ def test_a_second_way_back_is_refused_where_the_first_has_replaced_the_logits(wa
 
 
 @pytest.mark.parametrize("token", [-1, 64])
-def test_a_token_that_the_model_does_not_know_is_refused(token):
+def test_rejects_token_outside_the_vocabulary(token):
     with pytest.raises(IndexError, match="of 64 that the model knows"):
         logprobs_and_entropy(torch.zeros(1, 64), torch.tensor([[token]]), torch.ones(1))
 
@@ -108,7 +108,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(token):
 @pytest.mark.numerical
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocabulary", "groups"), [(200, 20), (49, 7), (127, 127)])
-def test_groups_add_up(vocabulary, groups, dtype):
+def test_sums_in_groups_equal_pytorch_s(vocabulary, groups, dtype):
     logits = 3 * torch.randn(3, vocabulary).to(dtype)
     logits[:, : vocabulary // groups] = -torch.inf
     largest, sums = sums_in_groups(logits)
@@ -118,5 +118,5 @@ def test_groups_add_up(vocabulary, groups, dtype):
     exact = powers.unflatten(-1, (groups, -1)).sum(-1)
     # Differences of logits, up to 24, are rounded in units of one. An exponential below e^-87 is zero.
     assert_within_rounding(sums, exact, torch.float32, vocabulary // groups + 24, scale=exact + 1e-30)
-    # Nothing impossible may ever be drawn.
+    # An impossible token must never be sampled.
     assert torch.equal(sums == 0, (powers.unflatten(-1, (groups, -1)) == 0).all(-1))

@@ -1,4 +1,4 @@
-"""LoRA in one function: PEFT's outputs and gradients, and nothing where there is more to do."""
+"""LoRA as one function gives PEFT's outputs and gradients, and is not used beyond plain LoRA."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import nn
 
-from llamagym.engine.cpu.low_rank import add_low_rank
+from llamagym.engine.cpu.fused_layer import add_low_rank
 from llamagym.models.peft_internals import low_rank_of
 from tests.rounding import assert_within_rounding
 
-# Sums over 24 inputs, 21 rows and 40 outputs after each other; in bfloat16 products, sums and results are rounded.
+# Successive sums over 24 inputs, 21 rows and 40 outputs; in bfloat16 products, sums and results are rounded.
 TERMS = {torch.float32: 24 + 21 + 40, torch.bfloat16: 8}
 
 
 def adapted_model(dtype=torch.float32, bias=False):
-    """A model of one linear layer, 24 to 40, whose LoRA does something, and this layer."""
+    """A model of one linear layer, 24 to 40, with a LoRA that is not zero, and this layer."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(24, 40, bias=bias)).to(dtype)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=["0"]))
@@ -33,7 +33,7 @@ def adapted_model(dtype=torch.float32, bias=False):
 @pytest.mark.parametrize("dtype", TERMS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 24), (0, 24), (3, 7, 24)])
-def test_outputs_and_gradients_are_peft_s(shape, bias, dtype):
+def test_lora_outputs_and_gradients_equal_peft_s(shape, bias, dtype):
     model, layer = adapted_model(dtype, bias)
     inputs = torch.randn(shape, dtype=dtype)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -56,23 +56,23 @@ def test_outputs_and_gradients_are_peft_s(shape, bias, dtype):
             assert_within_rounding(result.detach(), wanted.detach(), dtype, TERMS[dtype])
 
 
-def test_it_learns_where_inputs_need_no_gradient():
+def test_lora_gets_gradients_when_inputs_need_none():
     model, layer = adapted_model()
     inputs = torch.randn(3, 24)
     add_low_rank(layer.base_layer(inputs), inputs, low_rank_of(layer)).sum().backward()
     assert all(weight.grad.any() for weight in model.parameters() if weight.requires_grad)
 
 
-def test_nothing_is_added_where_peft_adds_nothing():
+def test_disabled_and_unactivated_lora_add_nothing():
     inputs = torch.randn(1, 3, 24)
     plain, layer = adapted_model()
     plain.base_model.disable_adapter_layers()
-    # An activated LoRA that is told of no invocation.
+    # An activated LoRA without an invocation.
     _, other = adapted_model()
     other.lora_variant["default"] = ALoraLinearVariant()
-    for of_layer in (layer, other):
-        assert of_layer(inputs).equal(of_layer.base_layer(inputs))
-        assert low_rank_of(of_layer) == ()
+    for each in (layer, other):
+        assert each(inputs).equal(each.base_layer(inputs))
+        assert low_rank_of(each) == ()
     assert low_rank_of(nn.Linear(2, 2)) == ()
 
 
@@ -98,7 +98,7 @@ def with_bias(model, layer):
 
 
 @pytest.mark.parametrize("change", [merged, with_dropout, with_two_adapters, with_another_variant, with_bias])
-def test_where_there_is_more_to_do_it_says_so(change):
+def test_low_rank_of_is_none_beyond_plain_lora(change):
     model, layer = adapted_model()
     assert low_rank_of(layer)
     change(model, layer)

@@ -1,4 +1,4 @@
-"""Packed copies of frozen weights: the same products and gradients, and a model that stays as it was."""
+"""Packed weights give the same products and gradients, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llamagym.engine.cpu import packing
-from llamagym.engine.cpu.packing import Packed
+from llamagym.engine.cpu.packing import PackedWeights
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.rounding import assert_within_rounding, in_float64, rounding_noise
 from tests.tiny import FAMILIES, tiny_model
@@ -21,13 +21,13 @@ pytestmark = [
 ]
 
 
-# float32 that float16 holds, float32 that it does not, and bfloat16.
+# float32 that float16 represents, float32 that it does not, and bfloat16.
 ROUNDINGS = {"half": lambda layer: layer.half().float(), "single": lambda layer: layer, "bfloat16": nn.Module.bfloat16}
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """The inputs of all products with packed copies so far."""
+    """The inputs of all products with packed weights so far."""
     inputs, pack = [], packing._pack
 
     def counted(*given):
@@ -43,7 +43,7 @@ def products(monkeypatch):
     return inputs
 
 
-# Bytes that hold all copies.
+# Enough bytes for all packed weights.
 AMPLE = 2**30
 
 
@@ -53,7 +53,7 @@ def frozen_layer(bias=True, inputs=24, outputs=40, rounding="half"):
 
 @pytest.mark.numerical
 @pytest.mark.pairwise(shape=[(1, 24), (0, 24), (3, 7, 24)], bias=[True, False], rounding=ROUNDINGS)
-def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products):
+def test_packed_products_and_gradients_equal_the_layer_s(bias, shape, rounding, products):
     if rounding == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("no bfloat16 here")
     layer = frozen_layer(bias, rounding=rounding)
@@ -68,11 +68,11 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
 
     expected = outputs_and_gradient(copy.deepcopy(layer).double(), inputs.double())
     usual = outputs_and_gradient(layer, inputs)
-    with Packed(layer, AMPLE):
+    with PackedWeights(layer, AMPLE):
         received = outputs_and_gradient(layer, inputs)
     assert len(products) == (3 if len(inputs) else 0)
     dtype = layer.weight.dtype
-    # Sums over 24 inputs, then over 40 outputs; in bfloat16 a product, its sum with a bias, its double and the gradient
+    # Sums over 24 inputs, then over 40 outputs. In bfloat16 a product, its sum with a bias, its double and the gradient
     # are rounded.
     terms = 24 + 40 if dtype == torch.float32 else 4
     for one, other, exact in zip(received, usual, expected, strict=True):
@@ -81,19 +81,19 @@ def test_products_and_gradients_are_the_layer_s(bias, shape, rounding, products)
         assert_within_rounding(other, exact, dtype, terms)
 
 
-def test_a_bias_learns_beside_a_frozen_weight(products):
+def test_bias_beside_a_packed_weight_gets_gradients(products):
     layer, inputs = frozen_layer(), torch.randn(3, 24)
     layer.bias.requires_grad_(True)
-    with Packed(layer, AMPLE):
+    with PackedWeights(layer, AMPLE):
         layer(inputs).sum().backward()
     assert products
     assert torch.equal(layer.bias.grad, torch.full((40,), 3.0))
 
 
-def test_outside_the_context_the_model_is_as_it_was(products):
+def test_model_is_unchanged_outside_the_context(products):
     layer = frozen_layer()
     names = set(vars(layer))
-    with pytest.raises(RuntimeError), Packed(layer, AMPLE):
+    with pytest.raises(RuntimeError), PackedWeights(layer, AMPLE):
         layer(torch.randn(2, 23))
     products.clear()
     layer(torch.randn(2, 24))
@@ -116,9 +116,9 @@ def test_outside_the_context_the_model_is_as_it_was(products):
     ],
     ids=["loaded", "float16", "bfloat16", "float32", "large", "unfrozen", "cast"],
 )
-def test_a_copy_follows_its_weight(change, is_packed, products):
+def test_changed_weights_are_packed_again(change, is_packed, products):
     layer = frozen_layer()
-    packed = Packed(layer, AMPLE)
+    packed = PackedWeights(layer, AMPLE)
     with packed:
         layer(torch.randn(3, 24))
     change(layer)
@@ -131,21 +131,21 @@ def test_a_copy_follows_its_weight(change, is_packed, products):
     assert bool(products) == is_packed
 
 
-def test_what_is_trained_hooked_or_in_float64_is_left_alone():
+def test_trained_hooked_and_float64_layers_are_not_packed():
     layers = nn.ModuleDict({name: frozen_layer() for name in ("plain", "trained", "hooked", "wide")})
     layers["hooked"].forward = layers["hooked"].forward
     layers["wide"].double()
     layers["trained"].requires_grad_(True)
-    with Packed(layers, AMPLE):
+    with PackedWeights(layers, AMPLE):
         replaced = [name for name, layer in layers.items() if "forward" in vars(layer)]
         hooked = layers["hooked"].forward
     assert replaced == ["plain", "hooked"]
     assert hooked == layers["hooked"].forward
 
 
-def test_a_forward_that_another_library_sets_meanwhile_stays():
+def test_a_forward_set_by_another_library_stays():
     layer = frozen_layer()
-    packed = Packed(layer, AMPLE)
+    packed = PackedWeights(layer, AMPLE)
     layer.forward = lambda inputs: "before"
     with packed:
         assert layer(None) == "before"
@@ -154,10 +154,10 @@ def test_a_forward_that_another_library_sets_meanwhile_stays():
 
 
 @pytest.mark.parametrize(("room", "is_packed"), [(0, [False, False]), (1, [True, False]), (2, [True, True])])
-def test_copies_take_a_share_of_the_memory(room, is_packed, products):
+def test_packed_weights_stay_within_the_budget(room, is_packed, products):
     first, second = frozen_layer(), frozen_layer(inputs=40, outputs=24)
     inputs = torch.randn(3, 24)
-    with Packed(nn.Sequential(first, second), room * first.weight.nbytes // 2):
+    with PackedWeights(nn.Sequential(first, second), room * first.weight.nbytes // 2):
         hidden = first(inputs)
         output = second(hidden)
     assert [any(given is fed for given in products) for fed in (inputs, hidden)] == is_packed
@@ -166,10 +166,10 @@ def test_copies_take_a_share_of_the_memory(room, is_packed, products):
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])
-def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products):
+def test_learning_packs_the_transposed_weight_if_there_is_room(room, products):
     layer = frozen_layer()
     leaf = torch.randn(3, 24, requires_grad=True)
-    with Packed(layer, room * layer.weight.nbytes // 2):
+    with PackedWeights(layer, room * layer.weight.nbytes // 2):
         layer(leaf).sum().backward()
     assert len(products) == room
     weight = layer.weight.double()
@@ -177,32 +177,32 @@ def test_learning_packs_a_weight_both_ways_where_there_is_room(room, products):
     assert_within_rounding(leaf.grad, exact, torch.float32, 40, scale)
 
 
-def test_temporary_copies_are_dropped_and_others_stay(products):
+def test_temporary_packing_drops_only_new_weights(products):
     first, second = frozen_layer(), frozen_layer()
-    packed = Packed(nn.ModuleList((first, second)), int(1.5 * first.weight.nbytes // 2))
+    packed = PackedWeights(nn.ModuleList((first, second)), int(1.5 * first.weight.nbytes // 2))
     inputs = torch.randn(3, 24)
     with packed:
         with packed.temporary():
             first(inputs)
         second(inputs)
         first(inputs)
-    # There is room for one copy, which the first layer gave back.
+    # There is room for one packed weight, which the first layer has released.
     assert len(products) == 2
     assert [layers for (layers, _), (_, copied) in packed._copies.items() if copied is not None] == [(second,)]
 
 
 @pytest.mark.parametrize(("rounding", "share"), [("half", 1 / 2), ("single", 1)])
-def test_a_copy_takes_half_of_what_float16_holds(rounding, share, products):
+def test_weights_that_float16_represents_take_half_the_bytes(rounding, share, products):
     layer = frozen_layer(rounding=rounding)
     for room, is_packed in ((share, True), (0.9 * share, False)):
         products.clear()
-        with Packed(layer, int(room * layer.weight.nbytes)):
+        with PackedWeights(layer, int(room * layer.weight.nbytes)):
             layer(torch.randn(3, 24))
         assert bool(products) == is_packed
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind, monkeypatch):
+def test_acting_and_learning_pack_each_weight_once_per_direction(kind, monkeypatch):
     made, pack = [], packing._pack
     monkeypatch.setattr(packing, "_pack", lambda *given: made.append(pack(*given)) or made[-1])
     agent = make_agent(kind, context="turn")
@@ -217,14 +217,14 @@ def test_acting_and_learning_copy_each_weight_once_in_either_direction(kind, mon
     agent.act("x")
     assert agent.policy.num_updates
     assert agent.policy.is_initialized_from_data
-    copies = agent.policy._backbone._acceleration._packed._copies
+    copies = agent.policy._backbone.transformer._acceleration._packed._weights
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]
     assert {is_transposed for _, is_transposed in copied} == {True, False}
     assert len(set(copied)) == len(copied)
     # Choices need no product with the whole vocabulary.
-    assert (kind is WordAgent) == (agent.policy._backbone._head in {layer for layer, _ in copied})
-    # None is made twice. Where the adapter is aimed, q, k, v, gate and up of its layers multiply one by one, once.
-    watched = 5 * len(agent.policy._backbone._top.layers)
+    assert (kind is WordAgent) == (agent.policy._backbone.transformer._head in {layer for layer, _ in copied})
+    # No weight is packed twice. To aim the adapter, q, k, v, gate and up of its layers multiply one by one, once.
+    watched = 5 * len(agent.policy._backbone.transformer.top.layers)
     assert len(made) == len(copies) + watched
 
 
@@ -238,26 +238,26 @@ def assert_as_exact(logits, model, ids):
 
 @pytest.mark.numerical
 @pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], family=FAMILIES)
-def test_a_policy_multiplies_by_copies_and_says_what_the_model_says(kind, family, products):
+def test_policy_with_packed_weights_equals_the_model(kind, family, products):
     agent = make_agent(kind, family)
     products.clear()
     agent.act("x")
     assert products
     model, ids = agent.policy.model.pretrained_model.get_base_model(), torch.tensor([[1, 2, 3, 4]])
     before = len(products)
-    with torch.no_grad(), agent.policy._backbone._acceleration._packed:
+    with torch.no_grad(), agent.policy._backbone.transformer._acceleration._packed:
         received = model(ids).logits
     assert len(products) > before
     assert_as_exact(received, model, ids)
 
 
 @pytest.mark.parametrize("safely", [True, False])
-def test_an_adapter_can_be_merged_and_taken_out_again(safely, products):
+def test_adapter_can_be_merged_and_unmerged(safely, products):
     model = tiny_model("llama", activated=False).pretrained_model
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight)
-    packed, ids = Packed(model, AMPLE), torch.tensor([[1, 2, 3, 4]])
+    packed, ids = PackedWeights(model, AMPLE), torch.tensor([[1, 2, 3, 4]])
 
     @torch.no_grad()
     def check():

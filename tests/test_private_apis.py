@@ -28,7 +28,7 @@ from transformers.models.llama import modeling_llama
 
 import llamagym
 from llamagym import AutoModelForCausalLMWithValueHead, load_model_and_tokenizer
-from llamagym.engine import transformer
+from llamagym.engine import verification
 from llamagym.engine.acceleration import is_enabled
 from llamagym.engine.cpu import fused_layer, numba_internals
 from llamagym.errors import ModelLoadError
@@ -163,7 +163,7 @@ def forget_checks():
 @pytest.fixture(autouse=True)
 def _fresh_checks(monkeypatch):
     """Results of checks in other tests do not count here, and those of these tests do not count elsewhere."""
-    monkeypatch.setattr(transformer, "_CHECKED", {})
+    monkeypatch.setattr(verification, "_FINDINGS", {})
     forget_checks()
     yield
     forget_checks()
@@ -262,8 +262,8 @@ def test_a_check_that_raises_counts_as_a_change(caplog, kind, request):
 
 
 @pytest.mark.kernels
-def test_changed_layers_run_unfused(monkeypatch, caplog):
-    monkeypatch.setattr(fused_layer._Layer, "_run", lambda self, hidden, *_, **__: 2 * hidden)
+def test_layers_that_compute_something_else_run_unfused(monkeypatch, caplog):
+    monkeypatch.setattr(fused_layer._FusedLayer, "_run", lambda self, hidden, *_, **__: 2 * hidden)
     act_and_learn(make_agent(context="turn"))
     check_warning(caplog, transformers_internals.DECODER_LAYER)
 

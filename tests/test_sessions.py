@@ -1,4 +1,4 @@
-"""Conversations are read once: how many tokens a step forwards, and that it makes no difference."""
+"""Each token of a conversation is forwarded once, with the same results as recomputing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SingleTokens(ChoiceAgent):
 
 
 def entries_of(backbone, trees):
-    """Keys and values of histories, those of the trunk first."""
+    """Keys and values of histories, the trunk's first."""
     return [
         torch.cat([torch.cat([piece.entries for piece in pieces], dim=2) for pieces in (known.trunk, known.history)])
         for known in backbone.prefill(trees)
@@ -41,14 +41,14 @@ def step(agent, text="x"):
 @pytest.mark.pairwise(activated=[True, False], family=FAMILIES)
 def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activated):
     agent = settled(make_agent(SingleTokens, family, activated))
-    # Byte-level tokens are many; the dropping of turns has a test of its own.
-    agent.policy._backbone.max_length = 10_000
+    # Texts have many byte-level tokens; dropping of turns has its own test.
+    agent.policy._backbone.transformer.max_length = 10_000
     step(agent)
     for _ in range(2, 26):
         forwarded = step(agent)
         turn = actor_of(agent).conversation(0).turns[-1]
-        # The observation's tokens and the earlier reply's, which is one; the token that opens the reply is read again
-        # once the reply is history.
+        # The observation's tokens and the earlier reply's one; the token before the reply runs again once the reply is
+        # history.
         assert forwarded <= len(turn.prompt.ids) + len(turn.reply.ids) + 1
     assert len(actor_of(agent).conversation(0).turns) == 25
 
@@ -57,7 +57,7 @@ def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activate
 @pytest.mark.pairwise(activated=[True, False], family=FAMILIES)
 def test_free_text_forwards_each_token_of_a_conversation_once(family, activated):
     agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6})
-    agent.policy._backbone.max_length = 10_000
+    agent.policy._backbone.transformer.max_length = 10_000
     forwarded = step(agent)
     turn = actor_of(agent).conversation(0).turns[-1]
     # Nothing is forwarded for the last sampled token until it is history.
@@ -68,27 +68,27 @@ def test_free_text_forwards_each_token_of_a_conversation_once(family, activated)
         assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids)
 
 
-def test_a_reply_is_read_again_where_its_adapter_acts_from_the_first_layer_on():
-    """Then nothing that writing left holds for histories."""
+def test_reply_runs_again_without_a_trunk():
+    """If the adapter acts from the first layer on, no activations of a reply are valid for histories."""
     agent = make_agent(WordAgent, generate={"max_new_tokens": 6})
     backbone = agent.policy._backbone
-    backbone._trunk, backbone._top, backbone._first_top_layer = None, backbone._body, 0
+    backbone.transformer.unsplit()
     for _ in range(3):
         forwarded = step(agent)
     earlier, turn = actor_of(agent).conversation(0).turns[-2:]
     again = earlier.prompt.opening_length + len(earlier.reply.ids) - 1
     assert forwarded == len(turn.prompt.ids) + len(turn.reply.ids) + again
     recorded = [logprob for turn in actor_of(agent).conversation(0).turns for logprob in turn.reply.logprobs]
-    backbone.forget_all()
+    backbone.prefix_cache.clear()
     now = agent.policy.evaluate([actor_of(agent).conversation(0).current_segment()])
     assert now.logprobs[now.mask].tolist() == pytest.approx(recorded, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], context=["episode", "turn"])
-def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
+def test_learning_reuses_the_trunk_s_output_of_acting(kind, context):
     agent = make_agent(kind, context=context)
-    agent.policy._backbone.max_length = 10_000
+    agent.policy._backbone.transformer.max_length = 10_000
     for turn in range(3):
         agent.act_batch(["x" * (env + turn) for env in range(4)])
         agent.assign_rewards([0.0] * 4)
@@ -96,24 +96,24 @@ def test_learning_runs_no_frozen_layer_on_what_was_just_acted(kind, context):
     if context == "turn":
         segments = [Segment((turn,)) for segment in segments for turn in segment.turns]
     passes = []
-    handle = agent.policy._backbone._trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    handle = agent.policy._backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
     now = agent.policy.evaluate(segments)
     assert not passes
-    # The control: once that is forgotten they must run.
-    agent.policy._backbone.forget_all()
+    # The control: without the cache they must run.
+    agent.policy._backbone.prefix_cache.clear()
     again = agent.policy.evaluate(segments)
     handle.remove()
     assert passes
     assert torch.allclose(now.logprobs, again.logprobs, atol=LOGPROB_TOLERANCE)
 
 
-def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers():
+def test_generation_prompt_runs_through_the_trunk_with_its_observation():
     agent, passes = make_agent(WordAgent, context="turn", generate={"max_new_tokens": 1}), []
     step(agent, "a")
-    agent.policy._backbone._trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    agent.policy._backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
     agent.policy.seed(1)
     step(agent, "b")
-    # One pass over the observation and what opens the reply; none when it comes again, whatever has been learned since.
+    # One pass over the observation and the generation prompt; none for the same observation, even after learning.
     assert len(passes) == 1
     touch_weights(agent)
     agent.policy.seed(1)
@@ -123,8 +123,8 @@ def test_what_opens_a_reply_takes_no_pass_of_its_own_through_the_frozen_layers()
     assert (first.ids, first.logprobs) == (second.ids, pytest.approx(second.logprobs, abs=LOGPROB_TOLERANCE))
 
 
-def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
-    """A chain of two tokens, and two of one: the tokens that are run are the same in this order."""
+def test_choices_with_the_same_tokens_but_other_branches_are_not_confused():
+    """One choice of two tokens, and two of one token: the nodes have the same ids in the same order."""
     agent = make_agent(ChoiceAgent, context="turn", calibrate_choices=False)
     offers = (["abc", "abd", "zz"], ["ac", "ad", "bc", "bd", "zz"])
     first, second = (actor_of(agent).new_conversation().observe("x", "", choices) for choices in offers)
@@ -137,21 +137,21 @@ def test_choices_of_the_same_tokens_that_branch_otherwise_are_not_confused():
     assert torch.allclose(after, agent.policy.choice_logprobs([second])[0], atol=LOGPROB_TOLERANCE)
 
 
-def test_the_first_turn_reads_the_system_prompt_once_for_all():
+def test_system_prompt_runs_once_for_all_environments():
     agent = make_agent(SingleTokens, context="turn")
     agent.act("first")
     shared = actor_of(agent).conversation(0).turns[0].prompt.shared_length
     before = agent.policy.tokens_forwarded
     agent.act_batch(["xyzzy", "plugh"], [1, 2])
     own = [len(actor_of(agent).conversation(env).turns[0].prompt.ids) - shared for env in (1, 2)]
-    # At most: observations may begin alike, too.
+    # At most: observations may have a common beginning, too.
     assert agent.policy.tokens_forwarded - before <= sum(own)
 
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent])
 def test_growing_histories_equal_recomputed_ones(family, kind):
-    """Ragged lengths; environments that end and begin at different times; more than the window of 64 tokens."""
+    """Different lengths, environments that end and begin at different times, more than the window of 64 tokens."""
     agent = settled(make_agent(kind, family))
     policy = agent.policy
     for turn in range(8):
@@ -162,7 +162,7 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
     segments = [actor_of(agent).conversation(env).current_segment() for env in range(3)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
     grown = entries_of(policy._backbone, trees)
-    policy._backbone.forget_all()
+    policy._backbone.prefix_cache.clear()
     assert max(tree.context_length for tree in trees) > 64
     for one, other in zip(grown, entries_of(policy._backbone, trees), strict=True):
         assert torch.allclose(one, other, atol=LOGPROB_TOLERANCE)
@@ -172,14 +172,14 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
 
 
 class OneWord(SingleTokens):
-    """Can say one thing only, so that conversations stay alike."""
+    """Has a single choice, so that conversations stay equal."""
 
     choices = ("a",)
 
 
 @pytest.mark.equivalence
-def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
-    """As in groups of episodes from one seed; they go on at lengths that need several passes."""
+def test_diverging_conversations_equal_separate_ones():
+    """As in groups of episodes with one seed; their continuations differ in length and need several passes."""
     agent = make_agent(OneWord, "llama")
     for text in ("first", "second"):
         agent.act_batch([text] * 4)
@@ -191,12 +191,12 @@ def test_conversations_that_part_ways_are_each_read_on_from_what_they_share():
     backbone = agent.policy._backbone
     together = entries_of(backbone, trees)
     for tree, entries in zip(trees, together, strict=True):
-        backbone.forget_all()
+        backbone.prefix_cache.clear()
         assert torch.allclose(entries_of(backbone, [tree])[0], entries, atol=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.pairwise(activated=[True, False])
-def test_weights_that_change_make_plain_histories_outdated_and_activated_ones_not(activated):
+def test_changed_weights_outdate_histories_of_plain_lora_only(activated):
     agent = make_agent(SingleTokens, "llama", activated)
     step(agent)
     step(agent)
@@ -205,12 +205,12 @@ def test_weights_that_change_make_plain_histories_outdated_and_activated_ones_no
     assert (step(agent) > usual) == (not activated)
 
 
-def test_what_does_not_fit_is_read_again():
+def test_evicted_activations_are_recomputed():
     agent = settled(make_agent(SingleTokens, "llama"))
     step(agent)
     usual = step(agent)
     backbone = agent.policy._backbone
-    backbone.activations = RadixTree(max_bytes=1000)
+    backbone.prefix_cache.activations = RadixTree(max_bytes=1000)
     assert step(agent) > 3 * usual
     conversation = actor_of(agent).conversation(0)
     recorded = [turn.reply.logprobs[0] for turn in conversation.turns]
@@ -220,9 +220,9 @@ def test_what_does_not_fit_is_read_again():
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, SingleTokens])
-def test_a_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(family, kind):
+def test_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(family, kind):
     agent = settled(make_agent(kind, family, ppo={"batch_size": 20, "mini_batch_size": 20}, response_prefix="I say "))
-    agent.policy._backbone.max_length = 300
+    agent.policy._backbone.transformer.max_length = 300
     for turn in range(20):
         agent.act(f"number {turn}")
         agent.assign_reward(0.0)

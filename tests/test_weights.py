@@ -1,4 +1,4 @@
-"""Whatever changes the weights, and whoever does it: the agent then acts as one that was made afterwards."""
+"""After any change of the weights, an agent acts like one that was created afterwards."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TOLERANCE = 1e-5
 
 
 def weights(model: AutoModelForCausalLMWithValueHead, learn: bool) -> list[Tensor]:
-    """The body's weights that learn, or those that do not."""
+    """The body's trained weights, or its frozen ones."""
     return [weight for weight in model.pretrained_model.parameters() if weight.requires_grad == learn]
 
 
 def noise(weight: Tensor) -> Tensor:
-    """So much that replies change."""
+    """Changes weights enough to change replies."""
     return 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.abs().mean()
 
 
 def step(agent: Any, fused: bool = False) -> None:
-    """An optimizer that is not the learner's."""
+    """Steps an optimizer that is not the learner's."""
     model = agent.policy.model
     optimizer = torch.optim.AdamW(weights(model, learn=True), lr=0.3, fused=fused)
     model(torch.tensor([[1, 2, 3]]))[0].square().mean().backward()
@@ -43,7 +43,7 @@ def step(agent: Any, fused: bool = False) -> None:
 
 
 def fused_step(agent: Any) -> None:
-    """One that does not raise versions by itself."""
+    """Steps a fused optimizer, which does not increment versions."""
     step(agent, fused=True)
 
 
@@ -87,7 +87,7 @@ def other_adapter(agent: Any) -> None:
 
 @torch.no_grad()
 def adapter_elsewhere(agent: Any) -> None:
-    """On modules that the first one leaves alone, from the first layer on."""
+    """Adds an adapter to other modules, from the first layer on."""
     pretrained = agent.policy.model.pretrained_model
     config = copy.deepcopy(pretrained.peft_config["default"])
     config.target_modules, config.layers_to_transform = {"v_proj", "up_proj"}, None
@@ -99,7 +99,7 @@ def adapter_elsewhere(agent: Any) -> None:
 
 
 def trainer_step(agent: Any) -> None:
-    """Another learner, which knows nothing of agents."""
+    """Trains with `PPOTrainer`, which knows nothing of agents."""
     config = PPOConfig(batch_size=1, mini_batch_size=1, learning_rate=0.1, warmup_steps=1)
     trainer = PPOTrainer(config, agent.policy.model)
     trainer.step([torch.tensor([1, 2])], [torch.tensor([3, 4])], [1.0])
@@ -167,7 +167,7 @@ OF_PLAIN_LORA = [merge, unload]
 
 
 def says(agent: Any) -> list[Tensor]:
-    """What an agent does on some observations, as numbers: probabilities, replies with their likelihood, values."""
+    """An agent's results on some observations: probabilities, replies with log-probabilities, values."""
     agent.eval(greedy=True)
     said = []
     for observation in OBSERVATIONS:
@@ -188,23 +188,23 @@ def are_alike(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.pairwise(change=EVERY_KIND, activated=[True, False], kind=[ChoiceAgent, WordAgent])
-def test_a_change_of_the_weights_leaves_nothing_stale(kind: type, change: Callable[[Any], None], activated: bool):
+def test_no_stale_results_after_a_change_of_weights(kind: type, change: Callable[[Any], None], activated: bool):
     check_nothing_is_stale(kind, change, activated)
 
 
 @pytest.mark.pairwise(change=OF_PLAIN_LORA, kind=[ChoiceAgent, WordAgent])
-def test_merging_a_plain_lora_leaves_nothing_stale(kind: type, change: Callable[[Any], None]):
+def test_no_stale_results_after_merging_a_plain_lora(kind: type, change: Callable[[Any], None]):
     check_nothing_is_stale(kind, change, activated=False)
 
 
 def check_nothing_is_stale(kind: type, change: Callable[[Any], None], activated: bool) -> None:
-    """After a change an agent does the same as one that is made afterwards."""
+    """Checks that an agent acts like one that is created after the change."""
     agent = settled(make_agent(kind, "llama", activated))
     before = says(agent)
     change(agent)
     after = says(agent)
     settings = {"max_new_tokens": 6}
-    # No agent is made of a model that cannot learn.
+    # An agent needs a model with trained weights.
     frozen = [] if weights(agent.policy.model, learn=True) else weights(agent.policy.model, learn=False)
     for weight in frozen:
         weight.requires_grad_(True)
@@ -216,7 +216,7 @@ def check_nothing_is_stale(kind: type, change: Callable[[Any], None], activated:
         assert not are_alike(before, after)
 
 
-def test_what_another_agent_learns_on_the_same_model_is_seen():
+def test_sees_what_another_agent_learns_on_the_same_model():
     agent = make_agent(ChoiceAgent, ppo={"learning_rate": 0.1, "warmup_steps": 1, "batch_size": 4})
     other = settled(ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0))
     says(other)
@@ -226,12 +226,12 @@ def test_what_another_agent_learns_on_the_same_model_is_seen():
         agent.terminate_episode()
     assert agent.policy.num_updates == 1
     fresh = settled(ChoiceAgent(agent.policy.model, tiny_tokenizer("llama"), seed=0))
-    # Priors are measured once; both have the base's.
+    # Priors are measured once, with the base model.
     assert are_alike(says(other), says(fresh))
 
 
 @pytest.mark.parametrize("activated", [True, False])
-def test_the_kl_of_a_step_is_measured_with_nothing_of_before_it(activated: bool, monkeypatch):
+def test_kl_of_a_step_uses_no_stale_results(activated: bool, monkeypatch):
     options = {"learning_rate": 0.1, "warmup_steps": 1, "batch_size": 4, "ppo_epochs": 1, "target_kl": 100.0}
     agent = experienced(make_agent(WordAgent, "llama", activated, ppo=options, context="episode"))
     measured, usual = [], base.measure_kl
@@ -252,7 +252,7 @@ def test_the_kl_of_a_step_is_measured_with_nothing_of_before_it(activated: bool,
     assert kl == pytest.approx(again, rel=1e-3)
 
 
-def test_turns_of_other_weights_are_evaluated_anew():
+def test_turns_of_other_weights_are_evaluated_again():
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 4})
     for reward in (1.0, 0.0, 1.0):
         agent.act("a")
@@ -265,7 +265,7 @@ def test_turns_of_other_weights_are_evaluated_anew():
     assert stats["ratio_error"] < 1e-3
 
 
-def test_an_optimiser_follows_weights_that_take_the_place_of_others(caplog):
+def test_optimizer_follows_replaced_weights(caplog):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 1, "mini_batch_size": 1, "learning_rate": 0.1})
     other_adapter(agent)
     learns = [weight for weight in agent.policy.model.pretrained_model.parameters() if weight.requires_grad]
@@ -279,7 +279,7 @@ def test_an_optimiser_follows_weights_that_take_the_place_of_others(caplog):
 
 
 @pytest.mark.parametrize("activated", [True, False])
-def test_a_state_is_another_only_after_a_change(activated: bool):
+def test_state_changes_only_after_a_change(activated: bool):
     agent = make_agent(ChoiceAgent, "llama", activated)
     state = WeightsState(agent.policy.model)
     says(agent)
@@ -291,7 +291,7 @@ def test_a_state_is_another_only_after_a_change(activated: bool):
     assert state.change() is Change.NONE
     change_base(agent)
     assert state.change() is Change.FROZEN
-    state.keep()
+    state.record()
     assert (state.change(), state.number) == (Change.NONE, 1)
     resize(agent)
     assert state.change() is Change.PARTS

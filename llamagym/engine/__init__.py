@@ -1,1 +1,1 @@
-"""How a causal language model is run: token trees, prefill, decode, caches. Plain PyTorch: the specification."""
+"""Runs a causal language model: token trees, prefill, decode, caches. Plain PyTorch; `cpu` makes it faster."""

@@ -1,9 +1,8 @@
-"""Choices as a trie of tokens: where they part, and what goes on there.
+"""Choices as a trie of tokens, with the branch points where they diverge.
 
-Where only one token can follow there is nothing to decide, so no more is read of a choice than leads to the last place
-where it parts from others.
+Where only one token can follow there is nothing to decide, so the trie ends at a choice's last branch point.
 
-Shapes: N nodes besides the root, which is where the reply begins.
+Shapes: N nodes besides the root, where the reply begins.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 END = -1
-"""Stands for the end of a choice, where longer ones go on; no token has this id."""
+"""Stands for the end of a choice that is a prefix of another; no token has this id."""
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A place where choices part.
+    """A branch point: a node after which choices differ.
 
     Attributes:
         node: Its node; 0 is the root.
-        path: The tokens that lead there.
-        targets: Tokens that go on, `END` among them where a choice is complete.
-        counts: How many choices go on with each.
+        path: Tokens from the root to it.
+        targets: Tokens that may follow, among them `END` where a choice is complete.
+        counts: Number of choices that continue with each target.
     """
 
     node: int
@@ -38,12 +37,12 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTrie:
-    """The nodes that lead to branches, parents first.
+    """The nodes that lead to branch points, parents first.
 
     Attributes:
         ids: Token of each node but the root, (N,).
-        parents: Parent of each of them, (N,).
-        branches: Where choices part.
+        parents: Parent of each node but the root, (N,).
+        branches: The branch points.
     """
 
     ids: Ids
@@ -52,7 +51,7 @@ class ChoiceTrie:
 
     @classmethod
     def of(cls, choices: tuple[Ids, ...]) -> ChoiceTrie:
-        """The trie of some choices, which are distinct and not empty.
+        """Builds the trie of distinct choices that are not empty.
 
         >>> trie = ChoiceTrie.of(((5, 6, 7), (5, 8, 9), (5, 8)))
         >>> trie.ids, trie.parents
@@ -62,41 +61,46 @@ class ChoiceTrie:
         """
         return _trie_of(choices)
 
-    def along(self, choice: Ids) -> ChoiceTrie:
-        """What of it lies on the way to a choice: a sequence.
+    def path_to(self, choice: Ids) -> ChoiceTrie:
+        """The nodes and branch points on the way to one choice, a sequence.
 
-        >>> ChoiceTrie.of(((5, 6), (5, 7), (8, 9))).along((8, 9)).ids
+        >>> ChoiceTrie.of(((5, 6), (5, 7), (8, 9))).path_to((8, 9)).ids
         ()
         """
-        met = [branch for branch in self.branches if branch.path == choice[: len(branch.path)]]
-        depth = max((len(branch.path) for branch in met), default=0)
-        branches = tuple(Branch(len(branch.path), branch.path, branch.targets, branch.counts) for branch in met)
-        return ChoiceTrie(choice[:depth], tuple(range(depth)), branches)
+        branches: list[Branch] = []
+        depth = 0
+        for branch in self.branches:
+            length = len(branch.path)
+            if branch.path == choice[:length]:
+                branches.append(Branch(length, branch.path, branch.targets, branch.counts))
+                depth = max(depth, length)
+        return ChoiceTrie(choice[:depth], tuple(range(depth)), tuple(branches))
 
 
-def turnings(branches: Sequence[Branch], choices: Iterable[Ids]) -> list[list[tuple[int, int]]]:
-    """For each choice, which branches lead to it and with which of their targets: indices of both.
+def branch_points(branches: Sequence[Branch], choices: Iterable[Ids]) -> list[list[tuple[int, int]]]:
+    """For each choice, the branch points on its way and the target it takes at each: indices of both.
 
-    >>> turnings(ChoiceTrie.of(((5, 6), (5, 7), (5,))).branches, [(5,)])
+    >>> branch_points(ChoiceTrie.of(((5, 6), (5, 7), (5,))).branches, [(5,)])
     [[(0, 2)]]
     """
-    number_of = {branch.path: number for number, branch in enumerate(branches)}
-    return [
-        [
-            (number, branches[number].targets.index(token))
-            for depth, token in enumerate((*choice, END))
-            if (number := number_of.get(choice[:depth])) is not None
-        ]
-        for choice in choices
-    ]
+    index_of = {branch.path: index for index, branch in enumerate(branches)}
+    taken: list[list[tuple[int, int]]] = []
+    for choice in choices:
+        steps: list[tuple[int, int]] = []
+        for depth, token in enumerate((*choice, END)):
+            index = index_of.get(choice[:depth])
+            if index is not None:
+                steps.append((index, branches[index].targets.index(token)))
+        taken.append(steps)
+    return taken
 
 
 def repeat_counts(branches: Sequence[Branch], replies: Iterable[tuple[Ids, int]]) -> tuple[tuple[int, ...], ...]:
-    """Of each branch, how many replies go on with each of its targets.
+    """For each branch point, the number of replies that continue with each of its targets.
 
     Args:
-        branches: Where choices part.
-        replies: Earlier replies, whether they are among the choices or not, and how often each was given.
+        branches: Branch points.
+        replies: Earlier replies, choices or not, with the number of times each was given.
 
     >>> branches = ChoiceTrie.of(((5, 6), (5, 7), (8,))).branches
     >>> repeat_counts(branches, [((5, 6), 2), ((5, 9), 1)])
@@ -117,11 +121,16 @@ def _trie_of(choices: tuple[Ids, ...]) -> ChoiceTrie:
     for choice in choices:
         for depth, token in enumerate((*choice, END)):
             following.setdefault(choice[:depth], Counter())[token] += 1
-    parting = [path for path, tokens in following.items() if len(tokens) > 1]
-    leading = {path[:depth] for path in parting for depth in range(1, len(path) + 1)}
-    node_of = {(): 0} | {path: node for node, path in enumerate(filter(leading.__contains__, following), start=1)}
+    diverging = [path for path, tokens in following.items() if len(tokens) > 1]
+    leading = {path[:depth] for path in diverging for depth in range(1, len(path) + 1)}
+    paths = [path for path in following if path in leading]
+    node_of = {path: node for node, path in enumerate([(), *paths])}
+    branches: list[Branch] = []
+    for path in diverging:
+        targets = following[path]
+        branches.append(Branch(node_of[path], path, tuple(targets), tuple(targets.values())))
     return ChoiceTrie(
-        tuple(path[-1] for path in node_of if path),
-        tuple(node_of[path[:-1]] for path in node_of if path),
-        tuple(Branch(node_of[path], path, tuple(following[path]), tuple(following[path].values())) for path in parting),
+        tuple(path[-1] for path in paths),
+        tuple(node_of[path[:-1]] for path in paths),
+        tuple(branches),
     )

@@ -1,11 +1,16 @@
-"""The KV cache of replies under way: a preallocated buffer, filled from the prefix cache, in which rows grow in place.
+"""KV caches that are filled from the prefix cache.
 
-Shapes: L layers, S tokens of history after the prefix, B rows, P columns of a prefix that all rows share.
+`KVBuffer` holds the rows of a decode, which grow in place. `GatheringCache` serves one pass over many rows and, on a
+CPU, gathers one layer at a time: for long conversations the keys and values of all layers would be hundreds of MB, new
+in each pass, and touching new memory takes as long as filling it. On a GPU, where each copy is a call of its own, it
+gathers all layers at once.
+
+Shapes: L layers, B rows, P columns of a prefix that all rows share, S columns of a row, T new ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,85 +22,98 @@ from .radix_tree import Activations
 
 
 class KVBuffer:
-    """Keys and values of several rows, with columns free for more; the first columns are a prefix of all rows."""
+    """Preallocated keys and values of several rows, whose first columns are a prefix of all rows."""
 
     def __init__(self, prefix: Tensor, rows: int, columns: int, is_shared: bool) -> None:
-        """Allocate it, filled with the prefix alone.
+        """Allocates the buffer and fills in the prefix.
 
         Args:
             prefix: Entries (2L, heads, P, head size) that all rows begin with.
-            rows: How many.
-            columns: How many entries a row can hold, those of the prefix included.
+            rows: Number of rows.
+            columns: Number of entries per row, including the prefix.
             is_shared: Whether all rows attend to one prefix (see `attention`); otherwise each row has a copy.
         """
-        layers, heads, length, width = prefix.shape
+        layers, heads, length, head_size = prefix.shape
         self._prefix = prefix if is_shared else None
-        self._first = length if is_shared else 0
-        self._entries = prefix.new_empty(layers, rows, heads, columns - self._first, width)
+        self._first_column = length if is_shared else 0
+        self._entries = prefix.new_empty(layers, rows, heads, columns - self._first_column, head_size)
         if not is_shared:
             self._entries[..., :length, :] = prefix[:, None]
 
     def fill(
-        self, row: int, column: int, pieces: Iterable[Activations], first: int = 0, until: int | None = None
+        self,
+        row: int,
+        column: int,
+        pieces: Iterable[Activations],
+        first_entry: int = 0,
+        pad_to: int | None = None,
     ) -> None:
-        """Put entries into a row's columns, one piece behind the other.
+        """Writes entries into a row, one piece after the other.
 
         Args:
-            row: Which.
-            column: The first, behind the prefix.
-            pieces: What some of the layers made of consecutive tokens.
-            first: Index of these layers' first keys among the buffer's 2L keys and values.
-            until: All layers get zeros from there up to this column: even what a mask hides must be finite.
+            row: Row to fill.
+            column: First column, after the prefix.
+            pieces: Activations of consecutive tokens by some of the layers.
+            first_entry: Index of these layers' first keys among the buffer's 2L keys and values.
+            pad_to: Column up to which all layers are filled with zeros: even what a mask hides must be finite.
         """
         for piece in pieces:
-            start, column = column, column + len(piece)
-            self.entries(row, start, column)[first : first + len(piece.entries)] = piece.entries
-        if until is not None:
-            self.entries(row, column, until).zero_()
+            end = column + len(piece)
+            self.entries(row, column, end)[first_entry : first_entry + len(piece.entries)] = piece.entries
+            column = end
+        if pad_to is not None:
+            self.entries(row, column, pad_to).zero_()
 
     def entries(self, row: int, start: int, stop: int) -> Tensor:
-        """What a row's columns behind the prefix hold, (2L, heads, stop - start, head size), as a view."""
-        return self._entries[:, row, :, start - self._first : stop - self._first]
+        """A view of some columns of a row after the prefix, (2L, heads, stop - start, head size)."""
+        return self._entries[:, row, :, start - self._first_column : stop - self._first_column]
 
     def copy(self, source: int, row: int) -> None:
-        """Copy one row over another."""
+        """Copies one row over another."""
         self._entries[:, row] = self._entries[:, source]
 
-    def cache(self, rows: slice, columns: int, first_layer: int = 0) -> BufferCache:
-        """A cache of the first `columns` of some rows, to which new keys and values are appended in place.
+    def cache(self, rows: slice, columns: int) -> BufferCache:
+        """A cache of the first columns of some rows, to which new keys and values are appended in place.
 
         Args:
-            rows: Which.
-            columns: How many are filled, those of the prefix included.
-            first_layer: The model's layer that the entries begin with.
+            rows: Rows of the cache.
+            columns: Number of filled columns, including the prefix.
         """
-        below: list[Any] = [DynamicLayer() for _ in range(first_layer)]
         pairs = self._entries[:, rows].unflatten(0, (-1, 2))
-        layers = [_BufferLayer(keys, values, columns - self._first) for keys, values in pairs]
-        prefix = None if self._prefix is None else [None] * first_layer + list(self._prefix.unflatten(0, (-1, 2)))
-        return BufferCache([*below, *layers], prefix)
+        layers = [_BufferLayer(keys, values, columns - self._first_column) for keys, values in pairs]
+        prefix = None if self._prefix is None else self._prefix.unflatten(0, (-1, 2))
+        return BufferCache(layers, prefix)
 
 
 class BufferCache(Cache):
-    """A view of a `KVBuffer` as transformers takes it.
+    """Layers of keys and values as transformers takes them.
 
     Attributes:
-        prefix: For each layer, keys and values (2, heads, P, head size) that all rows share; None if they share
-            none.
+        prefix: For each layer, keys and values (2, heads, P, head size) that all rows share; None without a shared
+            prefix.
         keeps_gradients: Whether gradients flow back through the cached keys and values.
     """
 
-    def __init__(self, layers: list[Any], prefix: list[Any] | None) -> None:
-        """Wrap layers and a shared prefix."""
-        super().__init__(layers=layers)
-        self.prefix = prefix
+    def __init__(self, layers: list[Any], prefix: Tensor | None, first_layer: int = 0) -> None:
+        """Wraps layers.
+
+        Args:
+            layers: Cache layers.
+            prefix: Shared keys and values of these layers, (L, 2, heads, P, head size).
+            first_layer: Number of the model's layer that they begin with; the cache is empty below it.
+        """
+        below: list[Any] = [DynamicLayer() for _ in range(first_layer)]
+        super().__init__(layers=[*below, *layers])
+        self.prefix: list[Any] | None = None
+        if prefix is not None:
+            self.prefix = [*[None] * first_layer, *prefix]
         self.keeps_gradients = False
 
     def grow(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, heads, S, head size) of a layer, the last `count` columns new and yet to be filled."""
-        of_layer: Any = self.layers[layer]
-        kept: tuple[Tensor, Tensor] = of_layer.grow(count)
-        return kept
+        """Keys and values (B, heads, S, head size) of a layer with `count` more columns, which are yet to be filled."""
+        cache_layer: Any = self.layers[layer]
+        grown: tuple[Tensor, Tensor] = cache_layer.grow(count)
+        return grown
 
 
 class _BufferLayer(InitializedLayer):
@@ -103,32 +121,151 @@ class _BufferLayer(InitializedLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, columns: int) -> None:
         super().__init__(keys)
-        self._room = keys, values
+        self._all_keys = keys
+        self._all_values = values
         self._show(columns)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append entries (B, heads, T, head size); returns all."""
-        # A model may switch gradients off for some layers in the middle of a pass that has them.
-        if torch.is_grad_enabled() or self._room[0].requires_grad:
-            result: tuple[Tensor, Tensor] = super().update(key_states, value_states)
-            return result
+        """Appends entries (B, heads, T, head size), and returns all."""
+        # A model may disable gradients for some layers in the middle of a pass that has them.
+        if torch.is_grad_enabled() or self._all_keys.requires_grad:
+            updated: tuple[Tensor, Tensor] = super().update(key_states, value_states)
+            return updated
         start = self.get_seq_length()
-        shown = self.grow(key_states.shape[2])
-        for kept, new in zip(shown, (key_states, value_states), strict=True):
-            kept[:, :, start:] = new
-        return shown
+        keys, values = self.grow(key_states.shape[2])
+        keys[:, :, start:] = key_states
+        values[:, :, start:] = value_states
+        return keys, values
 
     def grow(self, count: int) -> tuple[Tensor, Tensor]:
-        """Show `count` more columns, whatever they hold; returns all."""
+        """Shows `count` more columns, whatever they hold, and returns all."""
         return self._show(self.get_seq_length() + count)
 
     def _show(self, columns: int) -> tuple[Tensor, Tensor]:
-        keys, values = (part[:, :, :columns] for part in self._room)
-        self.keys, self.values = keys, values
+        self.keys = self._all_keys[:, :, :columns]
+        self.values = self._all_values[:, :, :columns]
+        return self.keys, self.values
+
+
+class GatheringCache(BufferCache):
+    """KV cache of one pass over several rows, whose layers are gathered when they run."""
+
+    def __init__(
+        self,
+        prefix: Tensor,
+        histories: Sequence[Sequence[Activations]],
+        size: int,
+        new_columns: int,
+        is_shared: bool,
+        first_layer: int = 0,
+    ) -> None:
+        """Prepares the cache; nothing is gathered yet.
+
+        Args:
+            prefix: Entries (2L, heads, P, head size) that all rows begin with.
+            histories: These layers' activations of each row after the prefix, in pieces.
+            size: Columns for each history, which is padded to it.
+            new_columns: Tokens per row in the pass, T.
+            is_shared: Whether all rows attend to one prefix (see `attention`); otherwise each row has a copy.
+            first_layer: Number of the model's layer that the entries begin with.
+        """
+        pairs = prefix.unflatten(0, (-1, 2))
+        self._prefix = None if is_shared else pairs
+        self._first_column = 0 if is_shared else prefix.shape[2]
+        self._columns = self._first_column + size
+        self._histories = [[piece.entries.unflatten(0, (-1, 2)) for piece in pieces] for pieces in histories]
+        heads = prefix.shape[1]
+        head_size = prefix.shape[3]
+        self._shape = 2, len(histories), heads, self._columns + new_columns, head_size
+        # The layers that are gathered at once, and the buffer that holds them.
+        self._layers_at_once = 1 if prefix.device.type == "cpu" else len(pairs)
+        self._gathered = range(0)
+        self._buffer: Tensor | None = None
+        # The backward pass reads each layer again.
+        self._keeps_layers = torch.is_grad_enabled()
+        # The new columns of all layers that have run.
+        self._new = prefix.new_empty(2 * len(pairs), len(histories), heads, new_columns, head_size)
+        layers = [_GatheredLayer(self, index, prefix, self._columns) for index in range(len(pairs))]
+        super().__init__(layers, pairs if is_shared else None, first_layer)
+
+    def gather(self, index: int) -> Tensor:
+        """Keys and values (2, B, heads, S + T, head size) of one layer, whose last T columns are uninitialized.
+
+        Those of the layers before are overwritten, unless gradients may flow through them.
+        """
+        if index not in self._gathered:
+            self._gather(range(index, min(index + self._layers_at_once, len(self._new) // 2)))
+        assert self._buffer is not None
+        return self._buffer[index - self._gathered.start]
+
+    @torch.no_grad()
+    def _gather(self, indices: range) -> None:
+        self._save_new_columns()
+        self._gathered = indices
+        layers = slice(indices.start, indices.stop)
+        if self._buffer is None or self._keeps_layers:
+            self._buffer = self._new.new_empty(len(indices), *self._shape)
+        if self._prefix is not None:
+            self._buffer[..., : self._first_column, :] = self._prefix[layers, :, None]
+        for row, pieces in enumerate(self._histories):
+            stop = self._first_column + sum(piece.shape[3] for piece in pieces)
+            if pieces:
+                history = self._buffer[:, :, row, :, self._first_column : stop]
+                torch.cat([piece[layers] for piece in pieces], dim=3, out=history)
+            if stop < self._columns:
+                # Even what a mask hides must be finite.
+                self._buffer[:, :, row, :, stop : self._columns].zero_()
+
+    def new_entries(self, row: int) -> Tensor:
+        """A view of the pass's new entries in a row, (2L, heads, T, head size); to be called after the pass."""
+        self._save_new_columns()
+        return self._new[:, row]
+
+    def _save_new_columns(self) -> None:
+        """Saves the new columns of the layers in the buffer, and marks it as empty."""
+        if self._gathered and not self._keeps_layers:
+            assert self._buffer is not None
+            new = self._buffer[..., self._columns :, :].flatten(0, 1)
+            self._new[2 * self._gathered.start : 2 * self._gathered.stop] = new
+        self._gathered = range(0)
+
+
+class _GatheredLayer(InitializedLayer):
+    """Keys and values of a layer, which are gathered when it runs."""
+
+    def __init__(self, cache: GatheringCache, index: int, like: Tensor, columns: int) -> None:
+        super().__init__(like)
+        self._cache = cache
+        self._index = index
+        self._columns = columns
+
+    def get_seq_length(self) -> int:
+        """Number of columns before the pass."""
+        return self._columns
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends entries (B, heads, T, head size), and returns all."""
+        keys, values = self._cache.gather(self._index)
+        if torch.is_grad_enabled():
+            keys = torch.cat([keys[:, :, : self._columns], key_states], dim=2)
+            values = torch.cat([values[:, :, : self._columns], value_states], dim=2)
+        else:
+            keys[:, :, self._columns :] = key_states
+            values[:, :, self._columns :] = value_states
+        return keys, values
+
+    def grow(self, count: int) -> tuple[Tensor, Tensor]:
+        """All columns, the last `count` yet to be filled."""
+        keys, values = self._cache.gather(self._index)
+        assert keys.shape[2] == self._columns + count
         return keys, values
 
 
-def entries_of(cache: Cache, columns: slice, first_layer: int = 0) -> Tensor:
-    """Keys and values in some columns, layer after layer, (B, 2L, heads, S, head size)."""
-    layers: list[Any] = cache.layers[first_layer:]
-    return torch.stack([part[:, :, columns] for layer in layers for part in (layer.keys, layer.values)], dim=1)
+def entries_of(cache: Cache, columns: slice) -> Tensor:
+    """Some columns of keys and values, layer after layer, (B, 2L, heads, S, head size)."""
+    entries: list[Tensor] = []
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        entries.append(layer.keys[:, :, columns])
+        entries.append(layer.values[:, :, columns])
+    return torch.stack(entries, dim=1)

@@ -1,6 +1,6 @@
-"""Which token sees which, in the form that architectures take.
+"""Attention masks of tokens with explicit positions, in the form that each architecture takes.
 
-Shapes: B rows, T tokens that look, S columns of keys that they may see, H width.
+Shapes: B rows, T tokens (queries), S columns of keys, H width.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """What goes through layers in one pass.
+    """Inputs of one pass through some layers.
 
     Attributes:
         inputs: Token ids, int64 (B, T), or hidden states, float (B, T, H).
-        positions: Their positions, int64 (B, T).
-        visible: Which keys, their own included, each of them sees, bool (B, T, S).
+        positions: Positions of the tokens, int64 (B, T).
+        visible: True where a token attends to a key, its own included, bool (B, T, S).
         key_positions: Positions of the keys, int64 (B, S).
     """
 
@@ -29,20 +29,20 @@ class Tokens(NamedTuple):
 
 
 def causal(before: int, size: int) -> Tensor:
-    """Each of `size` tokens sees itself, those before it and `before` others, bool (size, before + size)."""
+    """Causal mask of `size` tokens after `before` others, bool (size, before + size); True is visible."""
     return torch.ones(size, before + size, dtype=torch.bool).tril(before)
 
 
 def attention_mask(
     tokens: Tokens, window: int | None, layer_types: AbstractSet[str], dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """Additive mask (B, 1, T, S), one for each kind of layer where a model names its kinds.
+    """Additive mask (B, 1, T, S); one for each type of layer if a model names its types.
 
     Args:
-        tokens: Which look.
-        window: How far back layers of sliding attention see, None if there are none.
-        layer_types: The model's kinds of layers, empty if it names none.
-        dtype: The mask's.
+        tokens: Tokens with their visible keys.
+        window: How far back layers with sliding attention see; None if there are none.
+        layer_types: The model's types of layers; empty if it names none.
+        dtype: Dtype of the mask.
     """
     full = _additive(tokens.visible, dtype)
     sliding = full
@@ -51,7 +51,7 @@ def attention_mask(
         sliding = _additive(tokens.visible & (distance < window), dtype)
     if not layer_types:
         return sliding
-    # Contexts end where chunks of attention do, so that layers of other kinds see everything.
+    # A context is no longer than a chunk of chunked attention, so layers of other types see everything.
     return {**dict.fromkeys({"full_attention", *layer_types}, full), "sliding_attention": sliding}
 
 

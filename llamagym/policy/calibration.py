@@ -236,7 +236,7 @@ class Calibration:
 
 def _name(tree: TokenTree) -> str:
     """A context's hash, equally short for long conversations."""
-    return blake2b(repr(tree.undecided).encode(), digest_size=16).hexdigest()
+    return blake2b(repr(tree.prompt_key).encode(), digest_size=16).hexdigest()
 
 
 def _row(saved: Iterable[Sequence[Any]]) -> Row:

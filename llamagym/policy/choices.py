@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..engine.choice_trie import ChoiceTrie, Ids, turnings
+from ..engine.choice_trie import ChoiceTrie, Ids, branch_points
 from .calibration import Calibration
 from .read_plan import ReadPlan
 
@@ -65,7 +65,7 @@ def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[
         of_branches: Log-probabilities from `branch_logprobs`, (B, K).
         chosen: Pairs of a decision and the numbers of some of its choices.
     """
-    of_choice, branch, target = plan.turnings(chosen)
+    of_choice, branch, target = plan.branch_points(chosen)
     count = sum(len(numbers) for _, numbers in chosen)
     return of_branches.new_zeros(count).index_add(0, of_choice, of_branches[branch, target])
 
@@ -82,7 +82,7 @@ def offer_logprobs(plan: ReadPlan, of_branches: Tensor) -> list[Tensor]:
 @lru_cache(maxsize=256)
 def _ways(choices: tuple[Ids, ...]) -> tuple[list[list[int]], Tensor]:
     """For each choice the branch points on its way; and every (choice, branch point, target), int64 (T, 3)."""
-    ways = turnings(ChoiceTrie.of(choices).branches, choices)
+    ways = branch_points(ChoiceTrie.of(choices).branches, choices)
     flat = [(number, *turning) for number, way in enumerate(ways) for turning in way]
     return [[branch for branch, _ in way] for way in ways], torch.tensor(flat, dtype=torch.long).reshape(-1, 3)
 

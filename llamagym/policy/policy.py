@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..engine.backbone import Backbone
-from ..engine.radix_tree import RadixTree
+from ..engine.prefix_cache import PrefixCache
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..errors import ConfigError
@@ -86,20 +86,20 @@ class Workspace:
         calibration: Calibration of choices; None without it.
         offered: Every choice that was ever offered.
         choices: Cached distributions over choices.
-        activations: Cached activations of tokens.
+        prefix_cache: Cached activations of tokens.
         recalibrations: How often the calibration has changed.
     """
 
     calibration: Calibration | None
     offered: dict[tuple[int, ...], None]
     choices: ChoiceCache
-    activations: RadixTree
+    prefix_cache: PrefixCache
     recalibrations: int = 0
 
     def copy(self) -> Workspace:
         """An independent copy."""
         calibration = self.calibration and self.calibration.apart()
-        return Workspace(calibration, dict(self.offered), self.choices.copy(), self.activations.copy())
+        return Workspace(calibration, dict(self.offered), self.choices.copy(), self.prefix_cache.copy())
 
 
 class Policy:
@@ -149,7 +149,7 @@ class Policy:
         self._state, self.trees = WeightsState(model), Trees()
         calibration = Calibration() if calibrate_choices else None
         # Learning's first; the last is in use.
-        self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self._backbone.activations)]
+        self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self._backbone.prefix_cache)]
         # Of acting that is not learned from; None until there is some.
         self._aside: Workspace | None = None
         self.rng = torch.Generator()
@@ -177,7 +177,7 @@ class Policy:
                 deepcopy(learning.calibration, memo),
                 dict(learning.offered),
                 ChoiceCache(),
-                copied._backbone.activations,
+                copied._backbone.prefix_cache,
                 learning.recalibrations,
             )
         ]
@@ -196,7 +196,7 @@ class Policy:
     @property
     def device(self) -> torch.device:
         """The model's device."""
-        return self._backbone.device
+        return self._backbone.transformer.device
 
     @property
     def calibration(self) -> Calibration | None:
@@ -239,12 +239,12 @@ class Policy:
     @contextmanager
     def _working_in(self, workspace: Workspace) -> Iterator[None]:
         self._workspaces.append(workspace)
-        self._backbone.activations = workspace.activations
+        self._backbone.prefix_cache = workspace.prefix_cache
         try:
             yield
         finally:
             self._workspaces.remove(workspace)
-            self._backbone.activations = self._workspaces[-1].activations
+            self._backbone.prefix_cache = self._workspaces[-1].prefix_cache
 
     @property
     def weights_version(self) -> int:
@@ -267,7 +267,9 @@ class Policy:
         self._notice_changes()
         workspace = self._workspaces[-1]
         workspace.choices.clear()
-        self._backbone.forget_all(packed)
+        self._backbone.prefix_cache.clear()
+        if packed:
+            self._backbone.transformer.drop_packed_weights()
         if not self.is_measuring:
             self._aside = None
         if version is not None:
@@ -275,7 +277,7 @@ class Policy:
 
     def temporary_copies(self) -> AbstractContextManager[None]:
         """While open, packed copies of weights may be dropped and repacked; closed, they are those from before."""
-        return self._backbone.temporary_copies()
+        return self._backbone.transformer.temporary_packing()
 
     def calibration_changed(self) -> None:
         """Drops distributions over choices after a new calibration: earlier replies are from another policy."""
@@ -298,7 +300,7 @@ class Policy:
     @property
     def max_length(self) -> int:
         """Maximum tokens of a context, including the reply."""
-        return self._backbone.max_length
+        return self._backbone.transformer.max_length
 
     @property
     def tokens_forwarded(self) -> int:
@@ -380,10 +382,10 @@ class Policy:
         offers = self._score_choices([trees[row] for row in choosing])
         # `_score_choices` has noticed changes of the weights.
         version = self._version
-        room = _DECODE_BYTES // self._backbone.token_bytes
+        room = _DECODE_BYTES // self._backbone.transformer.token_bytes
         for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
             chunk = [trees[texts[row]] for row in rows]
-            with self._backbone.ready():
+            with self._backbone.transformer.ready():
                 features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts_written, strict=True):
@@ -456,26 +458,26 @@ class Policy:
             critic: Whether to standardize the value head's features.
         """
         self._notice_changes()
-        trees = list({tree.undecided: tree for tree in self.trees.of(segments)}.values())[:_INIT_CONTEXTS]
+        trees = list({tree.prompt_key: tree for tree in self.trees.of(segments)}.values())[:_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # A single context has no differences; a later batch may hold more.
             return
         fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
         chunked = ([trees[row] for row in rows] for rows in self._chunks(trees))
         # Layers whose inputs are recorded are not fused, and use other packed copies.
-        with self._backbone.temporary_copies():
+        with self._backbone.transformer.temporary_packing():
             features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
         self._notice_changes()
         for layer, received in inputs.items():
             initialize_rows_(layer, fresh[layer], received, groups)
         if critic:
             self.model.v_head.standardize_(features)
-        self._state.keep()
+        self._state.record()
 
     @property
     def pass_tokens(self) -> int:
         """Default tokens of one forward or backward pass, by model and device."""
-        return self._backbone.pass_tokens
+        return self._backbone.transformer.pass_tokens
 
     def chunks(self, segments: Sequence[Segment], nodes: int | None = None) -> Iterator[list[Segment]]:
         """Splits segments into chunks of similar length, of at most `nodes` tokens or a single segment."""
@@ -484,7 +486,7 @@ class Policy:
 
     def _chunks(self, trees: Sequence[TokenTree], most: int | None = None) -> Iterator[list[int]]:
         """Rows in chunks for one forward pass each, of at most `most` tokens or a single row."""
-        return chunks(trees, [self._backbone.size(tree) for tree in trees], most or self.pass_tokens, equal_once=True)
+        return chunks(trees, [self._backbone.cost(tree) for tree in trees], most or self.pass_tokens, equal_once=True)
 
     def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
         """Log-probabilities of choices, float32 (C,), and the value, of each context; cached until weights change."""
@@ -512,19 +514,19 @@ class Policy:
         # The one in use last, as the backbone's stays.
         workspaces = [*unused, *self._workspaces]
         if change is Change.FROZEN:
-            self._backbone.forget_copies()
+            self._backbone.transformer.drop_packed_weights()
         elif change is Change.PARTS:
             forwarded, self._backbone = self._backbone.tokens_forwarded, Backbone(self.model)
             self._backbone.tokens_forwarded += forwarded
             for workspace in workspaces:
-                workspace.activations = self._backbone.activations.copy()
+                workspace.prefix_cache = self._backbone.prefix_cache.copy()
         for workspace in workspaces:
             workspace.choices.clear()
-            self._backbone.activations = workspace.activations
+            self._backbone.prefix_cache = workspace.prefix_cache
             if change is Change.TRAINED:
-                self._backbone.forget()
+                workspace.prefix_cache.remove_outdated()
             else:
-                self._backbone.forget_all()
+                workspace.prefix_cache.clear()
                 # The base is another one.
                 workspace.calibration = workspace.calibration and workspace.calibration.empty_copy()
         self._state.accept(change)
@@ -539,7 +541,7 @@ class Policy:
         with pretrained.disable_adapter():
             yield
         # PEFT unmerges a merged adapter to disable it, which does not change the policy.
-        self._state.keep()
+        self._state.record()
 
     @contextmanager
     def _with_reference_weights(self) -> Iterator[None]:
@@ -567,7 +569,7 @@ class Policy:
             weights = self._with_reference_weights()
         elif of != "policy":
             weights = self._without_adapter()
-        with weights, self._backbone.ready():
+        with weights, self._backbone.transformer.ready():
             yield self._backbone
 
     def _read(self, trees: Sequence[TokenTree], of: Weights = "policy") -> Reading:

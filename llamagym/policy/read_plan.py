@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..engine.choice_trie import END, Branch, turnings
+from ..engine.choice_trie import END, Branch, branch_points
 from ..engine.token_tree import Decision, TokenTree
 
 
@@ -69,7 +69,7 @@ class ReadPlan:
         decisions = tuple(decision for tree in trees for decision in tree.decisions)
         bases = accumulate((len(decision.ids) for decision in decisions), initial=0)
         ends = [base + decision.prompt_end for base, decision in zip(bases, decisions, strict=False)]
-        said = [(turn, offset) for turn, decision in enumerate(decisions) for offset in range(len(decision.said))]
+        said = [(turn, offset) for turn, decision in enumerate(decisions) for offset in range(len(decision.text_ids))]
         met = [(turn, branch) for turn, decision in enumerate(decisions) for branch in decision.branches]
         most = max((len(branch.targets) for _, branch in met), default=0)
         targets = [
@@ -84,7 +84,7 @@ class ReadPlan:
             decisions=decisions,
             value_nodes=torch.tensor(ends, dtype=torch.long),
             text_nodes=torch.tensor([ends[turn] + offset for turn, offset in said], dtype=torch.long),
-            text_targets=torch.tensor([decisions[turn].said[offset] for turn, offset in said], dtype=torch.long),
+            text_targets=torch.tensor([decisions[turn].text_ids[offset] for turn, offset in said], dtype=torch.long),
             text_slots=torch.tensor(said, dtype=torch.long).reshape(-1, 2),
             branches=tuple(branch for _, branch in met),
             repeat_counts=tuple(counts for decision in decisions for counts in decision.repeat_counts),
@@ -97,7 +97,7 @@ class ReadPlan:
             ),
         )
 
-    def turnings(self, chosen: Iterable[tuple[int, Iterable[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    def branch_points(self, chosen: Iterable[tuple[int, Iterable[int]]]) -> tuple[Tensor, Tensor, Tensor]:
         """The branch points on the way to some choices.
 
         Args:
@@ -110,7 +110,7 @@ class ReadPlan:
         ways = [
             [(self.first_branches[turn] + branch, target) for branch, target in way]
             for turn, numbers in chosen
-            for way in turnings(self.decisions[turn].branches, self._choices(turn, numbers))
+            for way in branch_points(self.decisions[turn].branches, self._choices(turn, numbers))
         ]
         flat = [(number, *turning) for number, way in enumerate(ways) for turning in way]
         found = torch.tensor(flat, dtype=torch.long, device=self.branch_nodes.device).reshape(-1, 3)

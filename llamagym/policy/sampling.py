@@ -136,11 +136,11 @@ def write_text(
     for _ in range(config.max_new_tokens):
         row_of: dict[PartialReply, int] = {}
         rows = torch.tensor([row_of.setdefault((trees[i], ids[i]), len(row_of)) for i in active])
-        states = decoder.read(list(row_of))
+        states = decoder.hidden_states(list(row_of))
         rows = rows.to(states.device)
         if first is None:
             first = states[rows]
-        logits = backbone.logits(states)
+        logits = backbone.transformer.logits(states)
         if config.temperature != 1.0:
             logits = logits.float() / config.temperature
         largest, sums = sums_in_groups(logits)

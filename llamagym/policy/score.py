@@ -69,7 +69,7 @@ def read(
         adapted: Whether an activated LoRA is active.
         cached: Whether activations may be cached: the weights are the policy's.
     """
-    plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
+    plan = ReadPlan.from_trees(trees, closing_id).to(backbone.transformer.device)
     flat = backbone.hidden_states(trees, adapted, cached)
     # The critic's gradient does not reach the policy.
     features = flat[plan.value_nodes].detach()
@@ -87,7 +87,7 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
         trees: Token trees that share a prefix.
         closing_id: Token that ends a choice which is a prefix of another.
     """
-    plan = ReadPlan.from_trees(trees, closing_id).to(backbone.device)
+    plan = ReadPlan.from_trees(trees, closing_id).to(backbone.transformer.device)
     logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False, cached=False), plan)
     rows = (
         [
@@ -104,16 +104,16 @@ def _of_targets(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
     states, targets = hidden[plan.branch_nodes], plan.branch_targets
     rows = max(1, _LOGITS_BYTES // max(1, targets.shape[1] * states.shape[1] * 4))
     parts = zip(states.split(rows), targets.split(rows), strict=True)
-    return torch.cat([backbone.logits_of(*part) for part in parts])
+    return torch.cat([backbone.transformer.logits_of(*part) for part in parts])
 
 
 def _over_vocabulary(backbone: Backbone, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities of targets (M, K) and entropies (M,) of the next token, from hidden states (M, H)."""
-    rows = max(1, _LOGITS_BYTES // (backbone.vocabulary * hidden.element_size()))
+    rows = max(1, _LOGITS_BYTES // (backbone.transformer.vocabulary * hidden.element_size()))
     temperatures = torch.full((len(hidden),), temperature, device=hidden.device)
     parts = (tensor.split(rows) for tensor in (hidden, targets, temperatures))
     chunks = [
-        logprobs_and_entropy(backbone.logits(hidden), targets, temperatures)
+        logprobs_and_entropy(backbone.transformer.logits(hidden), targets, temperatures)
         for hidden, targets, temperatures in zip(*parts, strict=True)
     ]
     return torch.cat([picked for picked, _ in chunks]), torch.cat([entropy for _, entropy in chunks])

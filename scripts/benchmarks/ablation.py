@@ -43,20 +43,20 @@ LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
 def _acceleration(agent: Any) -> Any:
-    return agent.policy._backbone._acceleration
+    return agent.policy._backbone.transformer._acceleration
 
 
 @contextmanager
 def _without_packing(agent: Any) -> Iterator[None]:
     packed = _acceleration(agent)._packed
-    # Copies are put aside, not dropped: the next round with them would have to pack again.
-    with patch.object(packed, "_max_bytes", 0), patch.object(packed, "_copies", {}):
+    # Packed weights are put aside, not dropped: the next round with them would have to pack again.
+    with patch.object(packed, "_max_bytes", 0), patch.object(packed, "_weights", {}):
         yield
 
 
 @contextmanager
 def _without_prefix_cache(agent: Any) -> Iterator[None]:
-    with patch.object(agent.policy._backbone, "_tree", RadixTree(0)):
+    with patch.object(agent.policy._backbone.prefix_cache, "activations", RadixTree(0)):
         yield
 
 
@@ -92,10 +92,10 @@ def _add_low_rank(product: Any, inputs: Any, low_rank: Any) -> Any:
 def _without_attention_backward(agent: Any) -> Iterator[None]:
     layers = _acceleration(agent)._fused._layers.values()
     for layer in layers:
-        layer._may_hold_scores, layer.kept = lambda mask, heads: False, layer._may_hold_scores
+        layer._may_store_scores, layer.kept = lambda mask, heads: False, layer._may_store_scores
     yield
     for layer in layers:
-        layer._may_hold_scores = layer.kept
+        layer._may_store_scores = layer.kept
 
 
 VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
@@ -108,7 +108,7 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/attention_kernel": lambda agent: patch.multiple(fused_layer, _MANY_TOKENS=0, _MANY_COLUMNS=0),
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
-    "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone, "_can_share", False),
+    "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone.transformer, "can_share", False),
     "policy/choice_cache": lambda agent: patch.object(agent.policy._workspaces[0], "choices", ChoiceCache(0)),
 }
 

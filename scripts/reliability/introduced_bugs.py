@@ -62,22 +62,22 @@ BUGS = (
     Bug(
         "position ids of decisions begin one too early",
         "llamagym/engine/token_tree.py",
-        "starts[row, base:end] = positions[row, base:end] = decision.start",
-        "starts[row, base:end], positions[row, base:end] = decision.start, decision.start - 1",
+        "positions[row, base:end] = decision.start",
+        "positions[row, base:end] = decision.start - 1",
         ("invariants",),
     ),
     Bug(
         "cached activations outlive a change of the trained weights",
         "llamagym/policy/policy.py",
-        "            self._backbone.forget()\n",
-        "            pass\n",
+        "                workspace.prefix_cache.remove_outdated()\n",
+        "                pass\n",
         ("weights",),
     ),
     Bug(
         "decisions see the padding of their history instead of its tokens",
-        "llamagym/engine/prefix_cache.py",
-        "filled = torch.cat([before, torch.arange(size) < lengths], dim=1)",
-        "filled = torch.cat([before, torch.arange(size) >= lengths], dim=1)",
+        "llamagym/engine/backbone.py",
+        "is_filled = torch.cat([is_cached, torch.arange(size) < new_lengths], dim=1)",
+        "is_filled = torch.cat([is_cached, torch.arange(size) >= new_lengths], dim=1)",
         ("invariants",),
     ),
     Bug(
@@ -110,9 +110,9 @@ BUGS = (
     ),
     Bug(
         "the gradient of LoRA's B lacks the scale in fused layers",
-        "llamagym/engine/cpu/low_rank.py",
-        "of_up = (slopes.T @ low).mul_(ctx.scale)",
-        "of_up = slopes.T @ low",
+        "llamagym/engine/cpu/fused_layer.py",
+        "grad_up = (grad_rows.T @ low).mul_(ctx.scale)",
+        "grad_up = grad_rows.T @ low",
         ("low_rank",),
     ),
 )

@@ -1,1 +1,1 @@
-"""What makes the engine fast on a processor. `LLAMAGYM_CPU_KERNELS=0` switches it off."""
+"""Kernels that make the engine faster on a CPU. `LLAMAGYM_CPU_KERNELS=0` switches them off."""

@@ -1,4 +1,4 @@
-"""What this library needs of numba beyond its documented interface, all in one file.
+"""Uses of numba beyond its documented interface, all in one file.
 
 `tests/test_internals.py` checks each of these against the installed version, and what happens without it.
 """
@@ -34,20 +34,20 @@ def has_thread_pool() -> bool:
 
 
 def cache_on_disk(kernel: Any) -> None:
-    """Keep the machine code of a kernel in a folder, if there is one that may be written to."""
+    """Caches the machine code of a kernel on disk, if a folder is writable."""
     if CACHE.works:
         with suppress(RuntimeError):
             kernel.enable_caching()
 
 
 def cache_folder(kernel: Any) -> Path | None:
-    """Where a kernel's machine code is kept; None if it is not."""
+    """Folder of a kernel's machine code; None if it is not cached."""
     path = kernel.stats.cache_path if CACHE.works else None
     return None if path is None else Path(path)
 
 
 def _compile_pointer(typing_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
-    """An address as a pointer, which `carray` turns into an array."""
+    """Converts an address to a pointer, which `carray` wraps as an array."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
@@ -58,34 +58,34 @@ def _compile_pointer(typing_context: Any, address: Any) -> tuple[Any, Callable[.
 pointer: Any = intrinsic(_compile_pointer)
 
 
-def _pools_are_there() -> bool:
-    # numba's own pool is built for every platform, the others where their libraries are.
+def _pools_exist() -> bool:
+    # numba's own pool exists on every platform, the others where their libraries are installed.
     return find_spec(f"{_POOLS}.workqueue") is not None
 
 
-def _kernels_are_cached() -> bool:
-    kernel: Any = njit(_nothing)
+def _caches_kernels() -> bool:
+    kernel: Any = njit(_empty_kernel)
     before = kernel.stats.cache_path
     with suppress(RuntimeError):
         kernel.enable_caching()
         return before is None and isinstance(kernel.stats.cache_path, str)
-    # No folder may be written to.
+    # No folder is writable.
     return True
 
 
-def _nothing() -> None:
-    """A kernel to try the cache with."""
+def _empty_kernel() -> None:
+    """A kernel to test the cache with."""
 
 
 THREAD_POOLS = PrivateApi(
     "numba",
     f"{_POOLS}.tbbpool, omppool",
     "Kernels run in one thread, which takes longer.",
-    _pools_are_there,
+    _pools_exist,
 )
 CACHE = PrivateApi(
     "numba",
     "Dispatcher.enable_caching, Dispatcher.stats.cache_path",
     "Kernels are compiled by every process, which takes seconds.",
-    _kernels_are_cached,
+    _caches_kernels,
 )

@@ -1,14 +1,15 @@
-"""The row-wise steps between a layer's matrix products, RMS norm and SwiGLU gate, each as one compiled kernel.
+"""RMS norm and SwiGLU gate, the row-wise steps between a layer's matrix products, each as one compiled kernel.
 
 On few rows a PyTorch operation takes about 10 us whatever it computes; on many rows each one reads and writes all of
-them, and autograd saves what it read. Here a norm or a gate is one call forward and one backward. They compute in
-float32 and round where transformers rounds.
+them, and autograd saves its inputs. Here a norm or a gate is one call forward and one backward. They compute in float32
+and round where transformers rounds.
 
 Shapes: B rows, T tokens, H width, I inner width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,14 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from .compiling import as_element, compiled, exponential, inlined, kind_of, wide
+from .compiling import as_element, compiled, empty_array_like, exponential, inlined, wide
 from .numba_internals import carray, pointer
 
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The sum of states (..., H) and a residual, and its RMS norm with a frozen weight."""
-    total, result = _Normalized.apply(states, addend, weight, epsilon)
-    return states if addend is None else total, result
+    """Sum of states (..., H) and `addend`, the residual, and the sum's RMS norm with a frozen weight."""
+    total, normalized = _RmsNorm.apply(states, addend, weight, epsilon)
+    return states if addend is None else total, normalized
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
-class _Normalized(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):
     """With x = states + addend and y = w x / r, where r is the root of x's mean square."""
 
     @staticmethod
@@ -40,80 +41,89 @@ class _Normalized(torch.autograd.Function):
         ctx: Any, states: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float
     ) -> tuple[Tensor | None, Tensor]:
         states = states.contiguous()
-        addend = None if addend is None else addend.contiguous()
-        total = states if addend is None else torch.empty_like(states)
-        result = torch.empty_like(states)
-        kind = kind_of(states, weight, *([] if addend is None else [addend]))
-        given = states.data_ptr(), 0 if addend is None else addend.data_ptr(), weight.data_ptr()
-        at = *given, total.data_ptr(), result.data_ptr()
-        _run(_normalize, kind, at, states, epsilon=epsilon)
+        total = states
+        if addend is not None:
+            addend = addend.contiguous()
+            total = torch.empty_like(states)
+        normalized = torch.empty_like(states)
+        like = empty_array_like(states, weight) if addend is None else empty_array_like(states, weight, addend)
+        _run(_normalize, like, (states, addend, weight, total, normalized), states, epsilon=epsilon)
         ctx.save_for_backward(total, weight)
         ctx.epsilon = epsilon
-        return (None if addend is None else total), result
+        return (None if addend is None else total), normalized
 
     @staticmethod
-    def backward(ctx: Any, of_total: Tensor | None, of_result: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        """With g = w dy: dx = (g - x (g . x) / (H r^2)) / r + what flows into the sum."""
+    def backward(ctx: Any, grad_total: Tensor | None, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        """With g = w dy: dx = (g - x (g . x) / (H r^2)) / r + the gradient of the sum."""
         total, weight = ctx.saved_tensors
-        of_result, of_states = of_result.contiguous(), torch.empty_like(total)
-        of_total = None if of_total is None else of_total.contiguous()
-        given = total.data_ptr(), weight.data_ptr(), 0 if of_total is None else of_total.data_ptr()
-        at = *given, of_result.data_ptr(), of_states.data_ptr()
-        _run(_normalize_back, kind_of(total, of_result), at, total, epsilon=ctx.epsilon)
-        return of_states, of_states if ctx.needs_input_grad[1] else None, None, None
+        grad_output = grad_output.contiguous()
+        grad_states = torch.empty_like(total)
+        if grad_total is not None:
+            grad_total = grad_total.contiguous()
+        tensors = total, weight, grad_total, grad_output, grad_states
+        _run(_normalize_backward, empty_array_like(total, grad_output), tensors, total, epsilon=ctx.epsilon)
+        return grad_states, grad_states if ctx.needs_input_grad[1] else None, None, None
 
 
 class _Gated(torch.autograd.Function):
-    """With s the sigmoid of the gate z: z s times the input."""
+    """The gate z is multiplied by its sigmoid s and by the input."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        result = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        at = gate.data_ptr(), up.data_ptr(), result.data_ptr()
-        _run(_gated, kind_of(gate, up), at, gate, (gate.stride(1), up.stride(1)))
+        output = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        _run(_gate, empty_array_like(gate, up), (gate, up, output), gate, (gate.stride(1), up.stride(1)))
         ctx.save_for_backward(gate, up)
-        return result
+        return output
 
     @staticmethod
-    def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """The derivative of z s is s (1 + z (1 - s))."""
         gate, up = ctx.saved_tensors
-        of_result = of_result.contiguous()
-        of_gate, of_up = torch.empty_like(of_result), torch.empty_like(of_result)
-        at = gate.data_ptr(), up.data_ptr(), of_result.data_ptr(), of_gate.data_ptr(), of_up.data_ptr()
-        _run(_gated_back, kind_of(gate, up, of_result), at, gate, (gate.stride(1), up.stride(1)))
-        return of_gate, of_up
+        grad_output = grad_output.contiguous()
+        grad_gate = torch.empty_like(grad_output)
+        grad_up = torch.empty_like(grad_output)
+        tensors = gate, up, grad_output, grad_gate, grad_up
+        strides = gate.stride(1), up.stride(1)
+        _run(_gate_backward, empty_array_like(gate, up, grad_output), tensors, gate, strides)
+        return grad_gate, grad_up
 
 
 def _run(
-    function: Any, kind: Any, at: tuple[int, ...], states: Tensor, strides: tuple[int, ...] = (), epsilon: float = 0.0
+    kernel: Any,
+    like: Any,
+    tensors: Sequence[Tensor | None],
+    states: Tensor,
+    strides: tuple[int, ...] = (),
+    epsilon: float = 0.0,
 ) -> None:
-    """Run a kernel on all rows of states (..., H)."""
-    rows, width = states.numel() // max(1, states.shape[-1]), states.shape[-1]
-    function(states.numel(), kind, at, (rows, width, *strides), epsilon)
+    """Runs a kernel on all rows of states (..., H); it gets address 0 for a missing tensor."""
+    width = states.shape[-1]
+    rows = states.numel() // max(1, width)
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    kernel(states.numel(), like, addresses, (rows, width, *strides), epsilon)
 
 
 @compiled
-def _normalize(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
+def _normalize(like, addresses, sizes, epsilon, chunks):  # type: ignore[no-untyped-def]
+    for chunk in prange(chunks):
         rows, width = sizes
-        states = carray(pointer(at[0]), (rows, width), kind.dtype)
-        addend = carray(pointer(at[1]), (rows, width), kind.dtype)
-        weight = carray(pointer(at[2]), (width,), kind.dtype)
-        sums = carray(pointer(at[3]), (rows, width), kind.dtype)
-        result = carray(pointer(at[4]), (rows, width), kind.dtype)
-        for row in range(part * rows // parts, (part + 1) * rows // parts):
-            if at[1]:
+        states = carray(pointer(addresses[0]), (rows, width), like.dtype)
+        addend = carray(pointer(addresses[1]), (rows, width), like.dtype)
+        weight = carray(pointer(addresses[2]), (width,), like.dtype)
+        total = carray(pointer(addresses[3]), (rows, width), like.dtype)
+        output = carray(pointer(addresses[4]), (rows, width), like.dtype)
+        for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
+            if addresses[1]:
                 for i in range(width):
-                    sums[row, i] = as_element(kind, wide(states[row, i]) + wide(addend[row, i]))
-            scale = _inverse_root(sums[row], epsilon)
+                    total[row, i] = as_element(like, wide(states[row, i]) + wide(addend[row, i]))
+            scale = _inverse_root(total[row], epsilon)
             for i in range(width):
-                result[row, i] = as_element(kind, wide(weight[i]) * wide(as_element(kind, wide(sums[row, i]) * scale)))
+                output[row, i] = as_element(like, wide(weight[i]) * wide(as_element(like, wide(total[row, i]) * scale)))
 
 
 @inlined
 def _inverse_root(states, epsilon):  # type: ignore[no-untyped-def]
-    """One over the root mean square of states (H,)."""
+    """Inverse root mean square of states (H,)."""
     squares = np.float32(0)
     for i in range(len(states)):
         squares += wide(states[i]) * wide(states[i])
@@ -121,25 +131,25 @@ def _inverse_root(states, epsilon):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _normalize_back(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
+def _normalize_backward(like, addresses, sizes, epsilon, chunks):  # type: ignore[no-untyped-def]
+    for chunk in prange(chunks):
         rows, width = sizes
-        states = carray(pointer(at[0]), (rows, width), kind.dtype)
-        weight = carray(pointer(at[1]), (width,), kind.dtype)
-        of_sum = carray(pointer(at[2]), (rows, width), kind.dtype)
-        of_result = carray(pointer(at[3]), (rows, width), kind.dtype)
-        of_states = carray(pointer(at[4]), (rows, width), kind.dtype)
-        for row in range(part * rows // parts, (part + 1) * rows // parts):
+        states = carray(pointer(addresses[0]), (rows, width), like.dtype)
+        weight = carray(pointer(addresses[1]), (width,), like.dtype)
+        grad_total = carray(pointer(addresses[2]), (rows, width), like.dtype)
+        grad_output = carray(pointer(addresses[3]), (rows, width), like.dtype)
+        grad_states = carray(pointer(addresses[4]), (rows, width), like.dtype)
+        for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
             scale = _inverse_root(states[row], epsilon)
-            along = np.float32(0)
+            projection = np.float32(0)
             for i in range(width):
-                along += wide(weight[i]) * wide(of_result[row, i]) * wide(states[row, i])
-            along *= scale * scale / np.float32(width)
+                projection += wide(weight[i]) * wide(grad_output[row, i]) * wide(states[row, i])
+            projection *= scale * scale / np.float32(width)
             for i in range(width):
-                slope = scale * (wide(weight[i]) * wide(of_result[row, i]) - wide(states[row, i]) * along)
-                if at[2]:
-                    slope += wide(of_sum[row, i])
-                of_states[row, i] = as_element(kind, slope)
+                gradient = scale * (wide(weight[i]) * wide(grad_output[row, i]) - wide(states[row, i]) * projection)
+                if addresses[2]:
+                    gradient += wide(grad_total[row, i])
+                grad_states[row, i] = as_element(like, gradient)
 
 
 @inlined
@@ -149,31 +159,31 @@ def _sigmoid(number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gated(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
+def _gate(like, addresses, sizes, epsilon, chunks):  # type: ignore[no-untyped-def]
+    for chunk in prange(chunks):
         rows, width, gate_stride, up_stride = sizes
-        result = carray(pointer(at[2]), (rows, width), kind.dtype)
-        for row in range(part * rows // parts, (part + 1) * rows // parts):
-            gate = carray(pointer(at[0] + kind.itemsize * row * gate_stride), (width,), kind.dtype)
-            up = carray(pointer(at[1] + kind.itemsize * row * up_stride), (width,), kind.dtype)
+        output = carray(pointer(addresses[2]), (rows, width), like.dtype)
+        for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
+            gate = carray(pointer(addresses[0] + like.itemsize * row * gate_stride), (width,), like.dtype)
+            up = carray(pointer(addresses[1] + like.itemsize * row * up_stride), (width,), like.dtype)
             for i in range(width):
                 number = wide(gate[i])
-                result[row, i] = as_element(kind, wide(as_element(kind, number * _sigmoid(number))) * wide(up[i]))
+                output[row, i] = as_element(like, wide(as_element(like, number * _sigmoid(number))) * wide(up[i]))
 
 
 @compiled
-def _gated_back(kind, at, sizes, epsilon, parts):  # type: ignore[no-untyped-def]
-    for part in prange(parts):
+def _gate_backward(like, addresses, sizes, epsilon, chunks):  # type: ignore[no-untyped-def]
+    for chunk in prange(chunks):
         rows, width, gate_stride, up_stride = sizes
-        of_result = carray(pointer(at[2]), (rows, width), kind.dtype)
-        of_gate = carray(pointer(at[3]), (rows, width), kind.dtype)
-        of_up = carray(pointer(at[4]), (rows, width), kind.dtype)
-        for row in range(part * rows // parts, (part + 1) * rows // parts):
-            gate = carray(pointer(at[0] + kind.itemsize * row * gate_stride), (width,), kind.dtype)
-            up = carray(pointer(at[1] + kind.itemsize * row * up_stride), (width,), kind.dtype)
+        grad_output = carray(pointer(addresses[2]), (rows, width), like.dtype)
+        grad_gate = carray(pointer(addresses[3]), (rows, width), like.dtype)
+        grad_up = carray(pointer(addresses[4]), (rows, width), like.dtype)
+        for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
+            gate = carray(pointer(addresses[0] + like.itemsize * row * gate_stride), (width,), like.dtype)
+            up = carray(pointer(addresses[1] + like.itemsize * row * up_stride), (width,), like.dtype)
             for i in range(width):
-                number, slope = wide(gate[i]), wide(of_result[row, i])
+                number, gradient = wide(gate[i]), wide(grad_output[row, i])
                 sigmoid = _sigmoid(number)
-                of_up[row, i] = as_element(kind, slope * number * sigmoid)
+                grad_up[row, i] = as_element(like, gradient * number * sigmoid)
                 rise = sigmoid * (np.float32(1) + number * (np.float32(1) - sigmoid))
-                of_gate[row, i] = as_element(kind, slope * wide(up[i]) * rise)
+                grad_gate[row, i] = as_element(like, gradient * wide(up[i]) * rise)

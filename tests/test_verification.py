@@ -1,4 +1,4 @@
-"""A model's parts are compared once for all models of the same structure."""
+"""Models of the same structure are compared with their own forward pass once."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import pytest
 import torch
 from torch import nn
 
-from llamagym.engine import transformer
-from llamagym.engine.structure import structure_of
+from llamagym.engine import verification
+from llamagym.engine.verification import structure_of
 from tests.agents import ChoiceAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_model
 
 
 def model() -> Any:
-    """The language model inside a tiny adapted one."""
+    """The language model inside a tiny one with an adapter."""
     return tiny_model("llama").pretrained_model.get_base_model()
 
 
-def test_models_that_differ_in_weights_alone_are_checked_once(monkeypatch):
-    monkeypatch.setattr(transformer, "_CHECKED", {})
-    checks, check = [], transformer.Transformer._check
-    monkeypatch.setattr(transformer.Transformer, "_check", lambda self: checks.append(self) or check(self))
+def test_models_that_differ_in_weights_only_are_compared_once(monkeypatch):
+    monkeypatch.setattr(verification, "_FINDINGS", {})
+    checks, compare = [], verification._compare
+    monkeypatch.setattr(verification, "_compare", lambda checked: checks.append(checked) or compare(checked))
     agents = [make_agent(ChoiceAgent) for _ in range(2)]
     assert len(checks) == 1
-    one, other = (agent.policy._backbone for agent in agents)
-    assert one._first_top_layer == other._first_top_layer > 0
-    assert one._can_share == other._can_share
+    one, other = (agent.policy._backbone.transformer for agent in agents)
+    assert one.first_top_layer == other.first_top_layer > 0
+    assert one.can_share == other.can_share
     make_agent(ChoiceAgent, "qwen3")
     make_agent(ChoiceAgent, activated=False)
     make_agent(ChoiceAgent, dtype=torch.bfloat16)
     assert len(checks) == 4
 
 
-def test_only_so_many_structures_are_kept(monkeypatch):
-    monkeypatch.setattr(transformer, "_CHECKED", {})
-    monkeypatch.setattr(transformer, "_MOST_CHECKED", 2)
+def test_number_of_findings_is_limited(monkeypatch):
+    monkeypatch.setattr(verification, "_FINDINGS", {})
+    monkeypatch.setattr(verification, "_MAX_FINDINGS", 2)
     for family in ("llama", "qwen3", "gemma"):
         make_agent(ChoiceAgent, family)
-    assert len(transformer._CHECKED) == 2
+    assert len(verification._FINDINGS) == 2
 
 
 def eager(lm: Any) -> None:
@@ -82,7 +82,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize("change", [eager, wider_window, other_class, other_number, rescaled, trained, other_threads])
-def test_what_changes_the_computation_is_another_structure(change: Callable[[Any], None]):
+def test_structure_depends_on_everything_that_is_computed(change: Callable[[Any], None]):
     one, other = model(), model()
     assert structure_of(one) == structure_of(other)
     before = structure_of(one)
@@ -90,11 +90,11 @@ def test_what_changes_the_computation_is_another_structure(change: Callable[[Any
     assert structure_of(one) != before
 
 
-def test_a_structure_does_not_depend_on_weights():
+def test_structure_does_not_depend_on_weights():
     assert structure_of(tiny_base_model("llama", seed=0)) == structure_of(tiny_base_model("llama", seed=1))
 
 
-def test_what_may_compute_anything_has_no_structure():
+def test_hooks_and_replaced_forward_have_no_structure():
     hooked, replaced = model(), model()
     hooked.model.layers[0].register_forward_hook(lambda *_: None)
     layer = replaced.model.layers[0]

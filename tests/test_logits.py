@@ -1,4 +1,4 @@
-"""Logits of chosen words."""
+"""Logits of target tokens only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ pytestmark = pytest.mark.equivalence
 
 
 @pytest.mark.numerical
-def test_words_logits_keep_what_bfloat16_would_round_away():
+def test_logits_of_targets_are_not_rounded_to_bfloat16():
     transformer = Transformer(tiny_model("llama").bfloat16())
-    hidden, words = 5 * torch.randn(9, 32).bfloat16(), torch.randint(200, (9, 3))
-    received = transformer.logits_of(hidden, words)
+    hidden, targets = 5 * torch.randn(9, 32).bfloat16(), torch.randint(200, (9, 3))
+    received = transformer.logits_of(hidden, targets)
     weights = transformer._head.weight.detach().double()
-    exact = (hidden.double() @ weights.T).gather(1, words)
+    exact = (hidden.double() @ weights.T).gather(1, targets)
     assert_within_rounding(
-        received, exact, torch.float32, 32, (hidden.double().abs() @ weights.T.abs()).gather(1, words)
+        received, exact, torch.float32, 32, (hidden.double().abs() @ weights.T.abs()).gather(1, targets)
     )
     assert not torch.equal(received, received.bfloat16().float())
