@@ -20,6 +20,7 @@ from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import alone
 from ..models.trained_weights import check_fits
 from ..options import check_arguments
+from ..policy.evaluation import numbered
 from ..policy.policy import NOT_PICKLED, Policy
 from ..policy.sampling import redrawn_on_error
 from ..policy.saved import policy_state, restore_policy
@@ -198,7 +199,8 @@ class Actor(TextInterface):
                 conversations, observations, infos, choices, strict=True
             )
         ]
-        with self.policy.acting(self._learning), self.policy.trees.kept():
+        contexts = numbered(contexts)
+        with self.policy.acting(self._learning), self.policy.trees.cached():
             self.policy.calibrate(contexts)
             replies = self.policy.sample(contexts, self._learning, self._greedy)
         texts = [self._in_words(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
@@ -324,7 +326,8 @@ class Actor(TextInterface):
             offers.append(offered)
             conversation = self.new_conversation()
             contexts.append(conversation.observe(self.text_of(observation, info), self.response_prefix, offered))
-        with self.policy.measuring(), self.policy.trees.kept():
+        contexts = numbered(contexts)
+        with self.policy.measuring(), self.policy.trees.cached():
             self.policy.calibrate(contexts)
             logprobs = self.policy.choice_logprobs(contexts)
         return [

@@ -37,11 +37,10 @@ from ..text.episode import Reply, Segment
 from .calibration import Calibration
 from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import offer_logprobs
-from .chunks import check_room, chunks
-from .evaluation import Evaluation, evaluate_turns, read_inputs
+from .evaluation import Evaluation, TreeCache, check_context_lengths, chunks, evaluate_turns, read_inputs
+from .repetition import Row
 from .sampling import draw_choices, require_finite, write_text
 from .score import Reading, read, read_reference
-from .trees import Trees
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +106,14 @@ class Policy:
 
     Attributes:
         generation: Options of sampling.
-        calibrates: Whether choices are calibrated (not after a warm start).
+        calibrates: Whether choices are calibrated, until a warm start.
         aims_lora: Whether a fresh adapter is initialized to what differs between observations (see `lora`).
-        num_updates: Number of updates. An update is all that is learned from one batch: the learner's optimizer steps
-            and, with replay, the replay's. A warm start is not an update.
+        num_updates: Number of updates. An update is all optimizer steps on one batch, including replay's; a warm start
+            is not an update.
         rng: Random numbers of sampling.
         reference: The reference's values of the trainable weights, by name; empty if the reference is the model without
             its adapter, which was fresh. None until `fix_reference`; the model without its adapter serves until then.
-        trees: Lays segments out as token trees.
+        trees: Builds the token trees of segments.
     """
 
     def __init__(
@@ -142,15 +141,18 @@ class Policy:
         self.model = model.eval()
         self.generation = generation
         self.calibrates = calibrate_choices
-        self._eos_ids, self._closing_id = frozenset(eos_ids), closing_id
-        self.aims_lora, self.num_updates = aim_lora, 0
+        self.aims_lora = aim_lora
+        self.num_updates = 0
+        self.trees = TreeCache()
+        self._eos_ids = frozenset(eos_ids)
+        self._closing_id = closing_id
         self._backbone = Backbone(model)
         self.reference: dict[str, Tensor] | None = None
-        self._state, self.trees = WeightsState(model), Trees()
+        self._state = WeightsState(model)
         calibration = Calibration() if calibrate_choices else None
-        # Learning's first; the last is in use.
+        # The first is for learning; the last is in use.
         self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self._backbone.activations)]
-        # Of acting that is not learned from; None until there is some.
+        # For acting that is not learned from; None until it is needed.
         self._aside: Workspace | None = None
         self.rng = torch.Generator()
         self.seed(seed)
@@ -158,7 +160,7 @@ class Policy:
     @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
         """A policy with its own copy of the model and the same distribution."""
-        # Otherwise a change of weights that was not noticed here would never be noticed in the copy.
+        # The copy could not notice earlier changes of the weights.
         self._notice_changes()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -170,7 +172,7 @@ class Policy:
         copied._backbone.tokens_forwarded = self._backbone.tokens_forwarded
         copied._state = WeightsState(copied.model)
         copied._state.number = self._state.number
-        copied.trees = Trees()
+        copied.trees = TreeCache()
         learning = self._workspaces[0]
         copied._workspaces = [
             Workspace(
@@ -228,7 +230,7 @@ class Policy:
         return self._working_in(self._workspaces[-1].copy())
 
     def acting(self, learning: bool) -> AbstractContextManager[None]:
-        """While open, calls calibrate and sample; without `learning`, on a workspace apart from that of learning."""
+        """While open, calls calibrate and sample; without `learning`, in a separate workspace."""
         if learning or self.is_measuring:
             return nullcontext()
         self._notice_changes()
@@ -261,8 +263,8 @@ class Policy:
 
         Args:
             version: New number of the weights' state; None keeps it.
-            packed: Whether packed copies of weights are dropped too. Unlike activations, which are rounded differently
-                in other batches, they are the same when they are computed again.
+            packed: Whether packed copies of weights are dropped, too. Computed again they are the same, while
+                activations are rounded differently in other batches.
         """
         self._notice_changes()
         workspace = self._workspaces[-1]
@@ -346,12 +348,17 @@ class Policy:
         trees = [tree for tree in self.trees.of(contexts) if tree.decisions[0].choices is not None]
         self.offered.update(dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ()))
         calibration = self.calibration
-        if not calibration or not (fresh := calibration.unmeasured(dict.fromkeys(trees), self.num_updates > 0)):
+        if not calibration:
             return
+        unmeasured = calibration.unmeasured(dict.fromkeys(trees), self.num_updates > 0)
+        if not unmeasured:
+            return
+        measured: dict[TokenTree, list[Row]] = {}
         with self._reader("base") as backbone:
-            parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
-            found = dict(each for part in parts for each in read_reference(backbone, part, self._closing_id).items())
-        if calibration.add(found):
+            for rows in self._chunks(unmeasured):
+                chunk = [unmeasured[row] for row in rows]
+                measured |= read_reference(backbone, chunk, self._closing_id)
+        if calibration.add(measured):
             self.calibration_changed()
         else:
             self._choices_measured()
@@ -375,8 +382,9 @@ class Policy:
         replies = dict[int, Reply]()
         texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
         choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
-        lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
-        check_room([trees[row] for row in choosing], self.max_length)
+        reply_tokens = self.generation.max_new_tokens
+        lengths = check_context_lengths([trees[row] for row in texts], self.max_length, reply_tokens)
+        check_context_lengths([trees[row] for row in choosing], self.max_length)
         offers = self._score_choices([trees[row] for row in choosing])
         # `_score_choices` has noticed changes of the weights.
         version = self._version
@@ -414,7 +422,7 @@ class Policy:
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
         """Log-probabilities of all choices of each pending prompt, calibrated before; float32 (C,) each."""
         trees = self.trees.of(contexts)
-        check_room(trees, self.max_length)
+        check_context_lengths(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
 
     @alone
@@ -423,7 +431,7 @@ class Policy:
         """The critic's values and features at each pending prompt; `contexts` may be empty."""
         self._notice_changes()
         trees = self.trees.of(contexts)
-        check_room(trees, self.max_length)
+        check_context_lengths(trees, self.max_length)
         distinct = list(dict.fromkeys(trees))
         values: dict[TokenTree, Tensor] = {}
         features: dict[TokenTree, Tensor] = {}
@@ -477,14 +485,15 @@ class Policy:
         """Default tokens of one forward or backward pass, by model and device."""
         return self._backbone.pass_tokens
 
-    def chunks(self, segments: Sequence[Segment], nodes: int | None = None) -> Iterator[list[Segment]]:
-        """Splits segments into chunks of similar length, of at most `nodes` tokens or a single segment."""
-        for rows in self._chunks(self.trees.of(segments), nodes):
+    def chunks(self, segments: Sequence[Segment], max_tokens: int | None = None) -> Iterator[list[Segment]]:
+        """Splits segments into chunks of similar length, of at most `max_tokens` or a single segment."""
+        for rows in self._chunks(self.trees.of(segments), max_tokens):
             yield [segments[row] for row in rows]
 
-    def _chunks(self, trees: Sequence[TokenTree], most: int | None = None) -> Iterator[list[int]]:
-        """Rows in chunks for one forward pass each, of at most `most` tokens or a single row."""
-        return chunks(trees, [self._backbone.size(tree) for tree in trees], most or self.pass_tokens, equal_once=True)
+    def _chunks(self, trees: Sequence[TokenTree], max_tokens: int | None = None) -> Iterator[list[int]]:
+        """Rows in chunks for one forward pass each, of at most `max_tokens` or a single row."""
+        sizes = [self._backbone.size(tree) for tree in trees]
+        return chunks(trees, sizes, max_tokens or self.pass_tokens, equal_once=True)
 
     def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
         """Log-probabilities of choices, float32 (C,), and the value, of each context; cached until weights change."""
@@ -503,19 +512,21 @@ class Policy:
 
     def _notice_changes(self) -> None:
         """Drops caches that were computed with other weights."""
-        if change := self._state.change():
+        change = self._state.change()
+        if change:
             self._invalidate(change)
 
     def _invalidate(self, change: Change) -> None:
         """Drops what depends on the changed weights."""
         unused = [] if self._aside is None or self._aside in self._workspaces else [self._aside]
-        # The one in use last, as the backbone's stays.
+        # The workspace in use comes last, so that the backbone keeps its activations.
         workspaces = [*unused, *self._workspaces]
         if change is Change.FROZEN:
             self._backbone.forget_copies()
         elif change is Change.PARTS:
-            forwarded, self._backbone = self._backbone.tokens_forwarded, Backbone(self.model)
-            self._backbone.tokens_forwarded += forwarded
+            tokens_forwarded = self._backbone.tokens_forwarded
+            self._backbone = Backbone(self.model)
+            self._backbone.tokens_forwarded += tokens_forwarded
             for workspace in workspaces:
                 workspace.activations = self._backbone.activations.copy()
         for workspace in workspaces:
@@ -525,7 +536,7 @@ class Policy:
                 self._backbone.forget()
             else:
                 self._backbone.forget_all()
-                # The base is another one.
+                # The base weights have changed.
                 workspace.calibration = workspace.calibration and workspace.calibration.empty_copy()
         self._state.accept(change)
 
@@ -572,10 +583,17 @@ class Policy:
 
     def _read(self, trees: Sequence[TokenTree], of: Weights = "policy") -> Reading:
         """Runs the model on token trees."""
-        how = self.calibration, self.generation.temperature, self._closing_id
-        adapted = of == "policy" or self._takes_reference_weights(of)
         with self._reader(of) as backbone:
-            return read(backbone, self.model.v_head, trees, *how, adapted=adapted, cached=of == "policy")
+            return read(
+                backbone,
+                self.model.v_head,
+                trees,
+                self.calibration,
+                self.generation.temperature,
+                self._closing_id,
+                adapted=of == "policy" or self._takes_reference_weights(of),
+                cached=of == "policy",
+            )
 
 
 def _shapes(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
