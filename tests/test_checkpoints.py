@@ -319,7 +319,7 @@ def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, ca
     assert not recwarn.list
 
 
-def test_memory_that_runs_out_makes_microbatches_smaller_until_they_fit(monkeypatch, caplog):
+def test_running_out_of_memory_halves_tokens_per_pass_until_they_fit(monkeypatch, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES)
     evaluate = agent.policy.evaluate
 
@@ -656,7 +656,7 @@ def test_a_checkpoint_of_another_agent_is_refused_and_nothing_changes(tmp_path, 
 
 def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
     make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
-    options = {"seed": 2, "ppo": {"microbatch_nodes": 64, "seed": 5}, "invalid_action_penalty": -0.5}
+    options = {"seed": 2, "ppo": {"max_tokens_per_pass": 64, "seed": 5}, "invalid_action_penalty": -0.5}
     make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
     # Nor need an option be known to the version that wrote a checkpoint.
     break_manifest(tmp_path / "now", options={"algorithm": "ppo", "of another version": 1})

@@ -220,7 +220,7 @@ class Probes:
         """Learning fits into what is free."""
         model = self._actor.policy.model
         # Larger ones are halved where memory runs out.
-        nodes = self._actor.learner.config.microbatch_nodes or PASS_TOKENS
+        nodes = self._actor.learner.config.max_tokens_per_pass or PASS_TOKENS
         learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         weights, activations = _COPIES * 4 * learns, nodes * self._kept
         needed = weights + activations + BESIDE_WEIGHTS_GIB * _GIB
@@ -235,7 +235,7 @@ class Probes:
         if needed <= free:
             return found
         if activations > weights:
-            raise FaultError(f"{found}. Lower microbatch_nodes, or load a smaller model.")
+            raise FaultError(f"{found}. Lower max_tokens_per_pass, or load a smaller model.")
         raise FaultError(f"{found}. Train an adapter instead of all weights, or load a smaller model.")
 
     def _shorten_replies(self, pass_s: float) -> None:

@@ -146,5 +146,5 @@ def _require_same_options(
     if path is None:
         return
     own = {"class": type(agent).__name__, "context": context, "ppo_config_dict": agent.learner.config.given()}
-    check_options(path, "options", own, free={"seed", "microbatch_nodes"}, fixed={"context"})
+    check_options(path, "options", own, free={"seed", "max_tokens_per_pass"}, fixed={"context"})
     check_options(path, "train", {"num_envs": copies_for(env_id, num_envs), "seed": seed}, fixed={"seed"})
