@@ -23,7 +23,7 @@ from llamagym import (
     train,
 )
 from llamagym.agent import collector
-from llamagym.learners.algorithms import make_learner
+from llamagym.learners import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, experienced, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 

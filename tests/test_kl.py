@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from llamagym.learners import base
-from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import categorical_kl
 from llamagym.learners.replay import Replay, ReplayConfig
 from llamagym.learners.rollout import collect
+from llamagym.learners.schedules import AdaptiveKLController
 from llamagym.text.episode import Segment, segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
@@ -98,13 +98,13 @@ def test_the_kl_along_the_way_to_a_choice_is_exact_on_average():
     for one in turns:
         episode.turns[:] = [one]
         episodes.append(episode.finished(False, None))
-    sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=10_000, with_reference=False)
+    rollout = collect(agent.policy, episodes, segments_of(episodes), max_tokens=10_000, with_reference=False)
     with torch.no_grad():
         for name, weight in agent.policy.model.named_parameters():
             if "lora_B" in name:
                 weight.mul_(2.0)
         now = agent.policy.evaluate([Segment((one,)) for one in turns])
-    of_turns = categorical_kl(sampled.branches, now.branches).sum(1)
+    of_turns = categorical_kl(rollout.branches, now.branches).sum(1)
     moved = exact_kl(before, agent.action_probabilities(["x"])[0])
     assert moved > 1e-3
     assert (old.exp() * of_turns).sum().item() == pytest.approx(moved, rel=1e-3)
@@ -206,8 +206,8 @@ def test_whitening_looks_at_decisions_only():
     agent.assign_rewards([100.0, -100.0, 100.0, -100.0], range(4, 8))
     agent.terminate_episodes(range(8))
     episodes = list(agent._buffer)
-    sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
-    targets, _ = agent.learner._compute_targets(episodes, sampled)
+    rollout = collect(agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=False)
+    targets, _ = agent.learner._compute_targets(episodes, rollout)
     assert targets.advantages[:4].abs().tolist() == pytest.approx([0.75**0.5] * 4, rel=1e-3)
 
 
@@ -270,8 +270,8 @@ def test_skipped_steps_do_not_raise_the_learning_rate(monkeypatch):
     # After the warm-up, when a small KL would mean too small a rate.
     agent.learner.optimizer.total_steps = 100
     agent.learner._rate.scale = 0.1
-    usual = agent.learner._loss
-    monkeypatch.setattr(agent.learner, "_loss", lambda *args: (usual(*args)[0] * math.nan, usual(*args)[1]))
+    backward = agent.learner.accelerator.backward
+    monkeypatch.setattr(agent.learner.accelerator, "backward", lambda loss: backward(loss * math.nan))
     stats = update(agent, ["x"] * 16)
     assert (stats["skipped_steps"], stats["optimizer_steps"]) == (2.0, 0.0)
     assert agent.learner._rate.scale == 0.1

@@ -13,9 +13,9 @@ from llamagym import LlamaGymError, PPOConfig, distributed
 from llamagym.errors import DivergedError
 from llamagym.learners import base
 from llamagym.learners.advantages import Returns, Whitening
-from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import kl_estimate
 from llamagym.learners.safe_optimizer import SafeOptimizer
+from llamagym.learners.schedules import AdaptiveKLController
 from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 from tests.test_replay import episode

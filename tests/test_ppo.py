@@ -11,8 +11,8 @@ import torch
 
 from llamagym import train
 from llamagym.learners.batches import minibatches
-from llamagym.learners.controllers import AdaptiveKLController, RateController
 from llamagym.learners.rollout import collect
+from llamagym.learners.schedules import AdaptiveKLController, RateController
 from llamagym.text.episode import segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
@@ -29,10 +29,10 @@ def fill(agent, episodes=4, turns=2, reward=lambda action, episode, turn: episod
 
 def targets_of(agent, episodes):
     learner = agent.learner
-    sampled = collect(
-        agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=bool(learner.config.init_kl_coef)
+    rollout = collect(
+        agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=bool(learner.config.init_kl_coef)
     )
-    return learner._compute_targets(episodes, sampled)[0], sampled.ref_kl.mean().item()
+    return learner._compute_targets(episodes, rollout)[0], rollout.ref_kl.mean().item()
 
 
 @pytest.mark.parametrize("context", ["episode", "turn"])
@@ -80,10 +80,10 @@ def test_minibatches_cover_every_segment_once_and_small_remainders_join(size, si
 
 @pytest.mark.numerical
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_microbatches_change_nothing_but_memory(kind):
+def test_max_tokens_per_pass_changes_nothing_but_memory(kind):
     weights = []
-    for nodes in (10_000, 60):
-        agent = make_agent(kind, ppo={"batch_size": 8, "mini_batch_size": 8, "microbatch_nodes": nodes})
+    for max_tokens in (10_000, 60):
+        agent = make_agent(kind, ppo={"batch_size": 8, "mini_batch_size": 8, "max_tokens_per_pass": max_tokens})
         fill(agent, episodes=4, turns=2)
         weights.append(torch.cat([p.detach().flatten() for p in agent.policy.model.parameters() if p.requires_grad]))
     # Adam divides by the gradient's size, so rounding is magnified where a gradient is next to nothing.
@@ -144,7 +144,7 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
     episodes = agent._buffer
     segments = segments_of(episodes)
     turns = [turn for episode in episodes for turn in episode.turns]
-    sampled = collect(agent.policy, episodes, segments, nodes=1000, with_reference=False)
+    rollout = collect(agent.policy, episodes, segments, max_tokens=1000, with_reference=False)
     with torch.no_grad():
         now = agent.policy.evaluate(segments)
     before = torch.zeros_like(now.logprobs)
@@ -152,13 +152,13 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
         before[row, : len(turn.reply.logprobs)] = torch.tensor(turn.reply.logprobs)
     expected = (now.logprobs - before).exp().clamp_max(2.0)
     assert (expected[now.mask] - 1.0).abs().max() > 0.01
-    torch.testing.assert_close(sampled.weights[now.mask], expected[now.mask])
-    torch.testing.assert_close(sampled.old_values, now.values)
+    torch.testing.assert_close(rollout.importance[now.mask], expected[now.mask])
+    torch.testing.assert_close(rollout.old_values, now.values)
     # The last turn is the policy's own: not asked again.
-    assert (sampled.weights[-1] == 1.0).all()
-    assert sampled.old_values[-1].item() == turns[-1].reply.value
+    assert (rollout.importance[-1] == 1.0).all()
+    assert rollout.old_values[-1].item() == turns[-1].reply.value
     # The policy has moved since most were sampled; in this update it does not.
-    agent.learner._rates[0] = 0.0
+    agent.learner._learning_rates[0] = 0.0
     assert agent.learner.update(episodes)["approx_kl"] == pytest.approx(0.0, abs=1e-6)
 
 

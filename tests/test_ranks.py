@@ -212,7 +212,9 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
     """Learn until process 1 is killed in the middle of the third update; says how, and how soon, process 0 ends."""
     kind, options = RUNS["ppo"]
     agent, died = make(kind, **options), 0.0
-    credit, backward, before = agent.learner._compute_targets, agent.learner._backward, weights_of(agent)
+    credit = agent.learner._compute_targets
+    entropy_coef = agent.learner._bounded_entropy_coef
+    before = weights_of(agent)
 
     def crediting(*args: Any) -> Any:
         nonlocal before
@@ -225,10 +227,10 @@ def killed_in_an_update(folder: Path) -> tuple[str, float, int]:
             died = time.perf_counter()
             if distributed.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return backward(*args, **options)
+        return entropy_coef(*args, **options)
 
     agent.learner._compute_targets = crediting  # type: ignore[method-assign]
-    agent.learner._backward = dying  # type: ignore[method-assign]
+    agent.learner._bounded_entropy_coef = dying  # type: ignore[method-assign]
     try:
         learn(agent, 9, seed=0, checkpoint_dir=folder)
     except RankError as error:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .. import distributed
 from ..errors import ConfigError, needs
-from ..learners.algorithms import Algorithm, make_learner
+from ..learners import Algorithm, make_learner
 from ..learners.base import Stats
 from ..learners.grpo import GRPOConfig, ReinforceConfig
 from ..learners.ppo import PPOConfig

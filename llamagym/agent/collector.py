@@ -42,7 +42,7 @@ _STATE = "state"
 # Entries of a checkpoint's manifest that the library writes.
 _RESERVED_FACTS = frozenset({"options", "kind", "schema", "llamagym", "files"})
 # Options that may differ from the saved ones: the random numbers of a checkpoint go on whatever the seeds say.
-_FREE = frozenset({"seed", "microbatch_nodes"})
+_FREE = frozenset({"seed", "max_tokens_per_pass"})
 # Options that the saved state depends on: what learns, what is saved of it, and what conversations hold.
 _FIXED = frozenset({"algorithm", "critic", "init_kl_coef", "replay_config_dict", "context"})
 
@@ -164,7 +164,7 @@ class LearningActor(Actor):
     ) -> dict[str, Any]:
         """Go on learning where `save_checkpoint` was called; build the agent as the saved one was built.
 
-        Seeds, `microbatch_nodes` and the number of processes are yours to change. With another number of these,
+        Seeds, `max_tokens_per_pass` and the number of processes are yours to change. With another number of these,
         episodes under way are dropped, and so are those whose group can no longer be completed.
 
         Args:
@@ -441,7 +441,7 @@ class LearningActor(Actor):
                 stats |= self._replay.update(batch, self.learner.cooldown.scale)
         for conversation, episode in under_way:
             conversation.learned_turns += len(episode.turns)
-        self.transcripts = self._sample.transcripts(self.learner.advantages, self._decoded)
+        self.transcripts = self._sample.transcripts(batch, self.learner.advantages, self._decoded)
         self._sample = EpisodeSample(self.policy.num_updates)
         seconds, tokens = zip(*distributed.gather_objects((self._acting_s, self._acted_tokens)), strict=True)
         stats |= {"act_s": max(seconds), "act_tokens": float(sum(tokens))}

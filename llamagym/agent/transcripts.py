@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..text.chat_template import Message
@@ -26,7 +26,7 @@ class EpisodeSample:
     def __init__(self, seed: int) -> None:
         """Begin again; drawn from random numbers of its own, so that acting does not depend on it."""
         self._rng, self._seen = random.Random(seed), 0
-        self._kept: list[tuple[Sequence[Turn], list[Message], bool]] = []
+        self._kept: list[tuple[Episode, list[Message]]] = []
 
     def copy(self) -> EpisodeSample:
         """The same sample, to go back to."""
@@ -37,32 +37,42 @@ class EpisodeSample:
 
     def add(self, episode: Episode, messages: Sequence[Message]) -> None:
         """Take in an episode that has ended, and its chat messages."""
-        whole = (episode.all_turns, list(messages), episode.truncated)
+        whole = (episode, list(messages))
         self._seen += 1
         if len(self._kept) < _EPISODES:
             self._kept.append(whole)
         elif (slot := self._rng.randrange(self._seen)) < _EPISODES:
             self._kept[slot] = whole
 
-    def transcripts(self, advantages: Mapping[int, float], decode: Callable[[list[int]], str]) -> list[Transcript]:
+    def transcripts(
+        self, batch: Sequence[Episode], advantages: Sequence[Sequence[float]], decode: Callable[[list[int]], str]
+    ) -> list[Transcript]:
         """The sample in words, the best episode first.
 
         Args:
-            advantages: Of the turns that were learned from, by their `id`.
+            batch: The episodes of the latest update.
+            advantages: Advantages of their turns, one list per episode.
             decode: Text of token ids.
         """
-        told = [_transcript(*whole, advantages, decode) for whole in self._kept]
+        told = []
+        for episode, messages in self._kept:
+            # Earlier turns were trained on by earlier updates, and so were episodes outside of the batch.
+            of_turns: list[float | None] = [None] * len(episode.all_turns)
+            for trained, of_trained in zip(batch, advantages, strict=True):
+                if trained is episode:
+                    of_turns[len(episode.earlier) :] = of_trained
+            told.append(_transcript(episode, messages, of_turns, decode))
         return sorted(told, key=lambda transcript: -float(transcript["return"]))
 
 
 def _transcript(
-    played: Sequence[Turn],
+    episode: Episode,
     messages: Sequence[Message],
-    truncated: bool,
-    advantages: Mapping[int, float],
+    advantages: Sequence[float | None],
     decode: Callable[[list[int]], str],
 ) -> Transcript:
     by_role = {role: [m["content"] for m in messages if m["role"] == role] for role in ("system", "user", "assistant")}
+    played = episode.all_turns
     count = len(played)
     shown = [number for number in range(count) if number < _TURNS or number >= count - _TURNS]
     turns = []
@@ -78,14 +88,14 @@ def _transcript(
                 "penalty": turn.penalty,
                 "valid": turn.valid,
                 "value": turn.reply.value,
-                "advantage": advantages.get(id(turn)),
+                "advantage": advantages[number],
             }
         )
     return {
         "system": "".join(by_role["system"])[:_CHARACTERS],
         "return": sum(turn.reward for turn in played),
         "length": count,
-        "truncated": truncated,
+        "truncated": episode.truncated,
         "turns": turns,
     }
 
