@@ -658,6 +658,8 @@ def test_what_changes_nothing_in_a_run_may_differ(tmp_path):
     make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
     options = {"seed": 2, "ppo": {"max_tokens_per_pass": 64, "seed": 5}, "invalid_action_penalty": -0.5}
     make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
+    break_manifest(tmp_path / "now", options={"algorithm": "ppo", "ppo_config_dict": {"microbatch_nodes": 32}})
+    make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
     # Nor need an option be known to the version that wrote a checkpoint.
     break_manifest(tmp_path / "now", options={"algorithm": "ppo", "of another version": 1})
     make_agent(WordAgent, ppo={"gamma": 0.5}).load_checkpoint(tmp_path / "now")

@@ -471,8 +471,8 @@ def test_a_calibration_goes_on_from_its_record(learns):
         calibrated(each, rows[150:], start=150)
     assert resumed.record(learns=learns) == calibration.record(learns=learns)
     assert resumed.repetition == calibration.repetition
-    aside = calibration.apart()
-    assert (aside.repetition, aside.deviation) == (calibration.repetition, calibration.deviation)
+    copied = calibration.separate_copy()
+    assert (copied.repetition, copied.deviation) == (calibration.repetition, calibration.deviation)
 
 
 def test_choices_offered_late_beside_one_that_was_repeated_are_measured_without_that():

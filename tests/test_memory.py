@@ -89,7 +89,7 @@ def test_the_bytes_of_the_choice_cache_are_counted(length: int, count: int, toke
     cache = ChoiceCache()
     for number in range(4):
         cache.update(scored_context(number, length, count, tokens))
-    assert 0.8 < cache.size / held(cache._known) < 1.5
+    assert 0.8 < cache.size / held(cache._entries) < 1.5
 
 
 @pytest.mark.long
@@ -101,7 +101,7 @@ def test_the_choice_cache_has_a_hundred_megabytes(length: int, count: int, token
         if len(cache) == before:
             break
         before = len(cache)
-    assert 60e6 < held(cache._known) < 130e6
+    assert 60e6 < held(cache._entries) < 130e6
 
 
 def test_the_choice_cache_does_not_pile_up():
@@ -111,14 +111,14 @@ def test_the_choice_cache_does_not_pile_up():
     for observation in range(0, 300, 3):
         agent.act_batch([str(observation), str(observation + 1), str(observation + 2)])
         agent.assign_rewards([0.0] * 3)
-        assert held(cache._known) < 2 * most
+        assert held(cache._entries) < 2 * most
     assert 10 < len(cache) < 200
     assert agent.action_probabilities(["0"])[0] == pytest.approx(usual[0], abs=1e-5)
     # More at once than there is room for.
     agent.act_batch([str(observation) for observation in range(300)])
     shown = agent.action_probabilities([str(observation) for observation in range(300)])
     assert shown[0] == pytest.approx(usual[0], abs=1e-5)
-    assert held(cache._known) < 2 * most
+    assert held(cache._entries) < 2 * most
     agent.weights_changed()
     assert len(cache) == cache.size == 0
 

@@ -45,6 +45,12 @@ def test_an_update_builds_each_tree_once(kind, laid_out):
     assert len(laid_out) == 2 * len(episodes)
 
 
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_acting_builds_each_tree_once(kind, laid_out):
+    make_agent(kind).act_batch(["a", "b", "a"])
+    assert len(laid_out) == 3
+
+
 def test_cached_trees_equal_new_ones():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
     segments = segments_of(played(agent))

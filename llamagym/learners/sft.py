@@ -161,8 +161,8 @@ def _train(
         trainer = LossTrainer(model, tokenizer, segments, loss, options)
         if trainer.accelerator.num_processes > 1:
             raise ConfigError(
-                f"A warm start takes one process, got {trainer.accelerator.num_processes}. Save its model, and load it in "
-                "all processes."
+                f"A warm start takes one process, got {trainer.accelerator.num_processes}. Save its model and load it "
+                "in all of them."
             )
         trainer.train()
     policy.model.eval()

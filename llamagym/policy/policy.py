@@ -97,7 +97,7 @@ class Workspace:
 
     def copy(self) -> Workspace:
         """An independent copy."""
-        calibration = self.calibration and self.calibration.apart()
+        calibration = self.calibration and self.calibration.separate_copy()
         return Workspace(calibration, dict(self.offered), self.choices.copy(), self.activations.copy())
 
 
@@ -289,7 +289,7 @@ class Policy:
     def _choices_measured(self) -> None:
         """Gives acting that is not learned from the current calibration."""
         if self._aside is not None and not self.is_measuring:
-            self._aside.calibration = self.calibration and self.calibration.apart()
+            self._aside.calibration = self.calibration and self.calibration.separate_copy()
             self._aside.choices.clear()
             self._aside.recalibrations += 1
 
