@@ -67,7 +67,7 @@ def by_length(reply: str, turn: int) -> float:
 @pytest.mark.pairwise(
     name=list(LEARNERS), kind=[ChoiceAgent, WordAgent], reward=[lambda _, turn: 0.0, lambda _, turn: 1.0 + turn]
 )
-def test_equal_returns_leave_the_policy_as_it_is(name, kind, reward):
+def test_equal_returns_keep_the_policy(name, kind, reward):
     agent = learner_agent(kind, name)
     first = next(play(agent, 1, reward))
     # The first batch also points a fresh adapter at what differs between observations.
@@ -85,7 +85,7 @@ def test_equal_returns_leave_the_policy_as_it_is(name, kind, reward):
 
 @pytest.mark.long
 @pytest.mark.pairwise(name=list(LEARNERS), kind=[ChoiceAgent, WordAgent], constant=[0.0, 1.0])
-def test_fifty_batches_of_equal_returns_leave_the_policy_as_it_is(name, kind, constant):
+def test_fifty_batches_of_equal_returns_keep_the_policy(name, kind, constant):
     agent = learner_agent(kind, name)
     list(play(agent, 1, lambda _, turn: constant))
     before = policy_of(agent)
@@ -99,7 +99,7 @@ def test_a_critic_learns_from_equal_returns():
     assert agent.policy.values([agent.new_conversation().observe("Observation 0")])[0] == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_batch_that_teaches_the_critic_alone_reports_that_the_policy_stood_still():
+def test_statistics_of_a_flat_batch_report_no_policy_step():
     agent = learner_agent(ChoiceAgent, "ppo_gradient")
     stats = list(play(agent, 2, lambda _, turn: 1.0))[-1]
     assert stats["optimizer_steps"] > 0
@@ -154,7 +154,7 @@ def test_the_critic_s_error_on_single_episodes_of_equal_returns_is_not_scaled_to
     assert advantage.abs().max() < 0.05
 
 
-def test_to_outlive_an_episode_that_was_terminated_is_information():
+def test_outliving_a_terminated_episode_is_information():
     """Every turn earns 1, so that only the lengths of the episodes tell actions apart."""
     fallen = lasting(2, terminated=True)
     for lengths, holds in (([2, 2], False), ([1, 2], False), ([3, 2], True)):

@@ -66,7 +66,7 @@ def test_values_and_gradients_are_autograd_s(vocabulary, impossible, dtype):
         assert_within_rounding(slope, expected_slope, dtype, 2, scale)
 
 
-def test_a_likely_token_s_gradient_keeps_what_is_left_of_one():
+def test_gradient_of_a_likely_token_keeps_the_remaining_probability():
     logits = torch.zeros(1, 64, dtype=torch.bfloat16)
     logits[0, 5] = 12
     leaf = logits.requires_grad_()
@@ -75,7 +75,7 @@ def test_a_likely_token_s_gradient_keeps_what_is_left_of_one():
     assert leaf.grad[0, 5].item() == pytest.approx(1 - picked.exp().item(), rel=0.01)
 
 
-def test_a_number_that_is_none_stays_none():
+def test_nan_stays_nan():
     logits = torch.zeros(2, 64)
     logits[1, 3] = torch.nan
     picked, entropy = logprobs_and_entropy(logits, torch.tensor([[0], [0]]), torch.ones(2))
@@ -85,7 +85,7 @@ def test_a_number_that_is_none_stays_none():
     assert entropy[1].isnan()
 
 
-def test_a_second_way_back_is_refused_where_the_first_has_replaced_the_logits(way):
+def test_rejects_a_second_backward_pass(way):
     leaf = torch.randn(2, 64, requires_grad=True)
     picked, _ = logprobs_and_entropy(leaf.clone(), torch.tensor([[0], [0]]), torch.ones(2))
     picked.sum().backward(retain_graph=True)
@@ -99,7 +99,7 @@ def test_a_second_way_back_is_refused_where_the_first_has_replaced_the_logits(wa
 
 
 @pytest.mark.parametrize("token", [-1, 64])
-def test_a_token_that_the_model_does_not_know_is_refused(token):
+def test_rejects_a_token_outside_the_vocabulary(token):
     with pytest.raises(IndexError, match="of 64 that the model knows"):
         logprobs_and_entropy(torch.zeros(1, 64), torch.tensor([[token]]), torch.ones(1))
 

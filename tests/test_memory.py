@@ -85,7 +85,7 @@ def scored_context(number: int, length: int, count: int, tokens: int) -> dict[To
 
 
 @pytest.mark.pairwise(length=[20, 2000], tokens=[1, 3, 12], count=[2, 300])
-def test_the_bytes_of_the_choice_cache_are_counted(length: int, count: int, tokens: int):
+def test_choice_cache_counts_bytes(length: int, count: int, tokens: int):
     cache = ChoiceCache()
     for number in range(4):
         cache.update(scored_context(number, length, count, tokens))
@@ -94,7 +94,7 @@ def test_the_bytes_of_the_choice_cache_are_counted(length: int, count: int, toke
 
 @pytest.mark.long
 @pytest.mark.parametrize(("length", "count", "tokens"), [(40, 300, 3), (2000, 2, 1)])
-def test_the_choice_cache_has_a_hundred_megabytes(length: int, count: int, tokens: int):
+def test_choice_cache_holds_a_hundred_megabytes(length: int, count: int, tokens: int):
     cache, before = ChoiceCache(), -1
     for number in range(2000):
         cache.update(scored_context(number, length, count, tokens))
@@ -104,7 +104,7 @@ def test_the_choice_cache_has_a_hundred_megabytes(length: int, count: int, token
     assert 60e6 < held(cache._entries) < 130e6
 
 
-def test_the_choice_cache_does_not_pile_up():
+def test_choice_cache_stays_within_its_budget():
     agent, most = make_agent(ChoiceAgent, context="turn", calibrate_choices=False), 200_000
     usual = agent.action_probabilities(["0"])
     cache = agent.policy._workspaces[0].choices = ChoiceCache(most)
@@ -123,7 +123,7 @@ def test_the_choice_cache_does_not_pile_up():
     assert len(cache) == cache.size == 0
 
 
-def test_tries_of_choices_do_not_pile_up():
+def test_cached_tries_are_bounded():
     for token in range(1000):
         ChoiceTrie.of(((token, 1), (token, 2)))
     assert choice_trie._trie_of.cache_info().currsize <= 256

@@ -90,7 +90,7 @@ def test_max_tokens_per_pass_changes_nothing_but_memory(kind):
     assert torch.quantile((weights[0] - weights[1]).abs(), 0.99) < 1e-5
 
 
-def test_target_kl_holds_the_policy_where_it_runs_away_without():
+def test_target_kl_limits_how_far_an_update_moves_the_policy():
     moved = {}
     for target in (None, 0.01):
         ppo = {"batch_size": 16, "mini_batch_size": 4, "ppo_epochs": 30, "learning_rate": 0.0003, "target_kl": target}
@@ -112,7 +112,7 @@ def test_target_kl_holds_the_policy_where_it_runs_away_without():
     assert moved[0.01] < 0.5 * moved[None]
 
 
-def test_a_step_that_goes_too_far_is_undone():
+def test_undoes_a_step_beyond_the_trust_region():
     """The only step of an update, so that no later minibatch shows it."""
     moved = {}
     for target in (None, 0.01):
@@ -131,7 +131,7 @@ def test_a_step_that_goes_too_far_is_undone():
 
 
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
-def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(kind):
+def test_turns_of_older_weights_have_importance_weights(kind):
     one_step = {"ppo_epochs": 1, "mini_batch_size": 1000, "warmup_steps": 1, "learning_rate": 0.01}
     agent = make_agent(kind, ppo={"batch_size": 1000, **one_step})
     finished = list(fill(agent))
@@ -268,7 +268,7 @@ class BanditAgent(ChoiceAgent):
     ("learning_rate", "seed"),
     [(0.01, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in [(0.01, 1), (0.0, 0)])],
 )
-def test_it_learns_a_bandit_for_good_and_not_at_learning_rate_zero(learning_rate, seed):
+def test_learns_a_bandit_and_not_at_learning_rate_zero(learning_rate, seed):
     ppo = {"batch_size": 64, "mini_batch_size": 32, "learning_rate": learning_rate, "target_kl": 0.05}
     agent = make_agent(BanditAgent, context="turn", ppo=ppo, seed=seed)
     result = train(agent, Bandit, episodes=2560, num_envs=64, seed=seed)

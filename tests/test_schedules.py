@@ -38,7 +38,7 @@ def test_the_entropy_bonus_decays_and_is_bounded_by_the_advantages(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_the_target_kl_holds_what_runs_away_without(algorithm):
+def test_target_kl_limits_an_update(algorithm):
     options = {"learning_rate": 0.001, "cliprange": 100.0, "entropy_coef": 0.0}
     _, free = learn(4, algorithm, **options)
     _, held = learn(4, algorithm, **options, target_kl=0.02)
@@ -48,7 +48,7 @@ def test_the_target_kl_holds_what_runs_away_without(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce"])
-def test_turns_that_decide_nothing_do_not_lower_the_entropy_bonus(algorithm):
+def test_turns_with_a_single_choice_do_not_lower_the_entropy_bonus(algorithm):
     coefficients = []
     for forced in (0, 72):
         sizes = {"batch_size": 8 + forced}

@@ -68,7 +68,7 @@ def test_cached_trees_equal_new_ones():
     assert trees.of(segments)[0] is not kept[0]
 
 
-def test_trees_that_differ_have_other_hashes():
+def test_different_trees_have_different_hashes():
     trees = [TokenTree((), ids, ()) for ids in ((1, 2), (2, 1), (1, 2, 3))]
     assert len({hash(tree) for tree in trees}) == 3
     assert hash(trees[0]) == hash(TokenTree((), (1, 2), ()))

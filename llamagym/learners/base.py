@@ -282,12 +282,12 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                     approx_kl = masked_mean(kl_of_decisions(rollout, rows, current), mask)
                     losses["approx_kl"] += decision_share * approx_kl.item()
                     losses["clip_fraction"] += decision_share * surrogate.clip_fraction.item()
-                value = self._value_loss(current, rows, rollout, targets)
-                if value is not None:
-                    losses["value_loss"] += turn_share * value.loss.item()
-                    losses["value_clip_fraction"] += turn_share * value.clip_fraction.item()
+                critic = self._value_loss(current, rows, rollout, targets)
+                if critic is not None:
+                    losses["value_loss"] += turn_share * critic.loss.item()
+                    losses["value_clip_fraction"] += turn_share * critic.clip_fraction.item()
                     # Gradients are clipped as if the typical return was 1.
-                    loss = loss + turn_share * self._value_coef / self._value_scale * value.loss
+                    loss = loss + turn_share * self._value_coef / self._value_scale * critic.loss
                 if loss.requires_grad:
                     self.accelerator.backward(loss)
                 if not optimizer.steps:
@@ -313,8 +313,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 if has_kl or not optimizer.steps:
                     optimizer.keep_weights()
                 losses["grad_norm"] = self._step(kl_share, targets.is_flat)
-            for name, amount in losses.items():
-                history[name].append(amount)
+            for name, value in losses.items():
+                history[name].append(value)
         else:
             # No later minibatch measures the last step's KL.
             if optimizer.steps and deciding:
