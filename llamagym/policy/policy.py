@@ -45,11 +45,11 @@ from .score import Reading, read, read_reference
 logger = logging.getLogger(__name__)
 
 # Largest number of contexts that the adapter and the value head are initialized from.
-_INIT_CONTEXTS = 512
+_MAX_INIT_CONTEXTS = 512
 # Bytes of keys and values of replies that are decoded together; each reserves memory for the longest reply.
 _DECODE_BYTES = 2**30
-# Attributes that belong to one model, so that a copy creates its own.
-_DERIVED = ("_backbone", "_state", "trees", "_workspaces", "_aside")
+# Attributes that belong to one model; a copy creates its own.
+_NOT_COPIED = ("_backbone", "_state", "trees", "_workspaces", "_eval_workspace")
 NOT_PICKLED = (
     "An agent is neither pickled nor copied by copy.copy(): its model, caches and compiled layers belong together. "
     "Use copy.deepcopy(agent) for another agent in this process, and agent.save(folder) with load(folder), or "
@@ -153,7 +153,7 @@ class Policy:
         # The first is for learning; the last is in use.
         self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self._backbone.activations)]
         # For acting that is not learned from; None until it is needed.
-        self._aside: Workspace | None = None
+        self._eval_workspace: Workspace | None = None
         self.rng = torch.Generator()
         self.seed(seed)
 
@@ -165,7 +165,7 @@ class Policy:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
-            if name not in _DERIVED:
+            if name not in _NOT_COPIED:
                 setattr(copied, name, deepcopy(value, memo))
         mask_frozen_gradients_(copied.model.pretrained_model)
         copied._backbone = Backbone(copied.model)
@@ -183,7 +183,7 @@ class Policy:
                 learning.recalibrations,
             )
         ]
-        copied._aside = None
+        copied._eval_workspace = None
         return copied
 
     def __reduce__(self) -> NoReturn:
@@ -227,19 +227,19 @@ class Policy:
     def measuring(self) -> AbstractContextManager[None]:
         """While open, calls are read-only: calibration and caches return to their state before."""
         self._notice_changes()
-        return self._working_in(self._workspaces[-1].copy())
+        return self._using(self._workspaces[-1].copy())
 
     def acting(self, learning: bool) -> AbstractContextManager[None]:
         """While open, calls calibrate and sample; without `learning`, in a separate workspace."""
         if learning or self.is_measuring:
             return nullcontext()
         self._notice_changes()
-        if self._aside is None:
-            self._aside = self._workspaces[0].copy()
-        return self._working_in(self._aside)
+        if self._eval_workspace is None:
+            self._eval_workspace = self._workspaces[0].copy()
+        return self._using(self._eval_workspace)
 
     @contextmanager
-    def _working_in(self, workspace: Workspace) -> Iterator[None]:
+    def _using(self, workspace: Workspace) -> Iterator[None]:
         self._workspaces.append(workspace)
         self._backbone.activations = workspace.activations
         try:
@@ -255,7 +255,7 @@ class Policy:
         return self._version
 
     def weights_changed(self) -> None:
-        """Drops all caches: the weights were edited in a way that cannot be noticed."""
+        """Drops all caches, after a change of the weights that cannot be detected."""
         self._invalidate(Change.FROZEN)
 
     def drop_caches(self, version: int | None = None, packed: bool = False) -> None:
@@ -271,27 +271,27 @@ class Policy:
         workspace.choices.clear()
         self._backbone.forget_all(packed)
         if not self.is_measuring:
-            self._aside = None
+            self._eval_workspace = None
         if version is not None:
             self._state.number = version - workspace.recalibrations
 
     def temporary_copies(self) -> AbstractContextManager[None]:
-        """While open, packed copies of weights may be dropped and repacked; closed, they are those from before."""
+        """While open, packed copies of weights may change; afterwards the earlier ones are restored."""
         return self._backbone.temporary_copies()
 
     def calibration_changed(self) -> None:
-        """Drops distributions over choices after a new calibration: earlier replies are from another policy."""
+        """Drops distributions over choices after a new calibration; earlier replies are off-policy."""
         workspace = self._workspaces[-1]
         workspace.choices.clear()
         workspace.recalibrations += 1
-        self._choices_measured()
+        self._update_eval_workspace()
 
-    def _choices_measured(self) -> None:
-        """Gives acting that is not learned from the current calibration."""
-        if self._aside is not None and not self.is_measuring:
-            self._aside.calibration = self.calibration and self.calibration.separate_copy()
-            self._aside.choices.clear()
-            self._aside.recalibrations += 1
+    def _update_eval_workspace(self) -> None:
+        """Copies the calibration to the workspace of acting that is not learned from."""
+        if self._eval_workspace is not None and not self.is_measuring:
+            self._eval_workspace.calibration = self.calibration and self.calibration.separate_copy()
+            self._eval_workspace.choices.clear()
+            self._eval_workspace.recalibrations += 1
 
     @property
     def _version(self) -> int:
@@ -318,11 +318,11 @@ class Policy:
         self.rng.manual_seed(self.rng.seed() if seed is None else int(seed))
 
     def fix_reference(self) -> None:
-        """Makes the current policy the reference, unless there is one.
+        """Makes the current policy the reference, unless one is set.
 
-        With a fresh adapter that is the model without it, which needs no copy.
+        With a fresh adapter it is the model without adapter, which needs no copy.
         """
-        weights = self._weights_that_learn()
+        weights = self._trainable_weights()
         if self.reference is None:
             is_base = is_fresh(self.model.pretrained_model) and all(map(is_low_rank, weights))
             self.reference = {} if is_base else {name: weight.detach().clone() for name, weight in weights.items()}
@@ -331,15 +331,15 @@ class Policy:
             self.reference = None
             self.fix_reference()
 
-    def _weights_that_learn(self) -> dict[str, Tensor]:
-        """The language model's trainable weights by name."""
+    def _trainable_weights(self) -> dict[str, Tensor]:
+        """The language model's trainable weights, by name."""
         named = self.model.pretrained_model.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
     @alone
     @torch.no_grad()
     def calibrate(self, contexts: Sequence[Segment]) -> None:
-        """Calibrates choices that are new, on these contexts. Call it before `sample`.
+        """Calibrates new choices on these contexts. Call it before `sample`.
 
         Args:
             contexts: Segments with a pending prompt, with or without choices.
@@ -354,14 +354,14 @@ class Policy:
         if not unmeasured:
             return
         measured: dict[TokenTree, list[Row]] = {}
-        with self._reader("base") as backbone:
+        with self._backbone_with("base") as backbone:
             for rows in self._chunks(unmeasured):
                 chunk = [unmeasured[row] for row in rows]
                 measured |= read_reference(backbone, chunk, self._closing_id)
         if calibration.add(measured):
             self.calibration_changed()
         else:
-            self._choices_measured()
+            self._update_eval_workspace()
 
     @alone
     @torch.no_grad()
@@ -370,7 +370,7 @@ class Policy:
 
         Args:
             contexts: Segments with a pending prompt, of any lengths, calibrated before (see `calibrate`).
-            learning: Whether replies will be trained on, and so come from the full distribution.
+            learning: Whether replies will be trained on, and so are sampled from the full distribution.
             greedy: Whether to take the most likely choice or token.
         """
         greedy = greedy or not self.generation.do_sample
@@ -380,24 +380,25 @@ class Policy:
             config = replace(config, top_p=1.0, top_k=0)
         trees = self.trees.of(contexts)
         replies = dict[int, Reply]()
-        texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
-        choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
-        reply_tokens = self.generation.max_new_tokens
-        lengths = check_context_lengths([trees[row] for row in texts], self.max_length, reply_tokens)
-        check_context_lengths([trees[row] for row in choosing], self.max_length)
-        offers = self._score_choices([trees[row] for row in choosing])
+        text_rows = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
+        choice_rows = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
+        text_trees = [trees[row] for row in text_rows]
+        choice_trees = [trees[row] for row in choice_rows]
+        lengths = check_context_lengths(text_trees, self.max_length, self.generation.max_new_tokens)
+        check_context_lengths(choice_trees, self.max_length)
+        offers = self._score_choices(choice_trees)
         # `_score_choices` has noticed changes of the weights.
         version = self._version
         room = _DECODE_BYTES // self._backbone.token_bytes
-        for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
-            chunk = [trees[texts[row]] for row in rows]
+        for rows in chunks(text_trees, lengths, room, equal_once=False):
+            chunk = [text_trees[row] for row in rows]
             with self._backbone.ready():
-                features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
+                features, texts = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
-            for row, value, text in zip(rows, values, texts_written, strict=True):
-                replies[texts[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
+            for row, value, text in zip(rows, values, texts, strict=True):
+                replies[text_rows[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
         drawn = draw_choices([offer for offer, _ in offers], greedy, self.rng)
-        for row, (offer, value), index in zip(choosing, offers, drawn, strict=True):
+        for row, (offer, value), index in zip(choice_rows, offers, drawn, strict=True):
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             logprobs = tuple(offer.tolist())
             replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
@@ -464,7 +465,7 @@ class Policy:
             critic: Whether to standardize the value head's features.
         """
         self._notice_changes()
-        trees = list({tree.undecided: tree for tree in self.trees.of(segments)}.values())[:_INIT_CONTEXTS]
+        trees = list({tree.undecided: tree for tree in self.trees.of(segments)}.values())[:_MAX_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # A single context has no differences; a later batch may hold more.
             return
@@ -518,7 +519,9 @@ class Policy:
 
     def _invalidate(self, change: Change) -> None:
         """Drops what depends on the changed weights."""
-        unused = [] if self._aside is None or self._aside in self._workspaces else [self._aside]
+        unused = (
+            [] if self._eval_workspace is None or self._eval_workspace in self._workspaces else [self._eval_workspace]
+        )
         # The workspace in use comes last, so that the backbone keeps its activations.
         workspaces = [*unused, *self._workspaces]
         if change is Change.FROZEN:
@@ -556,7 +559,7 @@ class Policy:
     def _with_reference_weights(self) -> Iterator[None]:
         """While open, the trainable weights have the reference's values."""
         assert self.reference is not None
-        weights = self._weights_that_learn()
+        weights = self._trainable_weights()
         own = {name: weights[name].data for name in self.reference}
         for name, reference in self.reference.items():
             weights[name].data = reference.to(weights[name])
@@ -571,7 +574,7 @@ class Policy:
         return bool(self.reference) and (of == "reference" or (of == "base" and not self.model.is_peft_model))
 
     @contextmanager
-    def _reader(self, of: Weights = "policy") -> Iterator[Backbone]:
+    def _backbone_with(self, of: Weights = "policy") -> Iterator[Backbone]:
         """Yields the backbone with these weights; the caller has called `_notice_changes`."""
         weights: AbstractContextManager[None] = nullcontext()
         if self._takes_reference_weights(of):
@@ -583,7 +586,7 @@ class Policy:
 
     def _read(self, trees: Sequence[TokenTree], of: Weights = "policy") -> Reading:
         """Runs the model on token trees."""
-        with self._reader(of) as backbone:
+        with self._backbone_with(of) as backbone:
             return read(
                 backbone,
                 self.model.v_head,
