@@ -108,8 +108,7 @@ class Policy:
         generation: Options of sampling.
         calibrates: Whether choices are calibrated, until a warm start.
         aims_lora: Whether a fresh adapter is initialized to what differs between observations (see `lora`).
-        num_updates: Number of updates. An update is all optimizer steps on one batch, including replay's; a warm start
-            is not an update.
+        num_updates: Number of batches that were trained on; a warm start does not count.
         rng: Random numbers of sampling.
         reference: The reference's values of the trainable weights, by name; empty if the reference is the model without
             its adapter, which was fresh. None until `fix_reference`; the model without its adapter serves until then.
@@ -408,10 +407,8 @@ class Policy:
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
         """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
 
-        Equal segments (the same observation and reply) are computed once; gradients add up.
-
         Args:
-            segments: Segments without a pending prompt.
+            segments: Segments without a pending prompt; equal ones are computed once.
             reference: Whether to evaluate the reference instead, without gradients.
         """
         self._notice_changes()
