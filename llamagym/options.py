@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +30,8 @@ import numpy as np
 
 from .errors import ConfigError, did_you_mean, excerpt
 
+logger = logging.getLogger(__name__)
+
 OptionsT = TypeVar("OptionsT", bound="Options")
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -41,8 +44,17 @@ _LARGEST_RATE = 3.4e37
 _NUMBER_KINDS = "biuf"
 
 
+class _OptionsMeta(type):
+    """Accepts old names of options in the constructors of configurations, which dataclasses generate."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Creates a configuration."""
+        config_class: Any = cls
+        return super().__call__(*args, **config_class.with_current_names(options))
+
+
 @dataclass(frozen=True)
-class Options:
+class Options(metaclass=_OptionsMeta):
     """Base class of configurations; it checks types, and the `__post_init__` of a subclass checks ranges.
 
     Attributes:
@@ -50,6 +62,8 @@ class Options:
     """
 
     advice: ClassVar[Mapping[str, str]] = {}
+    # Current names of options by their old names, which are accepted with a logged hint.
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls: type[OptionsT], *_: Any, **options: Any) -> OptionsT:
         """Checks names, which a dataclass would reject with a TypeError without a hint."""
@@ -82,8 +96,26 @@ class Options:
             return options
         if not isinstance(options, Mapping):
             raise ConfigError(f"expected {cls.__name__} or a dictionary of its options, received {excerpt(options)}.")
+        options = cls.with_current_names(options)
         cls._check_names(options)
         return cls(**options)
+
+    @classmethod
+    def with_current_names(cls, options: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns options with old names replaced.
+
+        Raises:
+            ConfigError: An option is passed by both its names.
+        """
+        current = dict(options)
+        for old, new in cls.renamed.items():
+            if old not in current:
+                continue
+            if new in current:
+                raise ConfigError(f"{cls.__name__} received {new} and also {old}, its old name. Pass {new} alone.")
+            logger.warning("%s: the option %s is now called %s.", cls.__name__, old, new)
+            current[new] = current.pop(old)
+        return current
 
     @classmethod
     def _check_names(cls, options: Mapping[Any, Any]) -> None:

@@ -13,7 +13,7 @@ from llamagym.engine import attention, transformer, verification
 from llamagym.engine.cpu import fused_layer
 from llamagym.engine.kv_cache import KVBuffer
 from llamagym.engine.verification import verified_transformer
-from tests.agents import ChoiceAgent, WordAgent, make_agent
+from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.rounding import LOGPROB_TOLERANCE, assert_within_rounding
 from tests.tiny import FAMILIES, tiny_model
 

@@ -39,14 +39,14 @@ def updates_to_solve(base_of_kind: tuple[float, float], shuffles: bool, seed: in
     return MOST_UPDATES, explained[0]
 
 
-def test_a_return_that_all_episodes_have_is_left_to_the_constant(monkeypatch):
+def test_the_constant_explains_a_base_return(monkeypatch):
     assert updates_to_solve((1000.0, 1000.0), shuffles=False)[0] < 70
     # The control: a fifth of it is left to the features' weights.
     monkeypatch.setattr(lstd, "_PRIOR_TURNS_OF_CONSTANT", 4.0)
     assert updates_to_solve((1000.0, 1000.0), shuffles=False)[0] == MOST_UPDATES
 
 
-def test_alternating_kinds_of_episodes_are_learned_as_fast_as_shuffled_ones(monkeypatch):
+def test_alternating_sorts_of_episodes_are_learned_as_fast_as_shuffled_ones(monkeypatch):
     def mean_of_seeds(shuffles: bool) -> tuple[float, float]:
         runs = [updates_to_solve((0.0, 10.0), shuffles, seed) for seed in (0, 1)]
         updates, explained = zip(*runs, strict=True)

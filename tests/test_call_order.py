@@ -30,7 +30,14 @@ HOOKS = ["format_observation", "get_action_choices", "extract_action", "get_syst
 REWARDS = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 1e6]), st.floats(), st.none(), st.text(max_size=2))
 GROUPS = st.lists(st.sampled_from([None, 0, 1, "a", (1, "b"), [1]]), max_size=4)
 # What an update goes through.
-PARTS = ["learner._compute_targets", "learner._loss", "learner._step", "replay.update", "replay._step"]
+PARTS = [
+    "learner._compute_targets",
+    "learner._bounded_entropy_coef",
+    "learner._value_loss",
+    "learner._step",
+    "replay.update",
+    "replay._step",
+]
 
 
 ERRORS = st.sampled_from([BrokenError, StoppedError])

@@ -669,7 +669,9 @@ def test_rejects_a_checkpoint_of_another_agent_unchanged(tmp_path, options, mess
 
 def test_options_without_effect_may_differ(tmp_path):
     make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
-    options = {"seed": 2, "ppo": {"microbatch_nodes": 64, "seed": 5}, "invalid_action_penalty": -0.5}
+    options = {"seed": 2, "ppo": {"max_tokens_per_pass": 64, "seed": 5}, "invalid_action_penalty": -0.5}
+    make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
+    break_manifest(tmp_path / "now", options={"learner": {"algorithm": "ppo", "microbatch_nodes": 32}})
     make_agent(WordAgent, **options).load_checkpoint(tmp_path / "now")
     # Nor need an option be known to the version that wrote a checkpoint.
     break_manifest(tmp_path / "now", options={"learner": {"algorithm": "ppo"}, "of another version": 1})

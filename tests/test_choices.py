@@ -105,8 +105,8 @@ def slow_logprobs(agent, observation, temperature=1.0, prior=None):
 def log_probabilities(agent, observations):
     """What the policy makes of the choices of each observation, all in one batch."""
     contexts = [
-        collector_of(agent)
-        .actor.new_conversation()
+        actor_of(agent)
+        .new_conversation()
         .observe(f"Observation {observation}", choices=agent.get_action_choices(observation))
         for observation in observations
     ]
@@ -126,7 +126,7 @@ def test_choices_are_written_token_by_token(family, calibrate, activated):
 
 
 @pytest.mark.equivalence
-def test_hundreds_of_choices_beside_few():
+def test_hundreds_of_choices_in_a_batch_with_few():
     agent = make_agent(OfferAgent, calibrate_choices=False, context="turn")
     assert len(MANY) == 300
     for observation, logprobs in zip(("many", "bb"), log_probabilities(agent, ["many", "bb"]), strict=True):
@@ -154,7 +154,7 @@ def prior_of(rows):
     return {path: float(np.mean([row[path] for row in rows if path in row])) for path in paths}
 
 
-def test_the_prior_is_how_likely_each_token_is_beside_the_others():
+def test_prior_is_the_relative_log_probability_of_each_token():
     agent = make_agent(OfferAgent)
     agent.act_batch(list(OFFERS))
     assert agent.policy.calibration.prior == pytest.approx(prior_of(usual(agent, OFFERS)), abs=1e-3)
@@ -168,7 +168,7 @@ def sure_of_itself(**options):
     return agent
 
 
-def test_a_model_that_is_sure_of_something_else_in_each_context_still_explores():
+def test_an_overconfident_model_still_explores():
     agent = sure_of_itself()
     calibrated = log_probabilities(agent, WORDS)
     rows = usual(agent, WORDS)
@@ -224,7 +224,7 @@ def test_calibration_is_frozen_once_the_policy_learns():
     assert calibration.deviation == deviation
 
 
-def test_what_learnt_before_it_chose_is_not_tempered():
+def test_deviation_stays_one_if_the_policy_learned_before():
     agent = sure_of_itself()
     agent.policy.num_updates = 1
     agent.act_batch(WORDS)
@@ -232,7 +232,7 @@ def test_what_learnt_before_it_chose_is_not_tempered():
     assert agent.policy.calibration.prior == pytest.approx(prior_of(usual(agent, WORDS)), rel=1e-3, abs=1e-3)
 
 
-def test_a_sample_of_contexts_is_enough_and_none_is_likelier_in_it_than_another():
+def test_the_sample_includes_contexts_with_equal_probability():
     calibration, choices = Calibration(), ((1,), (2,))
     decision = Decision(0, (9,), (-1,), 0, choices=choices, branches=ChoiceTrie.of(choices).branches)
     measured = 0
@@ -295,7 +295,7 @@ def test_processes_agree_on_choices_first_offered_after_the_sample_is_full():
     assert calibrations[0].prior.keys() == {(number,) for number in range(1, 10)}
 
 
-def test_what_is_offered_late_is_measured_like_what_was_offered_first():
+def test_late_choices_are_measured_like_the_first():
     """An observation that makes all commands likelier than the first ones did leaves a new one where it was."""
     agent = at_its_start(make_agent(OfferAgent, context="turn"))
     first, later = log_probabilities(agent, ["bb"])[0], log_probabilities(agent, ["a"])[0]
@@ -305,7 +305,7 @@ def test_what_is_offered_late_is_measured_like_what_was_offered_first():
     assert later.exp().min() > 1 / 16
 
 
-def test_what_says_no_more_than_the_prior_leaves_all_choices_equally_likely():
+def test_logits_equal_to_the_prior_make_choices_equally_likely():
     agent = at_its_start(make_agent(OfferAgent))
     # The prior is measured here, on this context alone.
     (logprobs,) = log_probabilities(agent, ["many"])
@@ -314,7 +314,7 @@ def test_what_says_no_more_than_the_prior_leaves_all_choices_equally_likely():
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(activated=[True, False])
-def test_what_is_sampled_is_what_is_trained(activated):
+def test_sampled_log_probabilities_equal_trained_ones(activated):
     ppo = {"batch_size": 8, "mini_batch_size": 8, "ppo_epochs": 1}
     agent = make_agent(OfferAgent, "smollm", activated, ppo=ppo)
     stats = {}
@@ -326,7 +326,7 @@ def test_what_is_sampled_is_what_is_trained(activated):
     assert stats["grad_norm"] > 0
 
 
-def test_the_entropy_along_the_ways_is_on_average_that_of_all_choices():
+def test_entropy_summed_over_branch_points_is_unbiased():
     agent = make_agent(OfferAgent, "llama", context="turn", seed=0)
     (logprobs,) = log_probabilities(agent, ["ccc"])
     exact = -(logprobs.exp() * logprobs).sum().item()
@@ -338,7 +338,7 @@ def test_the_entropy_along_the_ways_is_on_average_that_of_all_choices():
     assert along.mean().item() == pytest.approx(exact, abs=4 * along.std().item() / 20)
 
 
-def test_learning_from_a_choice_costs_what_leads_to_where_it_parts_from_others():
+def test_a_choice_costs_tokens_up_to_its_last_branch_point():
     agent = make_agent(OfferAgent, context="turn")
     agent.act_batch(["many"])
     policy, before = agent.policy, agent.policy.tokens_forwarded
@@ -347,7 +347,7 @@ def test_learning_from_a_choice_costs_what_leads_to_where_it_parts_from_others()
     assert 0 < policy.tokens_forwarded - before < 20
 
 
-def test_every_choice_is_reached_and_nothing_else():
+def test_branch_points_reach_exactly_the_choices():
     choices = ((1, 2, 3), (1, 2), (1, 4, 5, 6), (7, 8), (9,), (1, 4, 5, 7))
     trie = ChoiceTrie.of(choices)
     ways = {}
@@ -426,7 +426,7 @@ def probabilities(calibration: Calibration, row: Row) -> list[float]:
 
 
 @pytest.mark.parametrize(("first", "per_doubling"), [(4.0, 3.0), (0.0, 0.0)])
-def test_repetition_is_fitted_beside_preferences(first, per_doubling):
+def test_repetition_is_fitted_together_with_preferences(first, per_doubling):
     fitted = Repetition.fit(Repeater(first, per_doubling, noise=0.4).rows(200))
     assert fitted.first == pytest.approx(first, abs=0.2)
     assert fitted.per_doubling == pytest.approx(per_doubling, abs=0.2)
@@ -442,7 +442,7 @@ def test_the_fit_is_exact_where_contexts_offer_different_choices():
     assert (fitted.first, fitted.per_doubling) == (pytest.approx(4.0, abs=0.02), pytest.approx(3.0, abs=0.02))
 
 
-def test_later_turns_are_not_missed_because_they_are_few():
+def test_the_fit_includes_few_later_turns():
     model = Repeater(4.0, 3.0)
     calibration = calibrated(Calibration(), [model.relative({(1,): 0, (2,): 0}) for _ in range(128)])
     later = model.relative({(1,): 1, (2,): 0})
@@ -469,7 +469,7 @@ def test_all_choices_are_equally_likely_whatever_was_replied_before():
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "before it learns"])
-def test_a_calibration_goes_on_from_its_record(learns):
+def test_a_calibration_continues_from_its_record(learns):
     rows = Repeater(4.0, 3.0, noise=0.4).rows(300)
     calibration = calibrated(Calibration(), rows[:150])
     resumed = Calibration.from_record(json.loads(json.dumps(calibration.record(learns=learns))))
@@ -477,11 +477,11 @@ def test_a_calibration_goes_on_from_its_record(learns):
         calibrated(each, rows[150:], start=150)
     assert resumed.record(learns=learns) == calibration.record(learns=learns)
     assert resumed.repetition == calibration.repetition
-    aside = calibration.apart()
-    assert (aside.repetition, aside.deviation) == (calibration.repetition, calibration.deviation)
+    copied = calibration.separate_copy()
+    assert (copied.repetition, copied.deviation) == (calibration.repetition, calibration.deviation)
 
 
-def test_choices_offered_late_beside_one_that_was_repeated_are_measured_without_that():
+def test_late_choices_are_measured_without_repetition():
     model = Repeater(4.0, 3.0)
     early = [row for row in model.rows(600) if all(path < (3,) for path, _, _ in row)]
     calibration = calibrated(Calibration(), early)
@@ -547,7 +547,7 @@ def test_replies_that_fill_the_window_are_forgotten_with_their_turns():
     assert conversation.first_shown > 0
 
 
-def test_branches_on_the_way_to_a_choice_have_their_own_counts():
+def test_branch_points_have_their_own_repeat_counts():
     """Of a choice that parts from others late, and of which earlier replies said a part, or something else."""
     choices = ((1, 2, 3), (1, 2), (4,), (5,), (6, 7))
     replies = (((1, 2), 2), ((1, 9), 1), ((5,), 4))

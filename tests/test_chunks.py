@@ -20,7 +20,7 @@ def turns_saying(agent, counts):
     return [said(*range(first, first + count)) for first, count in enumerate(counts, start=20)]
 
 
-def test_replies_come_by_length_and_equal_ones_count_once():
+def test_chunks_are_sorted_by_length_and_count_equal_rows_once():
     agent = make_agent(WordAgent)
     segments = turns_saying(agent, [5, 1, 4, 2, 2])
     segments.append(replace(segments[1]))

@@ -27,7 +27,7 @@ def a_batch(size: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.numerical
 @pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
-def test_the_equations_are_those_of_slow_loops(lam):
+def test_normal_equations_equal_those_of_slow_loops(lam):
     rows, rewards, finals = a_batch()
     # Only so are the loops exact: the equations' sums run in float64.
     rewards = rewards.double()
@@ -49,7 +49,7 @@ def test_the_equations_are_those_of_slow_loops(lam):
 
 @pytest.mark.numerical
 @pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
-def test_a_solution_has_no_td_error_on_average(lam):
+def test_a_solution_has_zero_mean_td_error(lam):
     rows, rewards, finals = a_batch()
     system = normal_equations(rows, LENGTHS, rewards, finals, 0.9, lam)
     weights = torch.linalg.solve(system[:, :-1], system[:, -1])
@@ -78,7 +78,7 @@ def fit_terminated(
     return fit(head, features, lengths, rewards, finals, bootstrapped, torch.arange(count) % 2, gamma, lam)
 
 
-def test_values_are_found_in_one_go_whatever_their_size():
+def test_values_of_any_size_are_found_in_one_fit():
     head, values = fitted(torch.tensor([0.0, 0.0, 400.0]).repeat(400))
     assert head(torch.eye(3))[:, 0].tolist() == pytest.approx([100.0, 200.0, 400.0], rel=0.05)
     assert values[:3].tolist() == pytest.approx([100.0, 200.0, 400.0], rel=0.1)
@@ -99,7 +99,7 @@ def test_values_do_not_depend_on_how_many_threads_compute_them():
     torch.testing.assert_close(*values)
 
 
-def test_an_episode_s_values_do_not_depend_on_its_own_rewards():
+def test_values_of_an_episode_do_not_depend_on_its_rewards():
     rewards = torch.zeros(12)
     _, before = fitted(rewards, episodes=4)
     rewards[2] = 10.0
@@ -109,7 +109,7 @@ def test_an_episode_s_values_do_not_depend_on_its_own_rewards():
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, -0.2, 0.05), (0.9, 0.2, 0.9)])
-def test_what_cannot_be_foreseen_hardly_moves_the_weights(share, least, most):
+def test_noise_hardly_moves_the_weights(share, least, most):
     """Rewards that depend on one of 200 features by this share of their variance, the rest is luck: 300 turns."""
     rng = torch.Generator().manual_seed(0)
     features, luck = torch.randn(300, 200, generator=rng), torch.randn(300, generator=rng)
@@ -123,7 +123,7 @@ def test_what_cannot_be_foreseen_hardly_moves_the_weights(share, least, most):
     assert head.summary.bias.item() == pytest.approx(5.0, abs=0.3)
 
 
-def test_with_little_data_weights_stay_near_where_they_were():
+def test_weights_stay_near_the_previous_ones_with_little_data():
     head = ValueHead(3)
     with torch.no_grad():
         head.summary.weight.fill_(2.0)
@@ -134,7 +134,7 @@ def test_with_little_data_weights_stay_near_where_they_were():
     assert head(torch.eye(3)[:1]).item() == pytest.approx(3.0, abs=0.01)
 
 
-def test_ppo_learns_values_with_it_and_takes_no_gradient_steps_on_the_head():
+def test_ppo_with_lstd_takes_no_gradient_steps_on_the_value_head():
     options = {"batch_size": 64, "mini_batch_size": 64, "gamma": 0.5, "learning_rate": 0.0}
     agent = make_agent(ChoiceAgent, context="turn", ppo=options)
     explained = []
@@ -159,7 +159,7 @@ def test_ppo_learns_values_with_it_and_takes_no_gradient_steps_on_the_head():
     )
 
 
-def test_another_critic_is_refused():
+def test_rejects_an_unknown_critic():
     with pytest.raises(ConfigError, match="lstd"):
         make_agent(ChoiceAgent, ppo={"critic": "lsdt"})
 
@@ -170,7 +170,7 @@ def test_values_are_finite_where_features_repeat():
     assert np.isfinite(values.numpy()).all()
 
 
-def test_alternating_kinds_of_episodes_are_each_valued_by_their_own_kind():
+def test_alternating_sorts_of_episodes_are_valued_by_their_own_sort():
     """Two starts alternate, as in the environments of a vector; one earns 1,000, the other 1,100."""
     count = 64
     kinds = torch.arange(count) % 2
@@ -199,7 +199,7 @@ def test_halves_are_seeded_and_share_every_start_evenly():
 
 
 @pytest.mark.parametrize("critic", ["lstd", "gradient"])
-def test_one_critic_values_what_was_cut_off_and_everything_else(critic):
+def test_final_values_come_from_the_same_critic_as_all_others(critic):
     """Each turn earns 1 and is cut off, and the critic knows the value exactly: then no advantage is left.
 
     With another critic's estimate after the cut, all advantages would be off by the discounted difference.

@@ -169,7 +169,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 def heaped(monkeypatch: pytest.MonkeyPatch) -> Agent:
     """A forward and backward pass of a billion tokens."""
-    return make_agent(WordAgent, ppo={"microbatch_nodes": 10**9})
+    return make_agent(WordAgent, ppo={"max_tokens_per_pass": 10**9})
 
 
 def changed(monkeypatch: pytest.MonkeyPatch) -> Agent:
@@ -186,7 +186,7 @@ BROKEN = {
     "a tokenizer that changes texts": (lossy, "tokenizer", "normalizer"),
     "weights that are not finite": (infinite, "language", "not finite"),
     "no memory": (crowded, "memory", "load a smaller model"),
-    "too much at once": (heaped, "memory", "Lower microbatch_nodes"),
+    "too much at once": (heaped, "memory", "Lower max_tokens_per_pass"),
     "a private API that has changed": (changed, "versions", "Tensor._version"),
     "a choice that names no action": (lambda _: make_agent(Forgetful), "actions", "'go right'"),
     "a method that fails": (lambda _: make_agent(Confused), "replies", "KeyError"),

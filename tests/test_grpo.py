@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def advantages_of(agent):
     """The advantages of the buffer's episodes, as lists."""
     episodes = list(collector_of(agent).buffer)
     targets, _ = agent.learner._compute_targets(
-        episodes, collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
+        episodes, collect(agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=False)
     )
     flat = iter(targets.advantages.tolist())
     return [[next(flat) for _ in episode.turns] for episode in episodes]
@@ -72,7 +73,7 @@ def test_group_advantages_by_hand():
 
 
 @pytest.mark.pairwise(baseline=["leave_one_out", "std"])
-def test_a_group_of_one_and_a_group_of_equals_have_nothing_to_learn(baseline):
+def test_groups_of_one_or_of_equal_returns_have_zero_advantages(baseline):
     assert group_advantages(torch.tensor([[5.0, 1.0]]), baseline).tolist() == [[0.0, 0.0]]
 
 
@@ -96,7 +97,7 @@ def test_equal_sums_of_different_rewards_are_equal_returns(baseline, scale):
 
 
 @pytest.mark.parametrize("reward", [1234.567, -200.7, 3e6])
-def test_equal_returns_teach_reinforce_nothing(reward):
+def test_reinforce_learns_nothing_from_equal_returns(reward):
     agent = make_agent(ChoiceAgent, context="turn", algorithm="reinforce", reinforce={"batch_size": 1000})
     for _ in range(12):
         play(agent, [reward])
@@ -104,7 +105,7 @@ def test_equal_returns_teach_reinforce_nothing(reward):
 
 
 @pytest.mark.parametrize("members", [2, 4, 16])
-def test_the_own_return_is_not_part_of_the_baseline(members):
+def test_baseline_excludes_the_own_return(members):
     """It would make the gradient of a group of G smaller by (G - 1) / G."""
     returns = torch.arange(float(members))[:, None]
     in_deviations = group_advantages(returns, "std") * (returns.std() + 1e-4)
@@ -114,7 +115,7 @@ def test_the_own_return_is_not_part_of_the_baseline(members):
 @pytest.mark.pairwise(
     baseline=["leave_one_out", "std"], credit=["return_to_go", "episode"], context=["episode", "turn"]
 )
-def test_advantages_are_those_of_a_slow_loop(context, credit, baseline):
+def test_advantages_equal_those_of_a_slow_loop(context, credit, baseline):
     options = {**BIG, "gamma": 0.9, "credit": credit, "baseline": baseline}
     agent = make_agent(ChoiceAgent, context=context, algorithm="grpo", grpo=options)
     # Groups of 3, 2 and 1, interleaved, of different lengths.
@@ -133,7 +134,7 @@ def test_episodes_without_a_group_form_one():
     assert advantages_of(agent) == [[-3.0], [-1.5], [4.5]]
 
 
-def test_nothing_to_compare_is_an_error():
+def test_rejects_a_batch_without_two_episodes_of_a_group():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo=BIG)
     for group in range(3):
         play(agent, [1.0], group)
@@ -147,7 +148,7 @@ def test_a_truncated_episode_needs_no_final_observation_and_is_not_valued():
     assert (collector_of(agent).buffer[0].truncated, collector_of(agent).buffer[0].final_prompt) == (True, None)
 
 
-def test_batches_are_whole_groups_and_the_incomplete_wait():
+def test_batches_hold_complete_groups_only():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"batch_size": 4, "group_size": 2})
     assert play(agent, [1.0, 0.0, 1.0], "slow") == {}
     assert play(agent, [1.0], "a") == {}
@@ -179,7 +180,7 @@ def end(agent, ids, rewards, group):
 
 @pytest.mark.parametrize("baseline", ["leave_one_out", "std"])
 @pytest.mark.parametrize("credit", ["return_to_go", "episode"])
-def test_the_longest_members_of_a_large_group_are_learned_from(baseline, credit, tmp_path):
+def test_late_members_are_compared_with_their_group(baseline, credit, tmp_path):
     """Of six episodes of a start four fill the group; the two that last longer must not be lost."""
     options = {"batch_size": 4, "group_size": 4, "baseline": baseline, "credit": credit, "gamma": 1.0}
     agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo=options)
@@ -202,11 +203,11 @@ def test_the_longest_members_of_a_large_group_are_learned_from(baseline, credit,
                 # Where the five differ most.
                 spread = max(np.std([1.0, 2.0, 3.0, 6.0, earned], ddof=1), np.std([*later, earned], ddof=1)) + 1e-4
             expected += [(earned - 3.0) / spread, (earned - np.mean(later)) / spread]
-        assert list(each.learner.advantages.values()) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert list(chain(*each.learner.advantages)) == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert collector_of(each).buffer == []
 
 
-def test_a_start_that_is_played_again_under_its_old_name_waits_for_its_group():
+def test_a_reused_group_key_starts_a_new_group():
     agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo={"batch_size": 2, "group_size": 2})
     end(agent, begun(agent, "a", 2), [0.0, 1.0], "a")
     later = begun(agent, "a", 2)
@@ -216,7 +217,7 @@ def test_a_start_that_is_played_again_under_its_old_name_waits_for_its_group():
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(kind=[ChoiceAgent, WordAgent])
-def test_an_update_leaves_the_value_head_alone_and_fits_inputs_once(kind, monkeypatch):
+def test_grpo_keeps_the_value_head_and_initializes_the_adapter_once(kind, monkeypatch):
     agent = make_agent(kind, algorithm="grpo", grpo={"batch_size": 4, "group_size": 2})
     head = agent.policy.model.v_head
     with torch.no_grad():
@@ -237,7 +238,7 @@ def test_an_update_leaves_the_value_head_alone_and_fits_inputs_once(kind, monkey
     assert changed == {n for n, w in agent.policy.model.named_parameters() if w.requires_grad and "v_head" not in n}
 
 
-def test_a_batch_of_one_observation_is_learnt_from_though_there_is_nothing_to_fit():
+def test_learns_from_a_batch_of_one_observation():
     agent = make_agent(ChoiceAgent, context="turn", algorithm="grpo", grpo={"batch_size": 2, "group_size": 2})
     torch.nn.init.zeros_(agent.policy.model.v_head.summary.weight)
     play(agent, [1.0])
@@ -247,7 +248,7 @@ def test_a_batch_of_one_observation_is_learnt_from_though_there_is_nothing_to_fi
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(kind=[ChoiceAgent, WordAgent])
-def test_reinforce_is_the_gradient_of_log_probability_times_normalised_return(kind):
+def test_reinforce_is_the_gradient_of_logprob_times_normalized_return(kind):
     options = {"batch_size": 1000, "gamma": 0.5, "entropy_coef": 0.0, "max_grad_norm": math.inf}
     agent = settled(make_agent(kind, context="turn", algorithm="reinforce", reinforce=options))
     for rewards in ([1.0, 0.0], [2.0], [0.0, -4.0, 1.0]):
@@ -308,9 +309,9 @@ def test_a_late_member_of_a_group_without_differences_does_not_outweigh_everythi
     others = begun(agent, "b", 4)
     end(agent, ids[4:], [1.0], "a")
     end(agent, others, [0.0, 1.0, 0.0, 1.0], "b")
-    late, *_ = agent.learner.advantages.values()
+    late = agent.learner.advantages[0]
     # The deviation of five members of which one earned 1 is sqrt(1 / 5).
-    assert late == pytest.approx(5**0.5, rel=1e-3)
+    assert late[0] == pytest.approx(5**0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(("earned", "flat"), [(5.0, 0.0), (3.0, 1.0)])
@@ -323,7 +324,7 @@ def test_late_members_with_equal_returns_are_compared_with_their_group(earned, f
     assert end(agent, ids[4:], [earned] * 2, "a")["flat_batch"] == flat
 
 
-def test_turns_that_decide_nothing_do_not_enter_the_deviation():
+def test_deviation_excludes_turns_with_a_single_choice():
     returns = torch.tensor([[1.0, -100.0], [0.0, 100.0]])
     decides = torch.tensor([[True, False], [True, False]])
     alone = group_advantages(returns[:, :1], "std")

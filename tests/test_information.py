@@ -67,7 +67,7 @@ def by_length(reply: str, turn: int) -> float:
 @pytest.mark.pairwise(
     name=list(LEARNERS), kind=[ChoiceAgent, WordAgent], reward=[lambda _, turn: 0.0, lambda _, turn: 1.0 + turn]
 )
-def test_equal_returns_leave_the_policy_as_it_is(name, kind, reward):
+def test_equal_returns_keep_the_policy(name, kind, reward):
     agent = learner_agent(kind, name)
     first = next(play(agent, 1, reward))
     # The first batch also points a fresh adapter at what differs between observations.
@@ -85,7 +85,7 @@ def test_equal_returns_leave_the_policy_as_it_is(name, kind, reward):
 
 @pytest.mark.long
 @pytest.mark.pairwise(name=list(LEARNERS), kind=[ChoiceAgent, WordAgent], constant=[0.0, 1.0])
-def test_fifty_batches_of_equal_returns_leave_the_policy_as_it_is(name, kind, constant):
+def test_fifty_batches_of_equal_returns_keep_the_policy(name, kind, constant):
     agent = learner_agent(kind, name)
     list(play(agent, 1, lambda _, turn: constant))
     before = policy_of(agent)
@@ -101,7 +101,7 @@ def test_a_critic_learns_from_equal_returns():
     )
 
 
-def test_a_batch_that_teaches_the_critic_alone_reports_that_the_policy_stood_still():
+def test_statistics_of_a_flat_batch_report_no_policy_step():
     agent = learner_agent(ChoiceAgent, "ppo_gradient")
     stats = list(play(agent, 2, lambda _, turn: 1.0))[-1]
     assert stats["optimizer_steps"] > 0
@@ -156,7 +156,7 @@ def test_the_critic_s_error_on_single_episodes_of_equal_returns_is_not_scaled_to
     assert advantage.abs().max() < 0.05
 
 
-def test_to_outlive_an_episode_that_was_terminated_is_information():
+def test_outliving_a_terminated_episode_is_information():
     """Every turn earns 1, so that only the lengths of the episodes tell actions apart."""
     fallen = lasting(2, terminated=True)
     for lengths, holds in (([2, 2], False), ([1, 2], False), ([3, 2], True)):
@@ -218,5 +218,4 @@ def test_returns_that_differ_only_after_the_last_decision_hold_no_information(al
     if algorithm == "grpo":
         assert stats["flat_batch"]
         assert not has_moved(agent, before)
-    of_forced = list(agent.learner.advantages.values())[1::2]
-    assert of_forced == [0.0] * 4
+    assert [advantages[1] for advantages in agent.learner.advantages] == [0.0] * 4

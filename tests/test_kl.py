@@ -11,10 +11,10 @@ import torch
 
 from llamagym.agent.agent import collector_of
 from llamagym.learners import base
-from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import categorical_kl
 from llamagym.learners.replay import Replay, ReplayConfig
 from llamagym.learners.rollout import collect
+from llamagym.learners.schedules import AdaptiveKLController
 from llamagym.text.episode import Segment, segments_of
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 
@@ -74,7 +74,7 @@ def test_approx_kl_of_free_text_includes_the_last_step():
     assert update(agent, list("abcd"))["approx_kl"] > 1e-6
 
 
-def test_the_kl_along_the_way_to_a_choice_is_exact_on_average():
+def test_kl_summed_over_branch_points_is_unbiased():
     """With several places where choices part, each choice shows those on the way to it."""
     agent = offering(CODES, batch_size=1000)
     agent.act("x")
@@ -99,13 +99,13 @@ def test_the_kl_along_the_way_to_a_choice_is_exact_on_average():
     for one in turns:
         episode.turns[:] = [one]
         episodes.append(episode.finished(False, None))
-    sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=10_000, with_reference=False)
+    rollout = collect(agent.policy, episodes, segments_of(episodes), max_tokens=10_000, with_reference=False)
     with torch.no_grad():
         for name, weight in agent.policy.model.named_parameters():
             if "lora_B" in name:
                 weight.mul_(2.0)
         now = agent.policy.evaluate([Segment((one,)) for one in turns])
-    of_turns = categorical_kl(sampled.branches, now.branches).sum(1)
+    of_turns = categorical_kl(rollout.branches, now.branches).sum(1)
     moved = exact_kl(before, agent.action_probabilities(["x"])[0])
     assert moved > 1e-3
     assert (old.exp() * of_turns).sum().item() == pytest.approx(moved, rel=1e-3)
@@ -126,7 +126,7 @@ def test_the_kl_of_turns_of_older_weights_starts_at_the_policy_before_the_update
     assert stats["approx_kl"] == pytest.approx(moved, rel=1e-2, abs=1e-6)
 
 
-def test_the_target_kl_bounds_the_exact_kl_whatever_the_number_of_choices():
+def test_target_kl_bounds_the_exact_kl_for_any_number_of_choices():
     agent = offering(SINGLE, target_kl=0.02, learning_rate=0.05)
     for _ in range(4):
         before = agent.action_probabilities(["x"])[0]
@@ -146,7 +146,7 @@ def test_a_step_that_is_undone_is_not_counted():
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce"])
-def test_turns_with_one_possibility_have_no_weight(algorithm: str):
+def test_turns_with_a_single_choice_have_no_weight(algorithm: str):
     """The same batch with and without them: the same statistics, and the same weights afterwards."""
     plain = {"whiten_advantages": False, "batch_size": 8}
     plain |= {"baseline": "none", "mini_batch_size": 1000, "cliprange": 1e-6} if algorithm == "grpo" else {}
@@ -171,7 +171,7 @@ def test_turns_with_one_possibility_have_no_weight(algorithm: str):
 
 
 @pytest.mark.parametrize("critic", ["lstd", "gradient"])
-def test_a_minibatch_without_a_decision_does_not_dilute(critic: str, monkeypatch):
+def test_minibatches_without_decisions_do_not_enter_averages(critic: str, monkeypatch):
     agent = offering(("left", "right"), mini_batch_size=8, ppo_epochs=1, learning_rate=1e-9, critic=critic)
     entropy = -sum(p * math.log(p) for p in agent.action_probabilities(["x"])[0].values())
     monkeypatch.setattr(base, "minibatches", lambda segments, *_: [list(segments[:8]), list(segments[8:])])
@@ -179,7 +179,7 @@ def test_a_minibatch_without_a_decision_does_not_dilute(critic: str, monkeypatch
     assert stats["entropy"] == pytest.approx(entropy, rel=1e-3)
 
 
-def test_a_batch_without_any_decision_is_learned_from():
+def test_critic_learns_from_a_batch_without_decisions():
     agent = offering(("left", "right"))
     stats = update(agent, ["forced"] * 16)
     assert stats["deciding_turns"] == 0.0
@@ -188,7 +188,7 @@ def test_a_batch_without_any_decision_is_learned_from():
     assert math.isnan(stats["commonest_reply"])
 
 
-def test_a_batch_without_any_decision_leaves_the_policy_where_it_was():
+def test_a_batch_without_decisions_keeps_the_policy():
     """The optimizer's momentum of earlier batches must not move it either."""
     agent = offering(("left", "right"))
     update(agent, ["x"] * 16)
@@ -198,7 +198,7 @@ def test_a_batch_without_any_decision_leaves_the_policy_where_it_was():
     assert all(torch.equal(weight, old) for weight, old in zip(now, before, strict=True))
 
 
-def test_whitening_looks_at_decisions_only():
+def test_whitening_uses_decisions_only():
     """Large returns after turns that decide nothing must not shrink the advantages of those that do."""
     agent = offering(("left", "right"), "reinforce", batch_size=1000)
     agent.act_batch(["x"] * 4)
@@ -207,8 +207,8 @@ def test_whitening_looks_at_decisions_only():
     agent.assign_rewards([100.0, -100.0, 100.0, -100.0], range(4, 8))
     agent.terminate_episodes(range(8))
     episodes = list(collector_of(agent).buffer)
-    sampled = collect(agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=False)
-    targets, _ = agent.learner._compute_targets(episodes, sampled)
+    rollout = collect(agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=False)
+    targets, _ = agent.learner._compute_targets(episodes, rollout)
     assert targets.advantages[:4].abs().tolist() == pytest.approx([0.75**0.5] * 4, rel=1e-3)
 
 
@@ -229,7 +229,7 @@ def test_the_kl_to_the_reference_is_a_mean_over_decisions():
     assert abs(both) > 1e-4
 
 
-def test_replay_s_loss_is_a_mean_over_decisions():
+def test_replay_loss_is_a_mean_over_decisions():
     losses = []
     for forced in (0, 4):
         agent = offering(("left", "right"), batch_size=1000)
@@ -243,7 +243,7 @@ def test_replay_s_loss_is_a_mean_over_decisions():
 
 
 @pytest.mark.parametrize("critic", ["lstd", "gradient"])
-def test_minibatches_without_a_decision_do_not_hide_a_step_that_went_too_far(critic):
+def test_minibatches_without_decisions_do_not_hide_a_step_beyond_the_trust_region(critic):
     for seed in range(4):
         agent = offering(
             ("left", "right", "stay"),
@@ -271,8 +271,8 @@ def test_skipped_steps_do_not_raise_the_learning_rate(monkeypatch):
     # After the warm-up, when a small KL would mean too small a rate.
     agent.learner.optimizer.total_steps = 100
     agent.learner._rate.scale = 0.1
-    usual = agent.learner._loss
-    monkeypatch.setattr(agent.learner, "_loss", lambda *args: (usual(*args)[0] * math.nan, usual(*args)[1]))
+    backward = agent.learner.accelerator.backward
+    monkeypatch.setattr(agent.learner.accelerator, "backward", lambda loss: backward(loss * math.nan))
     stats = update(agent, ["x"] * 16)
     assert (stats["skipped_steps"], stats["optimizer_steps"]) == (2.0, 0.0)
     assert agent.learner._rate.scale == 0.1

@@ -30,7 +30,7 @@ def test_a_reward_goes_to_the_turn_that_earned_it():
     assert [turn.reward for turn in collector_of(agent).buffer[0].turns] == [1.0, 6.0, 8.0]
 
 
-def test_a_reward_of_an_earlier_turn_is_none_of_the_last():
+def test_a_reward_of_an_earlier_turn_does_not_count_for_the_last():
     agent = played(1)
     agent.act(1)
     agent.assign_reward(1.0, turn=0)
@@ -41,7 +41,7 @@ def test_a_reward_of_an_earlier_turn_is_none_of_the_last():
 
 
 @pytest.mark.parametrize("turn", [3, -4, 1.0, True, None, "last"])
-def test_turns_that_there_are_not(turn):
+def test_rejects_rewards_for_missing_turns(turn):
     agent = played(3)
     with pytest.raises(EpisodeError, match=r"3 turns\. Pass a whole number from -3 to 2"):
         agent.assign_reward(1.0, turn)
@@ -50,7 +50,7 @@ def test_turns_that_there_are_not(turn):
         agent.assign_reward(math.inf, turn=0)
 
 
-def test_rewards_whose_sum_float32_cannot_learn_from_are_refused():
+def test_rejects_rewards_too_large_for_float32():
     agent = played(1)
     agent.assign_reward(6e11)
     with pytest.raises(EpisodeError, match=r"to 1\.2e\+12.*Scale the rewards"):
@@ -79,7 +79,7 @@ def test_a_judge_sees_the_episode_and_its_rewards_are_learnt_from():
 
 
 @pytest.mark.parametrize("given", [math.nan, [1.0], [1.0, 2.0, math.inf], "good", None, {"a": 1}])
-def test_judges_that_give_something_else(given):
+def test_rejects_invalid_judges(given):
     agent = make_agent(ChoiceAgent)
     with pytest.raises(ConfigError, match=r"The judge gave .* to an episode of 3 turns"):
         train(agent, CountdownEnv, episodes=1, num_envs=1, seed=0, judge=lambda episode: given)

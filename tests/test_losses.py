@@ -39,7 +39,7 @@ def slow_advantage(rewards: list[float], values: list[float], final: float, gamm
     st.floats(-2, 2),
     st.integers(0, 3),
 )
-def test_gae_is_the_papers_double_sum_whatever_the_padding(steps, gamma, lam, final, padding):
+def test_gae_is_the_papers_double_sum_with_any_padding(steps, gamma, lam, final, padding):
     rewards, values = [r for r, _ in steps], [v for _, v in steps]
     n = len(steps)
     mask = torch.tensor([[True] * n + [False] * padding])
@@ -112,7 +112,7 @@ def test_kl_estimators_on_a_distribution():
 
 
 @pytest.mark.numerical
-def test_binary_kl_bounds_that_of_many_outcomes_and_is_not_ruled_by_rare_ones():
+def test_binary_kl_is_a_lower_bound_and_limits_rare_samples():
     policy, reference = torch.tensor([0.6, 0.3999, 0.0001]), torch.tensor([0.5, 0.45, 0.05])
     exact = (policy * (policy / reference).log()).sum().item()
     binary = kl_estimate(policy.log(), reference.log(), "binary")
@@ -121,7 +121,7 @@ def test_binary_kl_bounds_that_of_many_outcomes_and_is_not_ruled_by_rare_ones():
     assert kl_estimate(policy.log(), reference.log(), "k2").max().item() > 200 * exact
 
 
-def test_binary_kl_where_nothing_else_is_left():
+def test_binary_kl_is_finite_at_probability_one():
     certain, likely, never = torch.tensor([0.0]), torch.tensor([-0.1]), torch.tensor([-torch.inf])
     assert kl_estimate(certain, certain, "binary").item() == 0.0
     assert kl_estimate(certain, likely, "binary").item() == pytest.approx(0.1, rel=1e-4)

@@ -231,14 +231,14 @@ def test_an_error_in_an_update_takes_it_back(part, method, call, error, monkeypa
 
 def test_a_step_that_is_not_finite_is_skipped_and_said(monkeypatch, caplog):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 4, "mini_batch_size": 2, "ppo_epochs": 1})
-    usual, calls = agent.learner._loss, []
+    backward = agent.learner.accelerator.backward
+    losses = []
 
-    def spoilt(*given: Any) -> Any:
-        calls.append(given)
-        loss, stats = usual(*given)
-        return (loss * float("nan"), stats) if len(calls) == 1 else (loss, stats)
+    def nan_at_first(loss: torch.Tensor) -> None:
+        losses.append(loss)
+        backward(loss * float("nan") if len(losses) == 1 else loss)
 
-    monkeypatch.setattr(agent.learner, "_loss", spoilt)
+    monkeypatch.setattr(agent.learner.accelerator, "backward", nan_at_first)
     stats = play(agent, [1.0, 0.0, 2.0, 0.0])
     assert stats["skipped_steps"] == 1.0
     assert stats["optimizer_steps"] == 1.0
@@ -248,8 +248,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(monkeypatch, caplog):
 
 def test_after_several_steps_that_are_not_finite_the_run_ends_with_the_last_good_weights(monkeypatch):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 4, "mini_batch_size": 1, "ppo_epochs": 2})
-    before, usual = weights_of(agent), agent.learner._loss
-    monkeypatch.setattr(agent.learner, "_loss", lambda *given: (usual(*given)[0] * float("inf"), usual(*given)[1]))
+    before = weights_of(agent)
+    backward = agent.learner.accelerator.backward
+    monkeypatch.setattr(agent.learner.accelerator, "backward", lambda loss: backward(loss * float("inf")))
     with pytest.raises(DivergedError, match="3 optimizer steps in a row"):
         play(agent, [1.0, 0.0, 2.0, 0.0])
     assert all(torch.equal(now, old) for now, old in zip(weights_of(agent), before, strict=True))

@@ -14,9 +14,9 @@ from llamagym.agent.agent import collector_of
 from llamagym.errors import DivergedError
 from llamagym.learners import base
 from llamagym.learners.advantages import Returns, Whitening
-from llamagym.learners.controllers import AdaptiveKLController
 from llamagym.learners.losses import kl_estimate
 from llamagym.learners.safe_optimizer import SafeOptimizer
+from llamagym.learners.schedules import AdaptiveKLController
 from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.test_replay import episode
@@ -61,7 +61,7 @@ def test_k3_of_a_policy_that_ran_away_is_finite_and_pulls_back():
     assert logprobs.grad.tolist() == pytest.approx([0.0, 1 - math.exp(9.9), slope, slope], rel=1e-4)
 
 
-def test_what_steers_survives_what_is_not_finite():
+def test_controllers_ignore_values_that_are_not_finite():
     kl = AdaptiveKLController(0.1, target=1.0, horizon=100)
     for value in (math.nan, math.inf):
         kl.update(value, steps=10)
@@ -93,7 +93,7 @@ def update(agent: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_a_kl_that_is_not_finite_has_left_the_trust_region(kl: float, monkeypatch):
+def test_a_kl_that_is_not_finite_is_beyond_the_trust_region(kl: float, monkeypatch):
     options = {"target_kl": 0.1, "ppo_epochs": 1, "learning_rate": 0.1, "warmup_steps": 1}
     agent = make_agent(ChoiceAgent, ppo=options)
     monkeypatch.setattr(base, "measure_kl", lambda *_: kl)
@@ -107,7 +107,7 @@ def test_a_kl_that_is_not_finite_has_left_the_trust_region(kl: float, monkeypatc
 @pytest.mark.parametrize("target_kl", [None, 0.1])
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
 @pytest.mark.parametrize("rates", [{"learning_rate": 1e36}, {"value_learning_rate": 3e37}], ids=["policy", "value"])
-def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], kind: type, target_kl: float | None):
+def test_undoes_a_last_step_to_output_that_is_not_finite(rates: dict[str, float], kind: type, target_kl: float | None):
     """The weights are finite, what they say is not, and no later minibatch of the update shows it."""
     agent = make_agent(kind, ppo={"warmup_steps": 1, "ppo_epochs": 1, "target_kl": target_kl, **rates})
     before = [weight.clone() for weight in stepped(agent)]
@@ -122,7 +122,7 @@ def test_a_last_step_that_leads_to_nonsense_is_undone(rates: dict[str, float], k
     agent.act("a")
 
 
-def test_the_weights_kept_last_come_back_and_take_no_new_memory():
+def test_undo_restores_the_latest_copy_in_the_same_memory():
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = SafeOptimizer([[weight]], [0.1], distributed.accelerator(weight.device), max_grad_norm=1.0)
     optimizer.keep_weights()
@@ -152,7 +152,7 @@ def test_the_trust_region_ends_at_one_and_a_half_times_the_target(target_kl: flo
 
 
 @pytest.mark.parametrize("rates", [{"learning_rate": 1e36}, {"value_learning_rate": 3e37}], ids=["policy", "value"])
-def test_a_last_step_of_the_trainer_that_leads_to_nonsense_is_undone(rates: dict[str, float], caplog):
+def test_trainer_undoes_a_last_step_to_output_that_is_not_finite(rates: dict[str, float], caplog):
     config = PPOConfig(batch_size=2, mini_batch_size=2, ppo_epochs=1, **rates)
     trainer = PPOTrainer(config, make_agent(WordAgent, activated=False).policy.model)
     before = [weight.clone() for weight in trainer.model.parameters()]
@@ -165,7 +165,7 @@ def test_a_last_step_of_the_trainer_that_leads_to_nonsense_is_undone(rates: dict
         trainer.step(*samples)
 
 
-def test_looking_where_a_last_step_led_costs_little(monkeypatch):
+def test_measuring_the_last_steps_kl_costs_little(monkeypatch):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 16, "mini_batch_size": 8, "target_kl": None})
     for turn in range(4):
         agent.act_batch(range(turn, turn + 4))
@@ -185,7 +185,7 @@ def test_looking_where_a_last_step_led_costs_little(monkeypatch):
     assert 0 < measured[0] < 0.15 * stats["learn_tokens"]
 
 
-def test_gradients_whose_norm_is_infinite_make_no_step(monkeypatch, caplog):
+def test_skips_gradients_of_infinite_norm(monkeypatch, caplog):
     """Each number is finite, their norm is not: clipping would divide all by it."""
     agent = make_agent(ChoiceAgent, replay_config_dict={"steps": 1, "learning_rate": 0.1})
     agent.learner.config = replace(agent.learner.config, max_grad_norm=math.inf, ppo_epochs=1)

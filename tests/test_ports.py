@@ -17,8 +17,10 @@ from llamagym import (
     GRPOConfig,
     ModelLoadError,
     PPOConfig,
+    ReinforceConfig,
     load_model_and_tokenizer,
 )
+from llamagym.learners.replay import ReplayConfig
 from llamagym.models.loading import embedded_model_folder
 from llamagym.text.chat_template import ChatTemplate
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
@@ -199,6 +201,20 @@ def test_a_configuration_is_taken_where_its_options_are():
 def test_an_option_that_only_trl_has_is_answered_with_what_to_do(option, advice):
     with pytest.raises(ConfigError, match=f"Unknown option '{option}' of PPOConfig.*{advice}"):
         PPOConfig.from_dict({option: "kl"})
+
+
+@pytest.mark.parametrize("config", [PPOConfig, GRPOConfig, ReinforceConfig, ReplayConfig])
+def test_accepts_old_names_of_options_with_a_hint(config, caplog):
+    for create in (lambda **options: config(**options), lambda **options: config.from_dict(options)):
+        caplog.clear()
+        assert create(microbatch_nodes=64) == config(max_tokens_per_pass=64)
+        assert f"{config.__name__}: the option microbatch_nodes is now called max_tokens_per_pass" in caplog.text
+        assert len(caplog.records) == 1
+        with pytest.raises(ConfigError, match="also microbatch_nodes, its old name"):
+            create(microbatch_nodes=64, max_tokens_per_pass=64)
+        with pytest.raises(ConfigError, match="max_tokens_per_pass=0 is too small"):
+            create(microbatch_nodes=0)
+    assert "microbatch_nodes" not in config().to_dict()
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])

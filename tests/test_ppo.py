@@ -12,8 +12,8 @@ import torch
 from llamagym import train
 from llamagym.agent.agent import collector_of
 from llamagym.learners.batches import minibatches
-from llamagym.learners.controllers import AdaptiveKLController, RateController
 from llamagym.learners.rollout import collect
+from llamagym.learners.schedules import AdaptiveKLController, RateController
 from llamagym.text.episode import segments_of
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 
@@ -30,10 +30,10 @@ def fill(agent, episodes=4, turns=2, reward=lambda action, episode, turn: episod
 
 def targets_of(agent, episodes):
     learner = agent.learner
-    sampled = collect(
-        agent.policy, episodes, segments_of(episodes), nodes=1000, with_reference=bool(learner.config.init_kl_coef)
+    rollout = collect(
+        agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=bool(learner.config.init_kl_coef)
     )
-    return learner._compute_targets(episodes, sampled)[0], sampled.ref_kl.mean().item()
+    return learner._compute_targets(episodes, rollout)[0], rollout.ref_kl.mean().item()
 
 
 @pytest.mark.parametrize("context", ["episode", "turn"])
@@ -81,17 +81,17 @@ def test_minibatches_cover_every_segment_once_and_small_remainders_join(size, si
 
 @pytest.mark.numerical
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_microbatches_change_nothing_but_memory(kind):
+def test_max_tokens_per_pass_changes_nothing_but_memory(kind):
     weights = []
-    for nodes in (10_000, 60):
-        agent = make_agent(kind, ppo={"batch_size": 8, "mini_batch_size": 8, "microbatch_nodes": nodes})
+    for max_tokens in (10_000, 60):
+        agent = make_agent(kind, ppo={"batch_size": 8, "mini_batch_size": 8, "max_tokens_per_pass": max_tokens})
         fill(agent, episodes=4, turns=2)
         weights.append(torch.cat([p.detach().flatten() for p in agent.policy.model.parameters() if p.requires_grad]))
     # Adam divides by the gradient's size, so rounding is magnified where a gradient is next to nothing.
     assert torch.quantile((weights[0] - weights[1]).abs(), 0.99) < 1e-5
 
 
-def test_target_kl_holds_the_policy_where_it_runs_away_without():
+def test_target_kl_limits_how_far_an_update_moves_the_policy():
     moved = {}
     for target in (None, 0.01):
         ppo = {"batch_size": 16, "mini_batch_size": 4, "ppo_epochs": 30, "learning_rate": 0.0003, "target_kl": target}
@@ -113,7 +113,7 @@ def test_target_kl_holds_the_policy_where_it_runs_away_without():
     assert moved[0.01] < 0.5 * moved[None]
 
 
-def test_a_step_that_goes_too_far_is_undone():
+def test_undoes_a_step_beyond_the_trust_region():
     """The only step of an update, so that no later minibatch shows it."""
     moved = {}
     for target in (None, 0.01):
@@ -132,7 +132,7 @@ def test_a_step_that_goes_too_far_is_undone():
 
 
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
-def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(kind):
+def test_turns_of_older_weights_have_importance_weights(kind):
     one_step = {"ppo_epochs": 1, "mini_batch_size": 1000, "warmup_steps": 1, "learning_rate": 0.01}
     agent = make_agent(kind, ppo={"batch_size": 1000, **one_step})
     finished = list(fill(agent))
@@ -145,7 +145,7 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
     episodes = collector_of(agent).buffer
     segments = segments_of(episodes)
     turns = [turn for episode in episodes for turn in episode.turns]
-    sampled = collect(agent.policy, episodes, segments, nodes=1000, with_reference=False)
+    rollout = collect(agent.policy, episodes, segments, max_tokens=1000, with_reference=False)
     with torch.no_grad():
         now = agent.policy.evaluate(segments)
     before = torch.zeros_like(now.logprobs)
@@ -153,13 +153,13 @@ def test_turns_that_older_weights_sampled_count_by_how_likely_they_have_become(k
         before[row, : len(turn.reply.logprobs)] = torch.tensor(turn.reply.logprobs)
     expected = (now.logprobs - before).exp().clamp_max(2.0)
     assert (expected[now.mask] - 1.0).abs().max() > 0.01
-    torch.testing.assert_close(sampled.weights[now.mask], expected[now.mask])
-    torch.testing.assert_close(sampled.old_values, now.values)
+    torch.testing.assert_close(rollout.importance[now.mask], expected[now.mask])
+    torch.testing.assert_close(rollout.old_values, now.values)
     # The last turn is the policy's own: not asked again.
-    assert (sampled.weights[-1] == 1.0).all()
-    assert sampled.old_values[-1].item() == turns[-1].reply.value
+    assert (rollout.importance[-1] == 1.0).all()
+    assert rollout.old_values[-1].item() == turns[-1].reply.value
     # The policy has moved since most were sampled; in this update it does not.
-    agent.learner._rates[0] = 0.0
+    agent.learner._learning_rates[0] = 0.0
     assert agent.learner.update(episodes)["approx_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -269,7 +269,7 @@ class BanditAgent(ChoiceAgent):
     ("learning_rate", "seed"),
     [(0.01, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in [(0.01, 1), (0.0, 0)])],
 )
-def test_it_learns_a_bandit_for_good_and_not_at_learning_rate_zero(learning_rate, seed):
+def test_learns_a_bandit_and_not_at_learning_rate_zero(learning_rate, seed):
     ppo = {"batch_size": 64, "mini_batch_size": 32, "learning_rate": learning_rate, "target_kl": 0.05}
     agent = make_agent(BanditAgent, context="turn", ppo=ppo, seed=seed)
     result = train(agent, Bandit, episodes=2560, num_envs=64, seed=seed)

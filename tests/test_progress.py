@@ -89,13 +89,13 @@ def test_steps_that_were_skipped_are_in_the_line_and_in_the_file(monkeypatch, tm
 
 def test_a_step_that_is_not_finite_is_in_the_line_and_in_the_file(monkeypatch, tmp_path, capsys):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 3, "mini_batch_size": 3})
-    usual, losses = agent.learner._loss, itertools.count()
+    backward = agent.learner.accelerator.backward
+    losses = itertools.count()
 
-    def loss(*args):
-        value, stats = usual(*args)
-        return (value * float("nan"), stats) if next(losses) == 1 else (value, stats)
+    def nan_at_second(loss):
+        backward(loss * float("nan") if next(losses) == 1 else loss)
 
-    monkeypatch.setattr(agent.learner, "_loss", loss)
+    monkeypatch.setattr(agent.learner.accelerator, "backward", nan_at_second)
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
         train(agent, CountdownEnv, episodes=1, seed=0, tracker=tracker)
     assert ", skipped_steps 1, " in capsys.readouterr().err

@@ -216,7 +216,9 @@ def train_until_killed(folder: Path) -> tuple[str, float, int]:
     """Trains until process 1 is killed in the third update; returns the error of process 0 and its delay."""
     kind, options = RUNS["ppo"]
     agent, died = make(kind, **options), 0.0
-    credit, backward, before = agent.learner._compute_targets, agent.learner._backward, weights_of(agent)
+    credit = agent.learner._compute_targets
+    entropy_coef = agent.learner._bounded_entropy_coef
+    before = weights_of(agent)
 
     def crediting(*args: Any) -> Any:
         nonlocal before
@@ -229,10 +231,10 @@ def train_until_killed(folder: Path) -> tuple[str, float, int]:
             died = time.perf_counter()
             if distributed.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return backward(*args, **options)
+        return entropy_coef(*args, **options)
 
     agent.learner._compute_targets = crediting  # type: ignore[method-assign]
-    agent.learner._backward = dying  # type: ignore[method-assign]
+    agent.learner._bounded_entropy_coef = dying  # type: ignore[method-assign]
     try:
         learn(agent, 9, seed=0, checkpoint_dir=folder)
     except RankError as error:

@@ -34,7 +34,7 @@ def test_the_best_of_the_last_updates_are_kept():
     assert stats["replay_return_mean"] == pytest.approx(11 / 3)
 
 
-def test_among_equals_any_may_be_kept():
+def test_replay_breaks_ties_at_random():
     replay = Replay(make_agent().policy, ReplayConfig(episodes=1, recent_updates=1, steps=1))
     equals = [episode(1.0) for _ in range(4)]
     kept = set()
@@ -44,7 +44,7 @@ def test_among_equals_any_may_be_kept():
     assert len(kept) > 1
 
 
-def test_invalid_replies_count_against_an_episode_and_are_not_learnt_from():
+def test_replay_scores_penalties_and_skips_invalid_replies():
     agent = make_agent()
     before = [weight.clone() for weight in agent.policy.model.parameters()]
     replay = Replay(agent.policy, ReplayConfig(episodes=1))
@@ -53,7 +53,7 @@ def test_invalid_replies_count_against_an_episode_and_are_not_learnt_from():
     assert all(torch.equal(weight, old) for weight, old in zip(agent.policy.model.parameters(), before, strict=True))
 
 
-def test_within_an_episode_only_valid_replies_are_learnt_from():
+def test_replay_learns_from_valid_replies_only():
     agent = make_agent()
     for step in range(3):
         agent.act(step)
@@ -133,7 +133,7 @@ def test_replay_follows_an_adapter_that_takes_the_place_of_another(caplog):
     assert "replay's optimizer starts again" in caplog.text
 
 
-def test_a_last_step_of_replay_that_leads_to_nonsense_is_undone(caplog):
+def test_replay_undoes_a_last_step_to_output_that_is_not_finite(caplog):
     agent = make_agent(ChoiceAgent, replay_config_dict={"steps": 1, "learning_rate": 1e36}, ppo={"learning_rate": 0.0})
     before = [weight.clone() for weight in agent.policy.model.pretrained_model.parameters()]
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_bad_options_are_refused():
         make_agent(replay_config_dict={"learning_rate": 0.0})
 
 
-def test_replay_learns_nothing_while_all_recent_episodes_have_earned_the_same():
+def test_replay_learns_nothing_from_equal_returns():
     agent = make_agent(ChoiceAgent)
     replay = Replay(agent.policy, ReplayConfig(learning_rate=1e-2))
 
@@ -176,7 +176,7 @@ def test_replay_learns_nothing_while_all_recent_episodes_have_earned_the_same():
     assert not all(map(torch.equal, agent.policy.model.parameters(), before))
 
 
-def test_returns_that_differ_by_rounding_alone_are_not_replayed():
+def test_replay_ignores_differences_of_rounding():
     replay = Replay(make_agent().policy, ReplayConfig(episodes=3, recent_updates=2, steps=1))
     assert replay.update([episode(0.1 + 0.2), episode(0.3)]) == {}
     assert replay.update([episode(0.3), episode(0.3 + 1e-5)])["replay_episodes"] == 3.0

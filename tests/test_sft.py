@@ -87,7 +87,7 @@ def loss_of(agent, path) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trained_ids_are_the_template_s_and_only_replies_have_a_loss(family, tmp_path):
+def test_warm_start_trains_the_templates_ids_and_only_replies(family, tmp_path):
     """Against the template's own rendering of the whole conversation, which nothing here is computed from."""
     agent = make_agent(family=family)
     said = turns("Observation 1", "go left", "Observation 2", "stay")
@@ -148,7 +148,7 @@ def recorded_losses(monkeypatch) -> list[float]:
     ("kind", "context"),
     [("activated", "episode"), ("activated", "turn"), ("plain", "episode"), ("dropout", "turn"), ("full", "episode")],
 )
-def test_the_trainer_s_loss_is_the_policy_s(demos, monkeypatch, kind, context):
+def test_the_trainers_loss_is_the_policys(demos, monkeypatch, kind, context):
     """One step on everything at once, against the ordinary forward pass with PEFT's activated LoRA."""
     model = model_of(kind)
     for name, weight in model.named_parameters():
@@ -177,7 +177,7 @@ def test_losses_are_measured_on_some_of_many_conversations(demos, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("context", ["episode", "turn"])
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, {"episode": 8, "turn": 12}), (3, {"episode": 4, "turn": 4})])
-def test_a_step_learns_from_as_many_replies_whatever_a_context_holds(demos, monkeypatch, context, batch_size, steps):
+def test_a_step_takes_batch_size_replies_in_any_context(demos, monkeypatch, context, batch_size, steps):
     agent = WordAgent(model_of("activated"), tiny_tokenizer("llama"), context=context, seed=0)
     losses = recorded_losses(monkeypatch)
     agent.sft_from_jsonl(demos, epochs=1, batch_size=batch_size)
@@ -239,7 +239,7 @@ def test_replies_become_likely_and_nothing_else_changes(demos, kind, tmp_path, m
     assert any(not torch.equal(weight, moved[name]) for name, weight in model.named_parameters() if name in moved)
 
 
-def test_a_fresh_adapter_is_aimed_before_it_learns_and_the_critic_is_fitted_later(demos):
+def test_warm_start_initializes_a_fresh_adapter_and_not_the_critic(demos):
     for aim in (True, False):
         model = tiny_model("llama")
         agent = WordAgent(model, tiny_tokenizer("llama"), None, {}, {"batch_size": 2}, aim_lora=aim, seed=0)
@@ -261,7 +261,7 @@ def test_a_fresh_adapter_is_aimed_before_it_learns_and_the_critic_is_fitted_late
         assert model.v_head.feature_mean.any()
 
 
-def test_demonstrations_that_lead_to_nonsense_leave_no_trace(demos):
+def test_a_diverged_warm_start_leaves_no_trace(demos):
     agent = make_agent(WordAgent)
     before = [weight.clone() for weight in agent.policy.model.parameters()]
     with pytest.raises(DivergedError, match="After 3 epochs on demonstrations"):
@@ -289,7 +289,7 @@ def test_choices_that_were_demonstrated_become_likely_and_stay_so(tmp_path, cali
 
 
 @pytest.mark.long
-def test_demonstrations_after_rewards_leave_the_prior_that_was_learnt_with(tmp_path):
+def test_demonstrations_after_rewards_keep_the_prior(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 4, "mini_batch_size": 4})
     for reward in (1.0, 0.0, 1.0, 0.0):
         agent.act(1)
@@ -302,7 +302,7 @@ def test_demonstrations_after_rewards_leave_the_prior_that_was_learnt_with(tmp_p
     assert agent.policy.calibration.prior == prior
 
 
-def test_a_prefix_is_read_and_not_learnt(tmp_path):
+def test_warm_start_does_not_train_on_the_prefix(tmp_path):
     agent = make_agent(response_prefix="I will")
     with_it, without = ([SYSTEM, *turns("Observation 1", text)] for text in ("I will stay", " stay"))
     one, other = trained_turns(agent, write(tmp_path / "demo.jsonl", with_it, without))
@@ -358,7 +358,7 @@ def test_bad_demonstrations_are_refused_by_line(tmp_path, content, message):
         make_agent().sft_from_jsonl(path)
 
 
-def test_other_refusals(tmp_path):
+def test_rejects_invalid_warm_starts(tmp_path):
     agent = make_agent()
     with pytest.raises(ConfigError, match=r"cannot read the demonstrations.*missing\.jsonl"):
         agent.sft_from_jsonl(tmp_path / "missing.jsonl")

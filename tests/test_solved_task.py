@@ -57,7 +57,7 @@ def test_a_solved_task_stays_solved(name):
 
 
 @pytest.mark.long
-def test_without_the_least_scale_it_does_not(monkeypatch):
+def test_without_lower_bounds_a_solved_task_is_unlearned(monkeypatch):
     """The negative control: advantages at unit variance, however little the returns differ."""
     monkeypatch.setattr(advantages, "_LEAST_SHARE", 0.0)
     monkeypatch.setattr(advantages, "_LEAST_SHARE_OF_SPREAD", 0.0)

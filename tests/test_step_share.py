@@ -27,7 +27,7 @@ def test_steps_are_in_proportion_to_the_turns_of_a_batch():
         assert share == pytest.approx(min(1.0, count / FULL_BATCH))
 
 
-def test_where_a_reply_always_does_equally_well_a_few_turns_make_full_steps():
+def test_few_turns_without_noise_make_full_steps():
     contexts = [index % 2 for index in range(64)]
     certain = torch.tensor([1.0 if context else -1.0 for context in contexts])
     assert step_share(certain, segments(contexts), ONE_BIT) == 1.0
@@ -44,7 +44,7 @@ def test_turns_of_a_nearly_certain_policy_count_in_proportion_to_their_entropy()
     assert step_share(advantages, segments(list(range(128))), 0.0) == pytest.approx(whole / 100)
 
 
-def test_a_batch_without_decisions_limits_nothing():
+def test_a_batch_without_decisions_has_full_share():
     assert step_share(torch.zeros(0), [], 0.0) == 1.0
 
 

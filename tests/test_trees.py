@@ -1,4 +1,4 @@
-"""Segments are laid out as token trees once an update, and look-ups compare what they hold."""
+"""Token trees are built once per update, and cached trees are found by the segments' rows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import pytest
 
 from llamagym.agent.agent import collector_of
 from llamagym.engine.token_tree import TokenTree
-from llamagym.policy.trees import Trees
+from llamagym.policy.evaluation import TreeCache
 from llamagym.text.episode import Segment, segments_of
 from tests.agents import ChoiceAgent, WordAgent, make_agent
 
 
 @pytest.fixture
 def laid_out(monkeypatch):
-    """The segments that were laid out."""
-    usual, segments = TokenTree.from_segment, []
+    """The segments whose trees were built."""
+    usual = TokenTree.from_segment
+    segments = []
 
     def counted(segment):
         segments.append(segment)
@@ -34,7 +35,7 @@ def played(agent, episodes=6):
 
 
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
-def test_an_update_lays_each_segment_out_once(kind, laid_out):
+def test_an_update_builds_each_tree_once(kind, laid_out):
     agent = make_agent(kind, context="turn", ppo={"batch_size": 1000, "mini_batch_size": 2, "ppo_epochs": 3})
     episodes = played(agent)
     laid_out.clear()
@@ -45,15 +46,22 @@ def test_an_update_lays_each_segment_out_once(kind, laid_out):
     assert len(laid_out) == 2 * len(episodes)
 
 
-def test_what_is_kept_is_equal_to_what_is_laid_out_anew():
+@pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
+def test_acting_builds_each_tree_once(kind, laid_out):
+    make_agent(kind).act_batch(["a", "b", "a"])
+    assert len(laid_out) == 3
+
+
+def test_cached_trees_equal_new_ones():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
     segments = segments_of(played(agent))
-    trees, again = Trees(), [TokenTree.from_segment(segment) for segment in segments]
-    with trees.kept():
+    trees = TreeCache()
+    again = [TokenTree.from_segment(segment) for segment in segments]
+    with trees.cached():
         kept = trees.of(segments)
         assert kept == again == trees.of(segments)
         assert [tree is again for tree, again in zip(kept, trees.of(segments), strict=True)] == [True] * len(kept)
-        # Copies are gone as soon as they are laid out; others come to lie where they lay.
+        # Segments outside of the batch may have the row of one in it.
         for segment in segments * 20:
             assert trees.of([Segment(segment.turns)]) == [TokenTree.from_segment(segment)]
         assert len({id(tree) for tree in trees.of(segments)}) == len(set(again))
@@ -61,7 +69,7 @@ def test_what_is_kept_is_equal_to_what_is_laid_out_anew():
     assert trees.of(segments)[0] is not kept[0]
 
 
-def test_trees_that_differ_have_other_hashes():
+def test_different_trees_have_different_hashes():
     trees = [TokenTree((), ids, ()) for ids in ((1, 2), (2, 1), (1, 2, 3))]
     assert len({hash(tree) for tree in trees}) == 3
     assert hash(trees[0]) == hash(TokenTree((), (1, 2), ()))

@@ -158,7 +158,7 @@ def test_two_consecutive_steps_agree_with_trl(case: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_agreement_holds_when_minibatches_are_computed_one_row_at_a_time(case: str) -> None:
-    assert mismatches(case, replace(trl_config(case), microbatch_nodes=1)) == []
+    assert mismatches(case, replace(trl_config(case), max_tokens_per_pass=1)) == []
 
 
 @pytest.mark.parametrize(

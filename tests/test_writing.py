@@ -60,7 +60,7 @@ def test_a_reply_given_before_costs_nothing_until_the_weights_change():
     assert tokens == len(first.ids)
 
 
-def test_what_was_forgotten_in_between_is_written_again():
+def test_evicted_replies_are_computed_again():
     agent, forgetful = speaker(), speaker()
     forgetful.policy._backbone.prefix_cache.activations._max_bytes = 10_000
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_what_was_forgotten_in_between_is_written_again():
 
 @pytest.mark.equivalence
 @pytest.mark.pairwise(activated=[True, False])
-def test_nothing_is_read_from_memory_that_was_never_written(activated):
+def test_does_not_read_uninitialized_memory(activated):
     """PyTorch's deterministic mode fills new memory with NaN, which a mask alone would let through."""
     agent = speaker(activated=activated, response_prefix="I ")
     torch.use_deterministic_algorithms(True)
@@ -125,7 +125,7 @@ def test_of_equally_likely_choices_the_first_is_taken():
     assert draw_choices(offers, greedy=True, rng=torch.Generator()) == [1, 0]
 
 
-def test_choices_are_drawn_at_once_as_they_would_be_one_by_one():
+def test_choices_drawn_together_equal_those_drawn_one_by_one():
     offers = [torch.randn(count).log_softmax(-1) for count in (2, 5, 1, 3) * 20]
     together, alone = (torch.Generator().manual_seed(3) for _ in range(2))
     assert draw_choices(offers, False, together) == [int(draw(offer.exp(), alone)) for offer in offers]

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import ConfigError, EpisodeError, did_you_mean
 from ..models.lock import with_model_lock
 from ..models.trained_weights import check_fits
+from ..policy.evaluation import numbered
 from ..policy.policy import Policy
 from ..policy.sampling import redrawn_on_error
 from ..policy.saved import policy_state, restore_policy
@@ -160,7 +161,8 @@ class Actor:
         contexts = []
         for conversation, observation, info, offered in zip(conversations, observations, infos, choices, strict=True):
             contexts.append(conversation.observe(hooks.text(observation, info), hooks.response_prefix, offered))
-        with self.policy.acting(self.is_learning), self.policy.trees.kept():
+        contexts = numbered(contexts)
+        with self.policy.acting(self.is_learning), self.policy.trees.cached():
             self.policy.calibrate(contexts)
             replies = self.policy.sample(contexts, self.is_learning, self.is_greedy)
         texts = [self._reply_text(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
@@ -227,7 +229,8 @@ class Actor:
             offers.append(offered)
             text = self.hooks.text(observation, info)
             contexts.append(self.new_conversation().observe(text, self.hooks.response_prefix, offered))
-        with self.policy.measuring(), self.policy.trees.kept():
+        contexts = numbered(contexts)
+        with self.policy.measuring(), self.policy.trees.cached():
             self.policy.calibrate(contexts)
             logprobs = self.policy.choice_logprobs(contexts)
         return [

@@ -483,8 +483,8 @@ class Agent(TextInterface):
     ) -> dict[str, Any]:
         """Restores what `save_checkpoint` saved; construct the agent as the saved one was constructed.
 
-        Seeds, `microbatch_nodes` and the number of processes may differ. With another number of processes, unfinished
-        episodes are dropped, and so are those whose group can no longer be completed.
+        Seeds, `max_tokens_per_pass` and the number of processes may differ. With another number of processes,
+        unfinished episodes are dropped, and so are those whose group can no longer be completed.
 
         Args:
             folder: The saved folder, or a folder of checkpoints, whose newest intact one is taken.

@@ -24,7 +24,7 @@ _STATE = "state"
 # Entries of a checkpoint's manifest that the library writes.
 _RESERVED_FACTS = frozenset({"options", "kind", "schema", "llamagym", "files"})
 # Options that may differ from the saved ones: the random numbers of a checkpoint continue whatever the seeds are.
-_FREE = frozenset({"seed", "microbatch_nodes"})
+_FREE = frozenset({"seed", "max_tokens_per_pass"})
 # Options that the saved state depends on: the learner, its state, and the content of conversations.
 _FIXED = frozenset({"algorithm", "critic", "init_kl_coef", "replay_config_dict", "context"})
 

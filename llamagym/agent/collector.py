@@ -258,7 +258,7 @@ class Collector:
                 stats |= self.replay.update(batch, self.learner.cooldown.scale)
         for conversation, episode in unfinished:
             conversation.learned_turns += len(episode.turns)
-        self.transcripts = self._sample.transcripts(self.learner.advantages, self.actor.decode)
+        self.transcripts = self._sample.transcripts(batch, self.learner.advantages, self.actor.decode)
         self._sample = EpisodeSample(policy.num_updates)
         stats |= self._acting_stats()
         offers_choices = any(turn.prompt.choices is not None for episode in batch for turn in episode.turns)

@@ -232,7 +232,7 @@ class Probes:
         """Checks that the free memory is enough for learning."""
         model = self._actor.policy.model
         # Larger batches are halved if memory runs out.
-        tokens = self._learner.config.microbatch_nodes or PASS_TOKENS
+        tokens = self._learner.config.max_tokens_per_pass or PASS_TOKENS
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         weights = _NUMBERS_PER_WEIGHT * 4 * trained
         activations = tokens * self._saved_bytes
@@ -248,7 +248,7 @@ class Probes:
         if needed <= free:
             return finding
         if activations > weights:
-            raise FaultError(f"{finding}. Lower microbatch_nodes, or load a smaller model.")
+            raise FaultError(f"{finding}. Lower max_tokens_per_pass, or load a smaller model.")
         raise FaultError(f"{finding}. Train an adapter instead of all weights, or load a smaller model.")
 
     def _shorten_replies(self, pass_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..text.chat_template import Message
@@ -37,8 +37,7 @@ class EpisodeSample:
         """
         self._rng = random.Random(seed)
         self._count = 0
-        # Turns, chat messages, and whether the episode was truncated.
-        self._episodes: list[tuple[Sequence[Turn], list[Message], bool]] = []
+        self._episodes: list[tuple[Episode, list[Message]]] = []
 
     def copy(self) -> EpisodeSample:
         """Returns a copy, to restore the sample from."""
@@ -50,7 +49,7 @@ class EpisodeSample:
 
     def add(self, episode: Episode, messages: Sequence[Message]) -> None:
         """Offers a finished episode, with its chat messages, to the sample."""
-        entry = (episode.all_turns, list(messages), episode.truncated)
+        entry = (episode, list(messages))
         self._count += 1
         if len(self._episodes) < _EPISODES:
             self._episodes.append(entry)
@@ -59,27 +58,37 @@ class EpisodeSample:
         if index < _EPISODES:
             self._episodes[index] = entry
 
-    def transcripts(self, advantages: Mapping[int, float], decode: Callable[[list[int]], str]) -> list[Transcript]:
+    def transcripts(
+        self, batch: Sequence[Episode], advantages: Sequence[Sequence[float]], decode: Callable[[list[int]], str]
+    ) -> list[Transcript]:
         """Returns the sample as transcripts, highest return first.
 
         Args:
-            advantages: Advantages of the turns that the latest update learned from, by `id` of the turn.
+            batch: The episodes of the latest update.
+            advantages: Advantages of their turns, one list per episode.
             decode: Returns the text of token ids.
         """
-        transcripts = [_transcript(*entry, advantages, decode) for entry in self._episodes]
+        transcripts = []
+        for episode, messages in self._episodes:
+            # Earlier turns were trained by earlier updates; other episodes by none.
+            turn_advantages: list[float | None] = [None] * len(episode.all_turns)
+            for trained, of_trained in zip(batch, advantages, strict=True):
+                if trained is episode:
+                    turn_advantages[len(episode.earlier) :] = of_trained
+            transcripts.append(_transcript(episode, messages, turn_advantages, decode))
         return sorted(transcripts, key=lambda transcript: -float(transcript["return"]))
 
 
 def _transcript(
-    turns: Sequence[Turn],
+    episode: Episode,
     messages: Sequence[Message],
-    truncated: bool,
-    advantages: Mapping[int, float],
+    advantages: Sequence[float | None],
     decode: Callable[[list[int]], str],
 ) -> Transcript:
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
     for message in messages:
         texts[message["role"]].append(message["content"])
+    turns = episode.all_turns
     shown = []
     for index, turn in enumerate(turns):
         if _TURNS <= index < len(turns) - _TURNS:
@@ -94,14 +103,14 @@ def _transcript(
                 "penalty": turn.penalty,
                 "valid": turn.valid,
                 "value": turn.reply.value,
-                "advantage": advantages.get(id(turn)),
+                "advantage": advantages[index],
             }
         )
     return {
         "system": "".join(texts["system"])[:_CHARACTERS],
         "return": sum(turn.reward for turn in turns),
         "length": len(turns),
-        "truncated": truncated,
+        "truncated": episode.truncated,
         "turns": shown,
     }
 

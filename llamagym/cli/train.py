@@ -146,5 +146,5 @@ def _require_same_options(
     if path is None:
         return
     own = collector_of(agent).identity
-    check_options(path, "options", own, ignored={"seed", "microbatch_nodes"}, fixed={"context"})
+    check_options(path, "options", own, ignored={"seed", "max_tokens_per_pass"}, fixed={"context"})
     check_options(path, "train", {"num_envs": copies_for(env_id, num_envs), "seed": seed}, fixed={"seed"})

@@ -1,65 +1,67 @@
-"""When episodes make a batch, and how a batch is cut into minibatches."""
+"""When finished episodes make a batch, and how a batch is cut into minibatches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ..text.episode import Episode, Segment
 from .config import LearnerConfig
 
-# Where no batch size is given: so many turns that differ are enough, or so many in all.
-_DIFFERENT_TURNS, _MOST_TURNS = 768, 8192
+# Without `batch_size`, a batch is full with this many distinct turns, or with this many in all.
+_DISTINCT_TURNS = 768
+_MAX_TURNS = 8192
 
 
 class Batching:
-    """Takes batches of episodes.
+    """Takes batches of episodes out of a buffer.
 
     Attributes:
-        config: How many turns a batch has.
+        config: The learner's options; `batch_size` is the number of turns in a batch.
     """
 
     config: LearnerConfig
-    # Turns of the episodes and how many of them differ, when that was last counted.
+    # At the latest count: all turns, and the distinct ones among them.
     _counted = (0, 0)
 
     @property
     def group_size(self) -> int:
-        """Episodes of one start that are compared."""
+        """Number of episodes from the same start that are compared with each other."""
         return 1
 
     @property
     def turns_wanted(self) -> int:
-        """How many turns that differ fill a batch."""
-        return _DIFFERENT_TURNS if self.config.batch_size is None else self.config.batch_size
+        """Number of distinct turns that fill a batch."""
+        return _DISTINCT_TURNS if self.config.batch_size is None else self.config.batch_size
 
     def take(self, finished: list[Episode], under_way: Sequence[Episode] = ()) -> list[Episode]:
-        """Take a batch out of the finished episodes: all, once they hold enough turns (see `batch_size`), else none.
+        """Takes all complete episodes once they hold enough turns (see `batch_size`); returns an empty list before.
 
-        What is left would be learned from later, when it is further from the policy, and might pile up.
+        All are taken, since a rest would be trained on later, when it is further off-policy, and could pile up.
 
         Args:
-            finished: Loses what is taken.
-            under_way: What there is of other episodes; counted and taken as well, once one has finished.
+            finished: The buffer; taken episodes are removed.
+            under_way: Unfinished episodes, which count and are taken as well if any episode has finished.
         """
-        complete = self.complete(finished)
-        batch = [*complete, *under_way]
-        if not complete or not self._is_full(batch):
+        indices = self._complete_indices(finished)
+        batch = [*(finished[index] for index in indices), *under_way]
+        if not indices or not self._is_full(batch):
             return []
         self._counted = (0, 0)
-        taken = set(map(id, complete))
-        finished[:] = [episode for episode in finished if id(episode) not in taken]
+        taken = set(indices)
+        finished[:] = [episode for index, episode in enumerate(finished) if index not in taken]
         return batch
 
     def complete(self, finished: Sequence[Episode]) -> list[Episode]:
-        """Those of the finished episodes that can be learned from, in groups where groups are compared."""
-        return [episode for unit in self._units(finished) for episode in unit]
+        """The finished episodes that can be trained on: all, or complete groups if groups are compared."""
+        return [finished[index] for index in self._complete_indices(finished)]
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
-        """Why no update has run yet: how full the batch is."""
-        ready, size = sum(map(_count_turns, self._units(finished))), self.config.batch_size
-        needed = f"{_DIFFERENT_TURNS} that differ or {_MOST_TURNS} in all" if size is None else str(size)
+        """Explains why no update has run yet: how full the batch is."""
+        ready = _count_turns(self.complete(finished))
+        size = self.config.batch_size
+        needed = f"{_DISTINCT_TURNS} that differ or {_MAX_TURNS} in all" if size is None else str(size)
         lower = "pass a batch_size" if size is None else "lower batch_size"
         return (
             f"No update yet: finished episodes hold {ready} turns, and a batch needs {needed}. Play more episodes, or "
@@ -72,23 +74,23 @@ class Batching:
             return turns >= self.config.batch_size
         if turns < self._counted[0]:
             self._counted = (0, 0)
-        # No turn adds more than one that differs, so there is nothing to count before as many have been added.
-        before, different = self._counted
-        if turns - before >= _DIFFERENT_TURNS - different:
-            different = _count_different(batch)
-            self._counted = (turns, different)
-        return different >= _DIFFERENT_TURNS or turns >= _MOST_TURNS
+        # Each new turn adds at most one distinct turn, so a count before this many were added cannot fill the batch.
+        turns_before, distinct = self._counted
+        if turns - turns_before >= _DISTINCT_TURNS - distinct:
+            distinct = _count_distinct(batch)
+            self._counted = (turns, distinct)
+        return distinct >= _DISTINCT_TURNS or turns >= _MAX_TURNS
 
-    def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
-        """Episodes that can be learned from now, in the pieces that a batch is made of, the oldest first."""
-        return [[episode] for episode in finished]
+    def _complete_indices(self, finished: Sequence[Episode]) -> list[int]:
+        """Indices of the finished episodes that can be trained on, in the order in which they make a batch."""
+        return list(range(len(finished)))
 
 
-def _count_different(episodes: Sequence[Episode]) -> int:
-    """The number of distinct turns; only turns that open a context can be equal."""
+def _count_distinct(episodes: Sequence[Episode]) -> int:
+    """The number of distinct turns; only turns that start a context can be equal."""
     turns = [turn for episode in episodes for turn in episode.turns]
-    opening = [(turn.prompt.ids, turn.reply.ids) for turn in turns if turn.prompt.starts_context]
-    return len(turns) - len(opening) + len(set(opening))
+    first_turns = [(turn.prompt.ids, turn.reply.ids) for turn in turns if turn.prompt.starts_context]
+    return len(turns) - len(first_turns) + len(set(first_turns))
 
 
 def _count_turns(episodes: Sequence[Episode]) -> int:
@@ -108,3 +110,11 @@ def minibatches(segments: Sequence[Segment], size: int, rng: np.random.Generator
             groups.append([])
             count = 0
     return groups
+
+
+def epochs_of_minibatches(
+    segments: Sequence[Segment], size: int, epochs: int, rng: np.random.Generator
+) -> Iterator[list[Segment]]:
+    """Minibatches of several epochs; each epoch is shuffled when it begins."""
+    for _ in range(epochs):
+        yield from minibatches(segments, size, rng)

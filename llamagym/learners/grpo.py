@@ -1,19 +1,17 @@
-"""Learning without a critic: episodes that began alike are compared (GRPO, RLOO), or none are (REINFORCE).
+"""Learning without a critic: GRPO and RLOO compare episodes from the same start, REINFORCE compares none.
 
-A turn is credited with what it earned: the discounted return from it on, or the whole episode's. Its baseline is the
-mean of the same over the group's other members, at the same turn index. Members that have ended count as 0, since they
-earn nothing more, so a turn that only one member reaches has a baseline too. What the others earn does not depend on
-this turn's action, given what was seen before it; so the baseline removes variance and adds no bias, even where members
-share their random numbers after the start.
+A turn's credit is the discounted return from it on, or that of the whole episode. Its baseline is the mean credit of
+the group's other members at the same turn index. Members that have ended count as 0, since they earn nothing more, so a
+turn that only one member reaches has a baseline too. The others' returns do not depend on this turn's action, given its
+observation. So the baseline reduces variance without bias, even if members share random numbers after the start.
 
-A member that ends after its group was learned from is compared with what the others had earned: those are the longest
-episodes, and without them a policy would learn from short ones only.
-
-Without a critic nothing can be said of what an episode that was cut off would still have earned: it counts as 0.
+A late member, which ends after an update on its group, is compared with the returns of that group. Late members are
+the longest episodes; without them a policy would learn from short ones only. Without a critic, the rest of a truncated
+episode has no estimate and counts as 0.
 
 Departures from DeepSeekMath (https://arxiv.org/abs/2402.03300): the loss is a mean over a minibatch's decisions, not
-first over each reply, so that long replies are not taken lightly; a member's own return is not part of its baseline;
-and by default credit is the return from the turn on.
+first over each reply, so that long replies keep their weight; a member's own return is not part of its baseline; and by
+default credit is the return from the turn on.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -38,27 +36,26 @@ from .advantages import Returns
 from .base import Learner, Stats
 from .config import LearnerConfig
 from .losses import GroupBaseline, discounted_returns, group_advantages
-from .rollout import Sampled, Targets
+from .rollout import Rollout, Targets
 from .state import Stateful
 
-# Groups that were learned from, and whose members may still be under way.
-_REMEMBERED = 1024
+# Number of latest trained groups that are kept for late members.
+_MAX_GROUPS = 1024
 
 
 @dataclass(frozen=True)
 class GRPOConfig(LearnerConfig):
-    """How GRPO learns, beside what `LearnerConfig` says. The KL to the reference is a term of the loss (k3).
+    """Options of GRPO, beside those of `LearnerConfig`. The KL to the reference is a term of the loss (k3).
 
     Attributes:
         epochs: Passes over a batch, as far as `target_kl` allows.
-        group_size: Episodes of one start that are compared; a group waits until it has as many. Members that end after
-            it was learned from are compared with these.
-        credit: "return_to_go" credits a turn with the discounted return from it on, "episode" with the whole one.
-        baseline: What a turn's credit is compared with: "std" the mean of the others, in units of the group's deviation
-            (DeepSeekMath, but for the own return in the mean), "leave_one_out" the mean of the others (RLOO), "none"
-            nothing.
-        whiten_advantages: Normalize advantages to mean 0 and deviation 1 over a batch. Useful with "leave_one_out",
-            whose advantages are in reward units, so that `entropy_coef` means the same whatever these are.
+        group_size: Number of episodes from one start that are compared; a group waits until it has as many. Members
+            that end later are compared with these.
+        credit: Credit of a turn: "return_to_go" is the discounted return from it on, "episode" that of the episode.
+        baseline: Baseline of a turn's credit: "std" is the mean of the others, in units of the group's deviation
+            (DeepSeekMath, without the member's own return), "leave_one_out" the mean of the others (RLOO), "none" 0.
+        whiten_advantages: Whether advantages are normalized to mean 0 and deviation 1 over a batch. Useful with
+            "leave_one_out", whose advantages are in reward units, so that `entropy_coef` has one meaning in any unit.
     """
 
     epochs: int = 4
@@ -68,7 +65,7 @@ class GRPOConfig(LearnerConfig):
     whiten_advantages: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Checks types and ranges."""
         super().__post_init__()
         self._require_at_least(1, "epochs")
         self._require_at_least(1 if self.baseline == "none" else 2, "group_size")
@@ -78,10 +75,10 @@ class GRPOConfig(LearnerConfig):
 
 @dataclass(frozen=True)
 class ReinforceConfig(GRPOConfig):
-    """REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696), returns normalized over the batch.
+    """Options of REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696), with returns normalized over the batch.
 
-    One step on a batch, from where it was sampled: every ratio is 1, so nothing is clipped. (Turns that older weights
-    sampled, in episodes that the last update interrupted, are weighted by their ratio.)
+    One on-policy step per batch: every ratio is 1, so nothing is clipped. Turns that older weights sampled, in episodes
+    that the last update interrupted, have their importance weight.
     """
 
     mini_batch_size: int = field(default=sys.maxsize, init=False)
@@ -92,14 +89,14 @@ class ReinforceConfig(GRPOConfig):
     whiten_advantages: bool = True
 
 
-class LearnedGroup(NamedTuple):
-    """What the members of a group had earned when it was learned from.
+class TrainedGroup(NamedTuple):
+    """Credits of a group's members at the update on it.
 
     Attributes:
-        version: Number of the weights' state that it was learned from with.
-        credits: Mean credit of its members, by turn.
+        version: Number of the weights' state at that update.
+        credits: Mean credit of the members, by turn.
         deviations: Standard deviation of their credits, by turn; 0 where none of them had anything to decide.
-        members: How many there were.
+        members: Number of members.
     """
 
     version: int
@@ -111,7 +108,7 @@ class LearnedGroup(NamedTuple):
         """The deviation at the turn where members differ most, with one more member.
 
         Args:
-            differences: How far that one's credits are from the mean, by turn; 0 where it had nothing to decide.
+            differences: The new member's credits minus the mean, by turn; 0 where it had nothing to decide.
         """
         deviations = []
         for difference, deviation in zip_longest(differences, self.deviations, fillvalue=0.0):
@@ -120,42 +117,42 @@ class LearnedGroup(NamedTuple):
         return max(deviations)
 
 
-class LearnedGroups(Stateful):
-    """The groups that were learned from last, for members that end later.
+class TrainedGroups(Stateful):
+    """The latest groups that updates used, for members that end later.
 
     Attributes:
-        records: The groups as JSON holds them, the oldest first.
+        records: The groups as JSON, the oldest first.
     """
 
     saved = ("records",)
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._groups: dict[Hashable, LearnedGroup] = {}
+        """Starts empty."""
+        self._groups: dict[Hashable, TrainedGroup] = {}
 
     @property
     def records(self) -> list[list[Any]]:
-        """The groups as JSON holds them, the oldest first."""
-        return [[group, *learned] for group, learned in self._groups.items()]
+        """The groups as JSON, the oldest first."""
+        return [[key, *group] for key, group in self._groups.items()]
 
     @records.setter
     def records(self, records: Sequence[Sequence[Any]]) -> None:
-        self._groups = {key_from(group): LearnedGroup(*learned) for group, *learned in records}
+        self._groups = {key_from(key): TrainedGroup(*group) for key, *group in records}
 
-    def add(self, group: Hashable, learned: LearnedGroup) -> None:
-        """Remember a group, and forget the oldest of too many; episodes without a group are not one start."""
-        if group is None:
+    def add(self, key: Hashable, group: TrainedGroup) -> None:
+        """Adds a group and evicts the oldest beyond the limit. Episodes without a key do not share a start."""
+        if key is None:
             return
-        self._groups.pop(group, None)
-        self._groups[group] = learned
-        if len(self._groups) > _REMEMBERED:
+        self._groups.pop(key, None)
+        self._groups[key] = group
+        if len(self._groups) > _MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
 
-    def of_late(self, episode: Episode) -> LearnedGroup | None:
-        """The group of an episode that began before, and ended after it was learned from; None of any other."""
-        learned = self._groups.get(episode.group)
-        began = episode.all_turns[0].reply.weights_version
-        return learned if learned is not None and began <= learned.version else None
+    def group_of(self, episode: Episode) -> TrainedGroup | None:
+        """The group of a late member, which began before the update on it and ended after; None for others."""
+        group = self._groups.get(episode.group)
+        first_version = episode.all_turns[0].reply.weights_version
+        return group if group is not None and first_version <= group.version else None
 
 
 class GRPO(Learner[Targets]):
@@ -165,18 +162,18 @@ class GRPO(Learner[Targets]):
     has_critic = False
 
     def __init__(self, policy: Policy, config: GRPOConfig) -> None:
-        """Prepare optimizer and reference.
+        """Creates the optimizer.
 
         Args:
-            policy: Whose trainable weights are updated; its value head is left alone.
-            config: How; a `ReinforceConfig` makes it REINFORCE.
+            policy: The policy whose trainable weights are updated; the value head stays as it is.
+            config: The options; a `ReinforceConfig` makes it REINFORCE.
 
         Raises:
             ConfigError: An argument has the wrong type.
         """
         check_arguments(GRPO.__init__, locals())
-        self._learned = LearnedGroups()
-        # Whether late members of the batch did better or worse than the groups that they are compared with.
+        self._learned = TrainedGroups()
+        # Whether late members of the batch earned more or less than their groups.
         self._late_differ = False
         super().__init__(policy, config, config.epochs)
 
@@ -187,94 +184,107 @@ class GRPO(Learner[Targets]):
 
     @property
     def group_size(self) -> int:
-        """Episodes of one start that are compared."""
+        """Number of episodes from one start that are compared."""
         return 1 if self.config.baseline == "none" else self.config.group_size
 
     def why_no_update(self, finished: Sequence[Episode]) -> str:
-        """Why no update has run yet: how full the batch is, and which episodes wait for the rest of their group."""
-        waiting = len(finished) - sum(map(len, self._units(finished)))
-        rest = f" {waiting} more wait until their group has {self.config.group_size}." if waiting else ""
-        return super().why_no_update(finished) + rest
+        """Explains why no update has run yet: how full the batch is, and how many episodes wait for their group."""
+        waiting = len(finished) - len(self._complete_indices(finished))
+        reason = super().why_no_update(finished)
+        return f"{reason} {waiting} more wait until their group has {self.config.group_size}." if waiting else reason
 
-    def _units(self, finished: Sequence[Episode]) -> list[list[Episode]]:
-        """Groups that are complete, and late members of those that were learned from."""
+    def _complete_indices(self, finished: Sequence[Episode]) -> list[int]:
+        """Indices of late members, then those of complete groups."""
         if self.config.baseline == "none":
-            return super()._units(finished)
-        late = [episode for episode in finished if self._learned.of_late(episode)]
-        in_time = [episode for episode in finished if not self._learned.of_late(episode)]
-        groups = [[in_time[index] for index in rows] for rows in _groups(in_time)]
-        complete = [group for group in groups if len(group) >= self.config.group_size]
-        return [*([episode] for episode in late), *complete]
+            return super()._complete_indices(finished)
+        late = self._late_members(finished)
+        indices = list(late)
+        for members in _grouped(finished, without=late):
+            if len(members) >= self.config.group_size:
+                indices += members
+        return indices
 
-    def _compute_targets(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[Targets, Stats]:
-        """Advantages over the group.
+    def _late_members(self, episodes: Sequence[Episode]) -> dict[int, TrainedGroup]:
+        """The groups of late members, by the members' indices."""
+        groups = {index: self._learned.group_of(episode) for index, episode in enumerate(episodes)}
+        return {index: group for index, group in groups.items() if group is not None}
+
+    def _compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[Targets, Stats]:
+        """Computes advantages over the group.
 
         Raises:
             EpisodeError: No two episodes share a group, so there is nothing to compare.
         """
-        config, stats = self.config, Stats()
-        # Equal returns may be sums of different rewards; float32 would add up to different numbers.
-        advantages = discounted_returns(sampled.rewards.double(), config.gamma)
-        if config.credit == "episode":
+        stats = Stats()
+        # Equal returns may be sums of different rewards, which float32 would add up to different numbers.
+        advantages = discounted_returns(rollout.rewards.double(), self.config.gamma)
+        if self.config.credit == "episode":
             advantages = advantages[:, :1].expand_as(advantages)
-        if config.baseline != "none":
-            advantages, stats = self._compared(episodes, advantages, sampled)
-        advantages = self._scaled(advantages, sampled.decides, episodes)
-        return Targets(advantages[sampled.real].float()), stats
+        if self.config.baseline != "none":
+            advantages, stats = self._compared(episodes, advantages, rollout.decides)
+        advantages = self._scaled(advantages, rollout.decides, episodes)
+        return Targets(advantages[rollout.real].float()), stats
 
     @property
     def _centers_advantages(self) -> bool:
-        """Groups have had their own mean removed; what is 0 in one must stay 0."""
+        """Whether whitening removes the batch's mean. Not with groups: each has lost its own mean."""
         return self.config.baseline == "none"
 
     def _holds_information(self, returns: Returns, episodes: Sequence[Episode]) -> bool:
         """Whether anything in the batch, or a difference from an earlier group, tells a good action from a bad one."""
         return super()._holds_information(returns, episodes) or self._late_differ
 
-    def _compared(self, episodes: Sequence[Episode], credits: Tensor, sampled: Sampled) -> tuple[Tensor, Stats]:
-        """Credits (E, T) less the baseline, and how many groups there were; remembers the groups."""
+    def _compared(self, episodes: Sequence[Episode], credits: Tensor, decides: Tensor) -> tuple[Tensor, Stats]:
+        """Subtracts baselines, and keeps the groups for late members.
+
+        Args:
+            episodes: The batch.
+            credits: Credit of each turn, float (E, T).
+            decides: True at turns with more than one possible reply, bool (E, T).
+
+        Returns:
+            Advantages, float (E, T), and the number of groups and of those without differences.
+        """
         config = self.config
-        learned = {index: group for index, each in enumerate(episodes) if (group := self._learned.of_late(each))}
-        in_time = [index for index in range(len(episodes)) if index not in learned]
-        groups = [[in_time[row] for row in rows] for rows in _groups([episodes[index] for index in in_time])]
-        groups = [members for members in groups if len(members) > 1]
-        if not groups and not learned:
+        assert config.baseline != "none", "without a baseline nothing is compared"
+        late = self._late_members(episodes)
+        groups = [members for members in _grouped(episodes, without=late) if len(members) > 1]
+        if not groups and not late:
             raise EpisodeError(
                 f"None of {len(episodes)} episodes shares its group with another, so there is nothing to compare. "
                 "Play several from each start and pass their groups to terminate_episodes()."
             )
         advantages = torch.zeros_like(credits)
         self._late_differ = False
-        for index, group in learned.items():
-            # After its last turn a group earned nothing more; an episode's credit is that of its every turn.
-            after = group.credits[-1] if config.credit == "episode" else 0.0
+        for index, group in late.items():
             turns = len(episodes[index].turns)
+            # After its last turn a group earned nothing more; credit for the whole episode is the same at every turn.
+            after = group.credits[-1] if config.credit == "episode" else 0.0
             baseline = [*group.credits, *[after] * turns][:turns]
             above_group = credits[index, :turns] - credits.new_tensor(baseline)
-            above_group = above_group.masked_fill(~sampled.decides[index, :turns], 0.0)
-            # What differs by less is the rounding of rewards in float32.
+            above_group = above_group.masked_fill(~decides[index, :turns], 0.0)
+            # Smaller differences are the rounding of rewards in float32.
             if above_group.abs().max() <= torch.finfo(torch.float32).eps * credits.abs().max():
                 continue
             self._late_differ = True
             scale = group.deviation_with(above_group.tolist()) + 1e-4 if config.baseline == "std" else 1.0
             advantages[index, :turns] = above_group / scale
-        assert config.baseline != "none", "without a baseline nothing is compared"
         for members in groups:
-            decides = sampled.decides[members]
-            advantages[members] = group_advantages(credits[members], config.baseline, decides)
+            advantages[members] = group_advantages(credits[members], config.baseline, decides[members])
             longest = max(len(episodes[index].turns) for index in members)
             of_group = credits[members, :longest]
-            deviations = of_group.std(0) * decides[:, :longest].any(0)
+            deviations = of_group.std(0) * decides[members, :longest].any(0)
             version = self.policy.weights_version
-            earned = LearnedGroup(version, of_group.mean(0).tolist(), deviations.tolist(), len(members))
-            self._learned.add(episodes[members[0]].group, earned)
+            trained = TrainedGroup(version, of_group.mean(0).tolist(), deviations.tolist(), len(members))
+            self._learned.add(episodes[members[0]].group, trained)
         flat = sum(not advantages[members].any() for members in groups)
         return advantages, {"groups": float(len(groups)), "flat_groups": flat / len(groups) if groups else math.nan}
 
 
-def _groups(episodes: Sequence[Episode]) -> list[list[int]]:
-    """Indices of the episodes of each group, the group that came first first."""
+def _grouped(episodes: Sequence[Episode], without: Collection[int]) -> list[list[int]]:
+    """Indices of the episodes of each group, in order of the groups' first episodes, without some indices."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, episode in enumerate(episodes):
-        groups[episode.group].append(index)
+        if index not in without:
+            groups[episode.group].append(index)
     return list(groups.values())

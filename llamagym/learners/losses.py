@@ -1,4 +1,4 @@
-"""The mathematics of the learners: pure functions of tensors, nothing else.
+"""The mathematics of the learners: pure functions of tensors.
 
 Shapes: B rows, T steps (turns of an episode, or tokens of a reply), V vocabulary. A mask is True where an entry counts;
 entries outside the mask never influence a result.
@@ -16,12 +16,12 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "binary"]
 GroupBaseline = Literal["leave_one_out", "std"]
-# In nats. A reply of 20 tokens that is e^10 times likelier under the reference has long left it.
-_LARGEST_LOG_RATIO = 10.0
+# In nats; beyond it, k3 continues as its tangent.
+_MAX_LOG_RATIO = 10.0
 
 
 def _check_shapes(**tensors: Tensor) -> None:
-    """Raise unless all tensors have one shape: broadcasting would hide a mistake."""
+    """Rejects tensors of different shapes, since broadcasting would hide a mistake."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(
@@ -50,25 +50,29 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _masked_centered(values: Tensor, mask: Tensor) -> Tensor:
-    """Values less their mean over the mask; exactly 0 where all are equal, see `_above_first`."""
+    """Values minus their mean over the mask; exactly 0 if all are equal, see `_above_first`."""
     shifted = _above_first(values, values[mask])
     return shifted - masked_mean(shifted, mask)
 
 
-def _above_first(values: Tensor, counted: Tensor) -> Tensor:
-    """Values less the first of those that count, 0 where they are equal up to float32's rounding, whatever their size.
+def _above_first(values: Tensor, selected: Tensor) -> Tensor:
+    """Values minus the first selected one; exactly 0 where they are equal up to float32's rounding.
 
-    A mean of equal values is rounded, and differs from them; the mean of zeros does not.
+    The mean of equal values is rounded and may differ from them, while the mean of zeros is exact.
+
+    Args:
+        values: Float of any shape.
+        selected: The values within the mask, float (n, ...).
     """
-    if not len(counted):
+    if not len(selected):
         return values
-    difference = values - counted[0]
-    resolution = torch.finfo(torch.float32).eps * counted.abs().amax(0)
+    difference = values - selected[0]
+    resolution = torch.finfo(torch.float32).eps * selected.abs().amax(0)
     return difference.masked_fill(difference.abs() <= resolution, 0.0)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale to unit variance over the mask and, with `shift_mean`, to zero mean.
+    """Scales to unit variance over the mask and, with `shift_mean`, shifts to zero mean.
 
     Args:
         values: Float (B, T).
@@ -121,7 +125,7 @@ def gae(
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
-    """What each step is followed by: G_t = r_t + gamma G_{t+1}, float (B, T) as the rewards.
+    """Discounted return from each step on: G_t = r_t + gamma G_{t+1}, float (B, T) like the rewards.
 
     >>> discounted_returns(torch.tensor([[1.0, 0.0, 4.0]]), gamma=0.5).tolist()
     [[2.0, 2.0, 4.0]]
@@ -133,7 +137,7 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
 
 
 def typical_size(returns: Tensor) -> float:
-    """The median size of the returns that are not 0; 1 where all are. One reward beyond all others does not move it.
+    """The median absolute value of the returns other than 0; 1 if all are 0. A single outlier does not change it.
 
     >>> typical_size(torch.tensor([0.0, -2.0, 3.0, 1e6])), typical_size(torch.zeros(2))
     (3.0, 1.0)
@@ -143,19 +147,18 @@ def typical_size(returns: Tensor) -> float:
 
 
 def group_advantages(returns: Tensor, baseline: GroupBaseline, decides: Tensor | None = None) -> Tensor:
-    """How much better each member of a group did than the others, step by step.
+    """Advantage of each member of a group over the others, step by step; 0 in a group of one and for equal returns.
 
     "leave_one_out" subtracts the mean of the others (RLOO, Kool et al. 2019, https://openreview.net/forum?id=r1lgTGL5DE;
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). "std" also divides by the group's deviation (DeepSeekMath,
-    Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2); of several steps the deviation is that of the
-    step where members differ most, so that a step's weight is not lost. Departure: DeepSeekMath subtracts the mean of
-    all, the member's own return included, which makes the gradient of a group of G smaller by (G - 1) / G, and so
-    weights small groups less. A group of one has nothing to be compared with: 0; so have equal returns.
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2) at the step where members differ most, so that
+    steps keep their weights. Departure: DeepSeekMath subtracts the mean of all members. Including the member's own
+    return would scale the gradient of a group of G by (G - 1) / G, and so weight small groups less.
 
     Args:
-        returns: What each member's step earned, float (G, T).
-        baseline: Which one.
-        decides: True at steps that leave something to decide, bool (G, T): only these make up the deviation. None: all.
+        returns: Return of each member from each step on, float (G, T).
+        baseline: "leave_one_out" or "std".
+        decides: True at steps with something to decide, bool (G, T); the deviation is over these. None: all.
 
     Returns:
         Advantages, float (G, T).
@@ -180,7 +183,7 @@ def group_advantages(returns: Tensor, baseline: GroupBaseline, decides: Tensor |
 
 
 class PolicyLoss(NamedTuple):
-    """The clipped surrogate and what it tells about the update; all scalars."""
+    """The clipped surrogate and its statistics; scalars."""
 
     loss: Tensor
     clip_fraction: Tensor
@@ -198,7 +201,7 @@ def clipped_surrogate(
     Args:
         logprobs: Log-probabilities under the policy in training, float (B, T).
         old_logprobs: The same when sampled, float (B, T).
-        advantages: Advantage of the step each entry belongs to, float (B, T).
+        advantages: Advantage of each entry's step, float (B, T).
         mask: True at entries that were sampled, bool (B, T).
         clip_range: Epsilon of the paper.
 
@@ -219,7 +222,7 @@ def clipped_surrogate(
 
 
 class ValueLoss(NamedTuple):
-    """The clipped value loss and the share of entries where clipping bound it; scalars."""
+    """The clipped value loss and the share of clipped entries; scalars."""
 
     loss: Tensor
     clip_fraction: Tensor
@@ -243,7 +246,8 @@ def clipped_value_loss(
     """
     _check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
     clipped_values = torch.minimum(torch.maximum(values, old_values - clip_range), old_values + clip_range)
-    unclipped, clipped = (values - returns).square(), (clipped_values - returns).square()
+    unclipped = (values - returns).square()
+    clipped = (clipped_values - returns).square()
     with torch.no_grad():
         clip_fraction = masked_mean((clipped > unclipped).to(values.dtype), mask)
     return ValueLoss(0.5 * masked_mean(torch.maximum(unclipped, clipped), mask), clip_fraction)
@@ -253,15 +257,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     """Per-sample estimate of KL(policy || reference) from samples of the policy.
 
     With r = p_ref / p: k1 = -log r (unbiased), abs = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r (unbiased,
-    never negative). Beyond log r = 10, k3's r goes on as its tangent, so that it is finite and still has a gradient.
-    binary is the KL of whether this sample is drawn or any other: exact where there are two outcomes, a lower bound
-    where there are more (Qi et al. 2026, https://arxiv.org/abs/2602.04879). While a sample stays rare, it adds no
-    more to it than the probability it gains or loses; its squared log-ratio can outweigh the k2 of hundreds of others.
+    never negative). Beyond log r = 10, r in k3 continues as its tangent, so that it is finite and has a gradient.
+    binary is the KL of the event that this sample is drawn: exact for two outcomes, a lower bound for more (Qi et al.
+    2026, https://arxiv.org/abs/2602.04879). A rare sample adds no more to it than the probability it gains or loses,
+    while its k2 can outweigh that of hundreds of others.
 
     Args:
-        logprobs: Under the policy, float of any shape.
-        ref_logprobs: Under the reference, same shape.
-        estimator: Which one.
+        logprobs: Log-probabilities under the policy, float of any shape.
+        ref_logprobs: Log-probabilities under the reference, same shape.
+        estimator: The estimator.
 
     >>> kl_estimate(torch.tensor(0.0), torch.tensor(-1.0), "k1").item()
     1.0
@@ -275,12 +279,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     if estimator == "k2":
         return 0.5 * log_r.square()
     if estimator == "k3":
-        below = log_r.clamp_max(_LARGEST_LOG_RATIO)
+        below = log_r.clamp_max(_MAX_LOG_RATIO)
         return below.exp() * (1 + log_r - below) - 1 - log_r
     if estimator == "binary":
-        # From the log-ratio alone, so that what cancels is as small as that; finite where rounding leaves no others.
+        # In terms of the log-ratio, which keeps cancellation small; clamped to stay finite at p = 1.
         eps = torch.finfo(log_r.dtype).eps
-        p, others = logprobs.exp(), (-torch.expm1(logprobs)).clamp_min(eps)
+        p = logprobs.exp()
+        others = (-torch.expm1(logprobs)).clamp_min(eps)
         return -p * log_r - others * torch.log1p((-p * torch.expm1(log_r) / others).clamp_min(eps - 1))
     raise ValueError(f"Unknown KL estimator {estimator!r}. Expected one of {list(get_args(KLEstimator))}.")
 
@@ -289,8 +294,8 @@ def categorical_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Exact KL(policy || reference) of distributions along the last dimension, in nats.
 
     Args:
-        logprobs: Under the policy, float (..., K); -inf is an impossible outcome.
-        ref_logprobs: Under the reference, same shape.
+        logprobs: Log-probabilities under the policy, float (..., K); -inf is an impossible outcome.
+        ref_logprobs: Log-probabilities under the reference, same shape.
 
     >>> even, uneven = torch.tensor([0.5, 0.5, 0.0]).log(), torch.tensor([0.25, 0.75, 0.0]).log()
     >>> round(categorical_kl(even, uneven).item(), 4)
@@ -299,7 +304,7 @@ def categorical_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     _check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
     probabilities = logprobs.exp()
     terms = probabilities * (logprobs - ref_logprobs)
-    # Rounding alone makes the sum negative.
+    # Only rounding can make the sum negative.
     return terms.masked_fill(probabilities == 0, 0.0).sum(-1).clamp_min(0.0)
 
 

@@ -22,12 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 from ..models.value_head import ValueHead
 from .losses import discounted_returns
 
-# Strengths of the ridge penalty, in turns that confirm the previous weights. The strongest comes first: it is taken
-# where none predicts better.
+# Strengths of the ridge penalty, as a number of turns that confirm the previous weights. The strongest comes first, so
+# that it wins ties.
 _PRIOR_TURNS = tuple(4.0**power for power in range(7, 0, -1))
-# The same for the constant. A few returns are averaged with those before them; of more, the mean is followed at once.
-# What the constant does not explain is left to the features, and large weights of theirs make noise of every small
-# change of the model.
+# The same for the constant. A few returns are averaged with earlier ones; the mean of more is followed at once, or the
+# features would have to explain it, with large weights that amplify every small change of the model.
 _FEW_TURNS = 8
 _PRIOR_TURNS_OF_CONSTANT_IF_FEW = 4.0
 _PRIOR_TURNS_OF_CONSTANT = 0.01
@@ -37,8 +36,8 @@ class Values(NamedTuple):
     """Cross-fitted values.
 
     Attributes:
-        of_turns: Of the state before each turn, float (N,).
-        of_finals: Of the state after each episode's last turn, float (E,); 0 where the episode terminated.
+        of_turns: Values of the states before each turn, float (N,).
+        of_finals: Values of the states after each episode's last turn, float (E,); 0 after termination.
     """
 
     of_turns: Tensor
@@ -57,18 +56,18 @@ def fit(
     gamma: float,
     lam: float,
 ) -> Values:
-    """Fits the head to a batch and values each half of the episodes by a fit to the other half.
+    """Fits the head to a batch; returns each half's values under a fit to the other half.
 
     Args:
-        head: Its weights are replaced.
+        head: The value head, whose weights are replaced.
         features: Hidden states before each turn, episode after episode, float (N, F - 1).
-        lengths: Turns of each episode, which add up to N.
-        rewards: Float (N,).
+        lengths: Turns of each episode; their sum is N.
+        rewards: Rewards after each turn, float (N,).
         final_features: Hidden states after each episode's last turn, float (E, F - 1).
-        bootstrapped: True at episodes that were cut off, whose final states have a value, bool (E,).
-        halves: The half of the batch that each episode belongs to, 0 or 1, int (E,); see `split`.
+        bootstrapped: True at episodes whose final state has a value, bool (E,).
+        halves: Half of the batch of each episode, 0 or 1, int (E,); see `split`.
         gamma: Discount per turn.
-        lam: Lambda.
+        lam: Lambda of TD(lambda).
     """
     rows = _standardized(head, features)
     # A final state without features has the value 0 under any weights.
@@ -78,15 +77,15 @@ def fit(
     systems = []
     for half in (0, 1):
         members = halves == half
-        own_lengths = [length for length, is_member in zip(lengths, members.tolist(), strict=True) if is_member]
-        own = half_of_turn == half
-        systems.append(normal_equations(rows[own], own_lengths, rewards[own], finals[members], gamma, lam))
+        own_lengths = torch.tensor(lengths)[members].tolist()
+        own_turns = half_of_turn == half
+        systems.append(normal_equations(rows[own_turns], own_lengths, rewards[own_turns], finals[members], gamma, lam))
     predicted = torch.empty(len(_PRIOR_TURNS), len(rows), dtype=torch.double)
     predicted_finals = torch.empty(len(_PRIOR_TURNS), len(lengths), dtype=torch.double)
     for half in (0, 1):
-        other_turns = int((half_of_turn != half).sum())
-        solutions = _solve(systems[1 - half], weights, _PRIOR_TURNS, other_turns)
-        predicted[:, half_of_turn == half] = solutions @ rows[half_of_turn == half].T
+        own_turns = half_of_turn == half
+        solutions = _solve(systems[1 - half], weights, _PRIOR_TURNS, int((~own_turns).sum()))
+        predicted[:, own_turns] = solutions @ rows[own_turns].T
         predicted_finals[:, halves == half] = solutions @ finals[halves == half].T
     errors = [
         (values - _returns(lengths, rewards, of_finals, gamma)).square().mean()
@@ -103,12 +102,12 @@ def fit(
 def split(starts: Sequence[Hashable], rng: np.random.Generator) -> Tensor:
     """Random halves of a batch's episodes that share every start evenly, 0 or 1, int64 (E,).
 
-    Where two kinds of episodes alternate, as in the environments of a vector, halves by the parity of their index would
-    hold one kind each, and values of one would be fitted to the other alone.
+    Halves by the parity of the index would not do: if two sorts of episodes alternate, as in a vector environment, the
+    values of one sort would be fitted to the other.
 
     Args:
-        starts: What each episode begins with; equal for episodes that begin alike.
-        rng: Draws the halves.
+        starts: Key of each episode's start; equal for episodes from the same start.
+        rng: Random numbers.
 
     >>> halves = split(["a", "b", "a", "b"], np.random.default_rng(0)).tolist()
     >>> halves[0] + halves[2], halves[1] + halves[3]
@@ -126,25 +125,26 @@ def split(starts: Sequence[Hashable], rng: np.random.Generator) -> Tensor:
 def normal_equations(
     rows: Tensor, lengths: Sequence[int], rewards: Tensor, finals: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """LSTD's A and b side by side, (F, F + 1): weights w with A w = b have no TD(lambda) error on average.
+    """LSTD's A and b as one matrix, (F, F + 1): weights w with A w = b have a mean TD(lambda) error of 0.
 
     With z_t = gamma lambda z_{t-1} + x_t along an episode, A = sum z_t (x_t - gamma x_{t+1})^T and b = sum z_t r_t.
 
     Args:
         rows: Features x, episode after episode, float64 (N, F).
         lengths: Turns of each episode.
-        rewards: Float (N,).
-        finals: The features after each episode's last turn, float64 (E, F); 0 where it terminated.
+        rewards: Rewards after each turn, float (N,).
+        finals: Features after each episode's last turn, float64 (E, F); 0 where it terminated.
         gamma: Discount per turn.
-        lam: Lambda.
+        lam: Lambda of TD(lambda).
     """
     size = rows.shape[1]
     total = rows.new_zeros(size, size + 1)
     turns = torch.tensor(list(lengths), dtype=torch.long)
-    # The longest first, so that the episodes that reach a turn are the first ones.
+    # Longest episodes first, so that those that reach a turn are a prefix.
     order = turns.argsort(descending=True)
     starts = (turns.cumsum(0) - turns)[order]
-    turns, finals = turns[order], finals[order]
+    turns = turns[order]
+    finals = finals[order]
     traces = rows.new_zeros(len(turns), size)
     for turn in range(int(turns.max()) if len(turns) else 0):
         reaching = int((turns > turn).sum())
@@ -158,13 +158,13 @@ def normal_equations(
 
 
 def _standardized(head: ValueHead, features: Tensor) -> Tensor:
-    """Features as the head sees them, with the constant, float64 (N, F)."""
+    """Standardized features with the constant, float64 (N, F)."""
     standard = ((features - head.feature_mean.cpu()) / head.feature_std.cpu()).double()
     return torch.cat([standard, torch.ones(len(standard), 1, dtype=torch.double)], dim=1)
 
 
 def _returns(lengths: Sequence[int], rewards: Tensor, final_values: Tensor, gamma: float) -> Tensor:
-    """The discounted return from each turn on, float64 (N,); a value stands for what follows an episode's last turn."""
+    """The discounted return from each turn on, float64 (N,), bootstrapped by the value after the last turn."""
     padded = pad_sequence(list(rewards.double().split(list(lengths))), batch_first=True)
     last = torch.tensor(lengths) - 1
     padded[torch.arange(len(lengths)), last] += gamma * final_values
@@ -172,14 +172,20 @@ def _returns(lengths: Sequence[int], rewards: Tensor, final_values: Tensor, gamm
 
 
 def _solve(system: Tensor, weights: Tensor, priors: Sequence[float], turns: int) -> Tensor:
-    """Solutions of a linear system of some turns, regularized towards the previous weights, one per strength.
+    """Solves a linear system, regularized towards the previous weights.
+
+    Args:
+        system: A and b from `normal_equations`, (F, F + 1).
+        weights: The previous weights, (F,).
+        priors: Strengths of the ridge penalty, P.
+        turns: Number of turns in the system.
 
     Returns:
-        Float64 (P, F).
+        A solution per strength, float64 (P, F).
     """
-    matrix, target = system[:, :-1], system[:, -1]
-    firmness = torch.tensor(priors).to(weights)[:, None].repeat(1, len(weights))
-    firmness[:, -1] = _PRIOR_TURNS_OF_CONSTANT_IF_FEW if turns < _FEW_TURNS else _PRIOR_TURNS_OF_CONSTANT
-    residual = target - matrix @ weights
-    # One after the other: after `torch.set_num_threads(2)`, MKL solves a batch of hundreds of equations wrongly.
-    return weights + torch.stack([torch.linalg.solve(matrix + one.diag(), residual) for one in firmness])
+    matrix = system[:, :-1]
+    residual = system[:, -1] - matrix @ weights
+    penalties = torch.tensor(priors).to(weights)[:, None].repeat(1, len(weights))
+    penalties[:, -1] = _PRIOR_TURNS_OF_CONSTANT_IF_FEW if turns < _FEW_TURNS else _PRIOR_TURNS_OF_CONSTANT
+    # One by one: after `torch.set_num_threads(2)`, MKL solves a batch of hundreds of equations wrongly.
+    return weights + torch.stack([torch.linalg.solve(matrix + penalty.diag(), residual) for penalty in penalties])

@@ -1,8 +1,8 @@
 """Proximal policy optimization over the turns of episodes.
 
 Departures from the PPO paper: the value is read at the last prompt token of a turn and one turn is one step of GAE,
-however many tokens the reply has. The value head learns on detached features, apart from the policy. What PPO shares
-with other learners is in `base`.
+however many tokens the reply has. The value head learns on detached features, apart from the policy. The update itself
+is `Learner._update` in `base`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from ..policy.policy import Policy
 from ..text.episode import Episode
 from .base import Learner, Stats
 from .config import LearnerConfig
-from .losses import clipped_value_loss, discounted_returns, explained_variance, gae, typical_size
+from .losses import ValueLoss, clipped_value_loss, discounted_returns, explained_variance, gae, typical_size
 from .lstd import fit, split
-from .rollout import Sampled, Targets
+from .rollout import Rollout, Targets
 
-# The critic's learning rate and its clipping range where none is given, in units of the returns' size.
-_VALUE_RATE, _VALUE_RANGE = 5e-4, 0.2
+# Default learning rate and clipping range of the value head, in units of the typical size of returns.
+_VALUE_RATE = 5e-4
+_VALUE_RANGE = 0.2
 
 
 @dataclass(frozen=True)
 class PPOConfig(LearnerConfig):
-    """How PPO learns, beside what `LearnerConfig` says; names follow TRL 0.11.
+    """Options of PPO, beside those of `LearnerConfig`; names follow TRL 0.11.
 
     Attributes:
         ppo_epochs: Passes over a batch, as far as `target_kl` allows.
-        critic: How the value head learns: "lstd" solves for its weights (see `lstd`), "gradient" takes steps, to which
-            the three options that follow belong. None: "gradient" if a rate or a range is given, else "lstd".
-        value_learning_rate: Of the value head, in reward units. None: 5e-4 times the size of returns.
-        cliprange_value: How far a value may move from its estimate before the update, in reward units. None: a fifth
-            of the size of returns.
+        critic: Training of the value head: "lstd" solves for its weights (see `lstd`), "gradient" takes steps, with the
+            next three options. None: "gradient" if a learning rate or a clipping range is passed, else "lstd".
+        value_learning_rate: Learning rate of the value head, in reward units. None: 5e-4 times the typical return.
+        cliprange_value: Largest distance of a value from its estimate before the update, in reward units. None: a
+            fifth of the typical return.
         vf_coef: Weight of the value loss.
         lam: GAE's lambda, and LSTD's.
         kl_placement: "reward" subtracts k1 from each turn's reward, "loss" adds k3.
@@ -55,7 +56,7 @@ class PPOConfig(LearnerConfig):
     kl_placement: Literal["reward", "loss"] = "reward"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Checks types and ranges."""
         super().__post_init__()
         self._require_at_least(1, "ppo_epochs")
         self._require_finite("vf_coef")
@@ -87,7 +88,7 @@ class PPOConfig(LearnerConfig):
 
 
 class Sizes(NamedTuple):
-    """What PPO fits to episodes where a configuration says None, in numbers: TRL's, for steps on samples."""
+    """TRL's defaults for steps on samples, for options that PPO on episodes derives from the batch when None."""
 
     batch: int
     mini_batch: int
@@ -96,7 +97,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, config: PPOConfig) -> Sizes:
-        """The configuration's own numbers, and TRL's where it has none."""
+        """The configuration's numbers, or TRL's defaults where it has None."""
         return cls(
             128 if config.batch_size is None else config.batch_size,
             32 if config.mini_batch_size is None else config.mini_batch_size,
@@ -107,10 +108,10 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueTargets(Targets):
-    """What the turns of a batch are trained towards, by actor and critic.
+    """Training targets of a batch's turns, for actor and critic.
 
     Attributes:
-        returns: What the values should have been, float (N,).
+        returns: Targets of the values, float (N,).
     """
 
     returns: Tensor
@@ -123,18 +124,19 @@ class PPO(Learner[ValueTargets]):
     has_critic = True
 
     def __init__(self, policy: Policy, config: PPOConfig) -> None:
-        """Prepare optimizer and reference.
+        """Creates the optimizer.
 
         Args:
-            policy: Whose trainable weights are updated.
-            config: How.
+            policy: The policy whose trainable weights and value head are updated.
+            config: The options.
 
         Raises:
             ConfigError: An argument has the wrong type.
         """
         check_arguments(PPO.__init__, locals())
         rate = _VALUE_RATE if config.value_learning_rate is None else config.value_learning_rate
-        self._size = 1.0
+        # Of the latest batch.
+        self._typical_return = 1.0
         super().__init__(policy, config, config.ppo_epochs, None if config.solves_for_values else rate)
 
     @property
@@ -148,24 +150,31 @@ class PPO(Learner[ValueTargets]):
         return not self.config.solves_for_values
 
     @property
-    def _value_scale(self) -> float:
-        """The typical size of returns; 1 if a learning rate was passed."""
-        return self._size if self.config.value_learning_rate is None else 1.0
+    def _value_coef(self) -> float:
+        """Weight of the value loss."""
+        return self.config.vf_coef
 
-    def _compute_targets(self, episodes: Sequence[Episode], sampled: Sampled) -> tuple[ValueTargets, Stats]:
-        """Rewards with the KL penalty, then advantages and returns."""
-        config, real = self.config, sampled.real
-        rewards, values = sampled.rewards.clone(), torch.zeros_like(sampled.rewards)
+    @property
+    def _value_scale(self) -> float:
+        """Factor of the value head's learning rate: the typical size of returns unless a rate was passed."""
+        return self._typical_return if self.config.value_learning_rate is None else 1.0
+
+    def _compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[ValueTargets, Stats]:
+        """Subtracts the KL penalty from rewards, then computes values, advantages and returns."""
+        config = self.config
+        real = rollout.real
+        rewards = rollout.rewards.clone()
+        values = torch.zeros_like(rewards)
         if config.init_kl_coef and config.kl_placement == "reward":
-            rewards[real] -= self._kl.value * sampled.ref_kl
+            rewards[real] -= self._kl.value * rollout.ref_kl
         if config.solves_for_values:
             fitted = fit(
                 self.policy.model.v_head,
-                sampled.features,
+                rollout.features,
                 [len(episode.turns) for episode in episodes],
                 rewards[real],
-                sampled.final_features,
-                sampled.bootstrapped,
+                rollout.final_features,
+                rollout.bootstrapped,
                 split([episode.turns[0].prompt.ids for episode in episodes], self._rng),
                 config.gamma,
                 config.lam,
@@ -173,39 +182,34 @@ class PPO(Learner[ValueTargets]):
             values[real] = fitted.of_turns
             final_values = fitted.of_finals
         else:
-            values[real] = sampled.old_values
-            final_values = sampled.final_values
-            self._size = typical_size(discounted_returns(_rewards_of_whole(episodes), config.gamma))
+            values[real] = rollout.old_values
+            final_values = rollout.final_values
+            self._typical_return = typical_size(discounted_returns(_rewards_of_finished(episodes), config.gamma))
         advantages, returns = gae(rewards, values, real, config.gamma, config.lam, final_values)
-        advantages = self._scaled(advantages, sampled.decides, episodes)
+        advantages = self._scaled(advantages, rollout.decides, episodes)
         targets = ValueTargets(advantages[real], returns[real])
         return targets, {"explained_variance": explained_variance(values[real], targets.returns)}
 
-    def _loss(
-        self,
-        now: Evaluation,
-        rows: list[int],
-        sampled: Sampled,
-        targets: ValueTargets,
-        bonus: float,
-        decision_share: float,
-        turn_share: float,
-    ) -> tuple[Tensor, Stats]:
-        """The policy's loss and the critic's."""
-        loss, stats = super()._loss(now, rows, sampled, targets, bonus, decision_share, turn_share)
+    def _value_loss(
+        self, current: Evaluation, rows: list[int], rollout: Rollout, targets: ValueTargets
+    ) -> ValueLoss | None:
+        """The clipped value loss on some turns; None with LSTD."""
         if self.config.solves_for_values:
-            return loss, stats
-        every = torch.ones_like(now.values, dtype=torch.bool)
-        old_values, returns = (each[rows].to(now.values.device) for each in (sampled.old_values, targets.returns))
-        clip = _VALUE_RANGE * self._size if self.config.cliprange_value is None else self.config.cliprange_value
-        value = clipped_value_loss(now.values, old_values, returns, every, clip)
-        stats["value_loss"] = turn_share * value.loss.item()
-        stats["value_clip_fraction"] = turn_share * value.clip_fraction.item()
-        # Gradients are clipped as if returns had a size of 1.
-        return loss + turn_share * self.config.vf_coef / self._value_scale * value.loss, stats
+            return None
+        old_values = rollout.old_values[rows].to(current.values.device)
+        returns = targets.returns[rows].to(current.values.device)
+        every_turn = torch.ones_like(current.values, dtype=torch.bool)
+        clip_range = self.config.cliprange_value
+        if clip_range is None:
+            clip_range = _VALUE_RANGE * self._typical_return
+        return clipped_value_loss(current.values, old_values, returns, every_turn, clip_range)
 
 
-def _rewards_of_whole(episodes: Sequence[Episode]) -> Tensor:
-    """Reward and penalty of each turn of the episodes that are over, float (E, T), 0 after an episode's end."""
-    earned = [[turn.reward + turn.penalty for turn in episode.all_turns] for episode in episodes if episode.is_over]
-    return pad_sequence([torch.tensor(rewards) for rewards in earned], batch_first=True)
+def _rewards_of_finished(episodes: Sequence[Episode]) -> Tensor:
+    """Reward and penalty of each turn of the finished episodes, float (E, T), 0 after an episode's end."""
+    rewards = [
+        torch.tensor([turn.reward + turn.penalty for turn in episode.all_turns])
+        for episode in episodes
+        if episode.is_over
+    ]
+    return pad_sequence(rewards, batch_first=True)

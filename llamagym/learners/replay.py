@@ -1,11 +1,11 @@
-"""Replay of the best recent episodes: supervised learning that goes on while rewards are learned from.
+"""Replay of the best recent episodes: supervised learning beside learning from rewards.
 
-An update ends with a few steps that raise the likelihood of the replies that the best recent episodes took, as
-self-imitation does (Oh et al. 2018, https://arxiv.org/abs/1806.05635, without its critic). The likelihood is the
-policy's own, so choices are learned as choices. The steps have an optimizer of their own: the learner's moments stay
-the learner's. Their learning rate sets their strength, since Adam's steps do not depend on the scale of the loss.
+An update ends with a few steps that raise the likelihood of the replies in the best recent episodes, as self-imitation
+learning does (Oh et al. 2018, https://arxiv.org/abs/1806.05635, without its critic). The likelihood is the policy's
+own, so choices are learned as choices. The steps have their own optimizer, so the learner's moments do not change.
+Their learning rate sets their strength, since Adam's steps do not depend on the scale of the loss.
 
-Where rewards are a matter of luck, the best episodes are the lucky ones; replay is off by default.
+With noisy rewards the best episodes are the lucky ones; replay is off by default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,18 +38,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplayConfig(Options):
-    """What the replay buffer keeps, and how it is learned from.
+    """Options of the replay buffer and of the steps on it.
 
     Attributes:
-        episodes: Number of recent episodes to learn from, those with the highest return (with penalties).
-        recent_updates: Number of latest updates whose episodes are recent.
+        episodes: Number of recent episodes to learn from: those with the highest return, penalties included.
+        recent_updates: Number of latest updates whose episodes count as recent.
         steps: Optimizer steps at the end of each update.
         batch_size: Turns per optimizer step, in whole contexts.
-        learning_rate: Of Adam; it falls with the learner's at the end of a run (`cooldown`).
+        learning_rate: Learning rate of Adam; it falls with the learner's at the end of a run (`cooldown`).
         max_grad_norm: Gradient clipping by norm.
-        microbatch_nodes: Tokens in one forward and backward pass; bounds memory, changes nothing else.
+        max_tokens_per_pass: Tokens of one forward and backward pass; bounds memory and changes nothing else.
         seed: Seed of tie-breaking and of the order of turns.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"microbatch_nodes": "max_tokens_per_pass"}
 
     episodes: int = 64
     recent_updates: int = 8
@@ -57,13 +59,13 @@ class ReplayConfig(Options):
     batch_size: int = 64
     learning_rate: float = 1e-4
     max_grad_norm: float = 1.0
-    microbatch_nodes: int = 1024
+    max_tokens_per_pass: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
+        """Checks types and ranges."""
         super().__post_init__()
-        self._require_at_least(1, "episodes", "recent_updates", "steps", "batch_size", "microbatch_nodes")
+        self._require_at_least(1, "episodes", "recent_updates", "steps", "batch_size", "max_tokens_per_pass")
         self._require_positive("learning_rate", "max_grad_norm")
         self._require_rate("learning_rate")
 
@@ -72,11 +74,11 @@ class Replay:
     """Learns from the best recent episodes."""
 
     def __init__(self, policy: Policy, config: ReplayConfig) -> None:
-        """Prepare an empty buffer and the optimizer.
+        """Creates an empty buffer and the optimizer.
 
         Args:
-            policy: Whose trainable weights are updated; the value head is left alone.
-            config: What to keep, and how to learn from it.
+            policy: The policy whose trainable weights are updated; the value head stays as it is.
+            config: The options.
         """
         self.policy = policy
         self.config = config
@@ -90,21 +92,21 @@ class Replay:
         self._rng = np.random.default_rng(config.seed)
 
     def reset_optimizer(self) -> None:
-        """Start the optimizer on the policy's weights as they are now: a warm start replaces them."""
+        """Restarts the optimizer on the policy's current weights: a warm start replaces them."""
         self.optimizer.restart([self._learning_weights()])
 
     def _learning_weights(self) -> list[nn.Parameter]:
-        return [w for w in self.policy.model.pretrained_model.parameters() if w.requires_grad]
+        return [weight for weight in self.policy.model.pretrained_model.parameters() if weight.requires_grad]
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """While open, an exception puts buffer and optimizer back to where they were; weights are the learner's."""
+        """While open, an exception restores buffer and optimizer; the learner restores the weights."""
         buffer = attributes_undone_on_error(self, {"_recent": copy, "_lowest": copy, "_rng": deepcopy})
         with self.optimizer.undone_on_error(), buffer:
             yield
 
     def state_dict(self, table: IdTable) -> dict[str, Any]:
-        """What to save; token ids go to `table`."""
+        """The state to save; token ids go to `table`."""
         return {
             "recent": [[episode_record(episode, table) for episode in best] for best in self._recent],
             "lowest": list(self._lowest),
@@ -112,7 +114,7 @@ class Replay:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], table: IdTable) -> None:
-        """Take what was saved, once the policy has its weights."""
+        """Restores what `state_dict` returned, after the policy has its weights."""
         self.reset_optimizer()
         recent = [[episode_from(record, table) for record in best] for best in state["recent"]]
         self._recent = deque(recent, maxlen=self.config.recent_updates)
@@ -121,22 +123,21 @@ class Replay:
 
     @property
     def episodes(self) -> list[Episode]:
-        """The episodes that are learned from, best first."""
+        """The episodes to learn from, best first."""
         return self._best([episode for best in self._recent for episode in best])
 
     def update(self, episodes: Sequence[Episode], rate_scale: float = 1.0) -> dict[str, float]:
-        """Take in the episodes of an update, then learn from the best that are recent.
+        """Adds the episodes of an update, then learns from the best recent ones.
 
         Args:
             episodes: The update's batch.
-            rate_scale: Factor of the learning rate, as the learner's falls at the end of a run (`cooldown`).
+            rate_scale: Factor of the learning rate, which falls with the learner's at the end of a run (`cooldown`).
 
         Returns:
             Statistics: `replay_loss` (mean negative log-probability of a decision, averaged over the steps),
-            `replay_grad_norm`, `replay_skipped_steps` (whose losses or gradients were not finite), `replay_episodes`,
-            `replay_return_mean` and `replay_return_min` of the episodes learned from, and `replay_s`. Empty if nothing
-            was learned: if all recent returns are equal, or no turn is left without invalid replies and turns with a
-            single possible reply.
+            `replay_grad_norm`, `replay_skipped_steps` (losses or gradients not finite), `replay_episodes`,
+            `replay_return_mean` and `replay_return_min` of the episodes, and `replay_s`. Empty if there is nothing to
+            learn: all recent returns are equal, or every turn is invalid or has a single possible reply.
         """
         started = time.perf_counter()
         if not self.optimizer.holds(self._learning_weights()):
@@ -147,35 +148,37 @@ class Replay:
         # Only an update's own best episodes can be among the best of several updates.
         self._recent.append(self._best(episodes))
         self._lowest.append(min(map(_score, episodes)))
-        kept = self.episodes
-        best = _score(kept[0])
+        selected = self.episodes
+        best = _score(selected[0])
         worst = min(self._lowest)
         # Rewards have the precision of float32.
         if best - worst <= torch.finfo(torch.float32).eps * max(abs(best), abs(worst)):
             return {}
-        contexts = segments_of(kept)
-        segments = [segment for segment in contexts if any(_teaches(turn) for turn in segment.turns)]
+        segments = [segment for segment in segments_of(selected) if any(map(_is_trainable, segment.turns))]
         if not segments:
             return {}
-        drawn = (self._draw(segments) for _ in range(self.config.steps))
         rate = self.config.learning_rate * rate_scale
-        with self.policy.trees.kept():
-            made = [step for chosen in drawn if (step := self._step(chosen, rate))]
-        if made:
+        steps: list[tuple[float, float]] = []
+        with self.policy.trees.cached():
+            for _ in range(self.config.steps):
+                loss_and_norm = self._step(self._draw(segments), rate)
+                if loss_and_norm is not None:
+                    steps.append(loss_and_norm)
+        if steps:
             # Without a target KL only output that is not finite is too far.
             is_undone = self.optimizer.record_kl(0.0 if self._is_output_finite(segments) else math.inf)
             self.optimizer.end()
             if is_undone:
                 self.optimizer.undo()
-                made.pop()
+                steps.pop()
             self.optimizer.release_weights()
-        loss, norm = np.mean(made, axis=0) if made else (np.nan, np.nan)
-        returns = [episode.total_reward for episode in kept]
+        loss, norm = np.mean(steps, axis=0) if steps else (np.nan, np.nan)
+        returns = [episode.total_reward for episode in selected]
         return {
             "replay_loss": float(loss),
             "replay_grad_norm": float(norm),
-            "replay_skipped_steps": float(self.config.steps - len(made)),
-            "replay_episodes": float(len(kept)),
+            "replay_skipped_steps": float(self.config.steps - len(steps)),
+            "replay_episodes": float(len(selected)),
             "replay_return_mean": float(np.mean(returns)),
             "replay_return_min": min(returns),
             "replay_s": time.perf_counter() - started,
@@ -186,7 +189,7 @@ class Replay:
         return sorted(shuffled, key=_score, reverse=True)[: self.config.episodes]
 
     def _draw(self, segments: list[Segment]) -> list[Segment]:
-        """Contexts in random order, as many as hold a batch of turns."""
+        """Random segments that together hold a batch of turns."""
         drawn: list[Segment] = []
         size = 0
         for index in self._rng.permutation(len(segments)):
@@ -202,13 +205,13 @@ class Replay:
         return all(distributed.gather_objects(is_finite(self.policy.evaluate(shortest_opening(segments)))))
 
     def _step(self, segments: list[Segment], rate: float) -> tuple[float, float] | None:
-        """One optimizer step; returns the loss before it and the gradient's norm, None if it could not be made."""
+        """One optimizer step; returns the loss before it and the gradient's norm, or None if it was skipped."""
         count = sum(turn.decision_count for segment in segments for turn in segment.turns if turn.valid)
         total = 0.0
-        for chunk in self.policy.chunks(own_share(segments), self.config.microbatch_nodes):
-            now = self.policy.evaluate(chunk)
-            valid = torch.tensor([turn.valid for segment in chunk for turn in segment.turns], device=now.mask.device)
-            loss = -now.logprobs[now.mask & valid[:, None]].sum() / count
+        for chunk in self.policy.chunks(own_share(segments), self.config.max_tokens_per_pass):
+            current = self.policy.evaluate(chunk)
+            valid = torch.tensor([turn.valid for segment in chunk for turn in segment.turns]).to(current.mask.device)
+            loss = -current.logprobs[current.mask & valid[:, None]].sum() / count
             self.accelerator.backward(loss)
             total += loss.item()
         self.optimizer.sum_gradients_()
@@ -221,8 +224,8 @@ class Replay:
         return total, norm
 
 
-def _teaches(turn: Turn) -> bool:
-    """Whether the turn's reply named an action, and was not the only possible one."""
+def _is_trainable(turn: Turn) -> bool:
+    """Whether the turn's reply named an action and was not the only possible one."""
     return turn.valid and turn.decision_count > 0
 
 

@@ -1,11 +1,11 @@
 """The rollout batch: log-probabilities of its turns when they were sampled, and under the current weights.
 
-Long episodes span several updates, so older weights sampled their first turns. The trust region is measured from the
-policy before the update in any case. Turns of older weights have the importance weight p_before / p_sampled, at most 2
-(the decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641).
+Long episodes span several updates, so older weights sampled their first turns. The trust region is always measured from
+the policy before the update. Turns of older weights have the importance weight p_before / p_sampled, at most 2 (the
+decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641).
 
-Shapes: N turns, L decisions a turn, E episodes, T turns of the longest episode; M branches on the way to a choice, K
-targets of a branch.
+Shapes: N turns, L decisions per turn, E episodes, T turns of the longest episode; M branch points on the way to a
+choice, K targets per branch point.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .. import distributed
 from ..policy.choices import logprobs_on_the_way
-from ..policy.chunks import shares
-from ..policy.evaluation import Evaluation
+from ..policy.evaluation import Evaluation, divided
 from ..policy.policy import Policy
 from ..text.episode import Episode, Segment, Turn, rows_of
 from .losses import categorical_kl, kl_estimate
 
-# A turn that the policy has come to like this much more since it was sampled counts no more than that.
-_LARGEST_WEIGHT = 2.0
+# Bounds the variance that turns of older weights add.
+_MAX_IMPORTANCE = 2.0
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """A batch's turns, as tensors.
+class Rollout:
+    """A batch's turns as tensors; a turn's row is its place in the order of episodes and turns.
 
     Attributes:
-        outdated: True at turns that other weights sampled than those before the update, bool (N,).
+        outdated: True at turns that older weights sampled, bool (N,).
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
-        weights: Importance weight p_before / p_sampled of each decision, at most 2, float (N, L).
+        importance: Importance weight p_before / p_sampled of each decision, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
-        features: The critic's features, float (N, H); (N, 0) if they are not wanted.
-        bootstrapped: True at episodes that were cut off and have a state to value after their last turn, bool (E,).
+        features: The critic's features, float (N, H); (N, 0) if not requested.
+        bootstrapped: True at truncated and unfinished episodes, whose final state has a value, bool (E,).
         final_values: The critic's estimates of these states before the update, float (E,); 0 elsewhere.
-        final_features: The critic's features of these states, float (E, H); (E, 0) if they are not wanted.
+        final_features: The critic's features of these states, float (E, H); (E, 0) if not requested.
         ref_logprobs: Log-probabilities under the reference, float (N, L); `old_logprobs` without one.
         ref_kl: k1 to the reference, in nats per turn, float (N,); 0 without one.
         rewards: Reward and penalty after each turn, float (E, T), 0 after an episode's end.
         real: True at the turns that were played, bool (E, T). `x[real]` is x (E, T) by rows, (N,).
         decides: True at those of them that had more than one possible reply, bool (E, T).
-        branches: Log-probability of each target of the branches on the way to a choice, under the policy before the
-            update, float (N, M, K), -inf for padding.
+        branches: Log-probability of each target at the branch points on the way to a choice, under the policy before
+            the update, float (N, M, K), -inf for padding.
     """
 
     outdated: Tensor
     old_logprobs: Tensor
-    weights: Tensor
+    importance: Tensor
     old_values: Tensor
     features: Tensor
     bootstrapped: Tensor
@@ -103,19 +103,19 @@ def collect(
     policy: Policy,
     episodes: Sequence[Episode],
     segments: Sequence[Segment],
-    nodes: int,
+    max_tokens: int,
     with_reference: bool,
     with_features: bool = False,
-) -> Sampled:
+) -> Rollout:
     """Lays a batch out as tensors; turns that older weights sampled are evaluated again, by all processes together.
 
     Args:
         policy: The policy before the update.
         episodes: The batch.
         segments: Its segments, from `segments_of`.
-        nodes: Tokens in one forward pass.
+        max_tokens: Maximum tokens of one forward pass.
         with_reference: Whether to evaluate the reference.
-        with_features: Whether the critic's features are wanted.
+        with_features: Whether to return the critic's features.
     """
     turns = [turn for episode in episodes for turn in episode.turns]
     sampled_logprobs, mask = _padded([turn.reply.logprobs for turn in turns])
@@ -127,21 +127,21 @@ def collect(
         branches=_sampled_branches(turns),
         features=torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0),
     )
-    _evaluate_again(policy, before, segments, outdated, nodes, with_features)
+    _evaluate_again(policy, before, segments, outdated, max_tokens, with_features)
     bootstrapped, final_values, final_features = _read_final_states(policy, episodes, before.features.shape[1])
     ref_logprobs = before.logprobs
     ref_kl = torch.zeros(len(turns))
     if with_reference:
         ref_logprobs = torch.zeros_like(before.logprobs)
-        for rows, now in evaluate_chunks(policy, own_share(segments), nodes, reference=True):
-            ref_logprobs[rows, : now.mask.shape[1]] = now.logprobs.cpu()
+        for rows, current in evaluate_chunks(policy, own_share(segments), max_tokens, reference=True):
+            ref_logprobs[rows, : current.mask.shape[1]] = current.logprobs.cpu()
         distributed.sum_([ref_logprobs])
         ref_kl = kl_estimate(before.logprobs, ref_logprobs, "k1").masked_fill(~mask, 0.0).sum(1)
     rewards, real, decides = _padded_turns(episodes)
-    return Sampled(
+    return Rollout(
         outdated=outdated,
         old_logprobs=before.logprobs,
-        weights=(before.logprobs - sampled_logprobs).exp().clamp_max(_LARGEST_WEIGHT),
+        importance=(before.logprobs - sampled_logprobs).exp().clamp_max(_MAX_IMPORTANCE),
         old_values=before.values,
         features=before.features,
         bootstrapped=bootstrapped,
@@ -158,7 +158,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Before:
-    """Output of the policy before the update, as in `Sampled`; `_evaluate_again` replaces rows of outdated turns."""
+    """Outputs of the policy before the update, as in `Rollout`; `_evaluate_again` replaces rows of outdated turns."""
 
     logprobs: Tensor
     values: Tensor
@@ -167,25 +167,24 @@ class _Before:
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
-    """Rows of different lengths as a tensor, float (N, L), and True at what they hold, bool (N, L)."""
-    width = max(map(len, rows))
-    values = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
-    mask = torch.arange(width) < torch.tensor(list(map(len, rows)))[:, None]
-    return values, mask
+    """Rows of different lengths as a tensor, float (N, L), and a mask that is True at their entries, bool (N, L)."""
+    lengths = torch.tensor([len(row) for row in rows])
+    values = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return values, torch.arange(values.shape[1]) < lengths[:, None]
 
 
 def _evaluate_again(
-    policy: Policy, before: _Before, segments: Sequence[Segment], outdated: Tensor, nodes: int, with_features: bool
+    policy: Policy, before: _Before, segments: Sequence[Segment], outdated: Tensor, max_tokens: int, with_features: bool
 ) -> None:
     """Evaluates segments with outdated turns and replaces what was recorded of these turns, in place.
 
     Args:
         policy: The policy before the update.
-        before: As recorded when turns were sampled; all features are filled in if they are wanted.
+        before: Outputs recorded when turns were sampled.
         segments: The batch.
         outdated: True at turns that other weights sampled, bool (N,).
-        nodes: Tokens in one forward pass.
-        with_features: Whether the critic's features are wanted, of every turn.
+        max_tokens: Maximum tokens of one forward pass.
+        with_features: Whether to fill in the critic's features, of every turn.
     """
     if not with_features:
         segments = [segment for segment in segments if outdated[list(segment.rows)].any()]
@@ -195,12 +194,12 @@ def _evaluate_again(
     values = torch.zeros_like(before.values)
     # Summed over processes as probabilities, since log-probabilities of padding are infinite.
     probabilities = torch.zeros_like(before.branches)
-    for rows, now in evaluate_chunks(policy, own_share(segments), nodes):
+    for rows, current in evaluate_chunks(policy, own_share(segments), max_tokens):
         if with_features:
-            before.features[rows] = now.features.float().cpu()
-        logprobs[rows, : now.mask.shape[1]] = now.logprobs.cpu()
-        values[rows] = now.values.cpu()
-        probabilities[rows, : now.branches.shape[1], : now.branches.shape[2]] = now.branches.exp().cpu()
+            before.features[rows] = current.features.float().cpu()
+        logprobs[rows, : current.mask.shape[1]] = current.logprobs.cpu()
+        values[rows] = current.values.cpu()
+        probabilities[rows, : current.branches.shape[1], : current.branches.shape[2]] = current.branches.exp().cpu()
     distributed.sum_([before.features, logprobs, values, probabilities])
     before.logprobs[outdated] = logprobs[outdated]
     before.values[outdated] = values[outdated]
@@ -213,32 +212,36 @@ def _read_final_states(policy: Policy, episodes: Sequence[Episode], width: int) 
     Args:
         policy: The policy before the update.
         episodes: The batch.
-        width: Number of the critic's features; 0 if they are not wanted.
+        width: Number of the critic's features; 0 if not requested.
 
     Returns:
-        `bootstrapped`, `final_values` and `final_features` of `Sampled`.
+        `bootstrapped`, `final_values` and `final_features` of `Rollout`.
     """
-    finals = [episode.final_segment() for episode in episodes]
-    bootstrapped = torch.tensor([final is not None for final in finals])
+    bootstrapped = torch.zeros(len(episodes), dtype=torch.bool)
     values = torch.zeros(len(episodes))
     features = torch.zeros(len(episodes), width)
-    # Each process reads its share: read by all, they would be rounded differently in each.
-    own = [
-        row
-        for row, final in enumerate(finals)
-        if final is not None and row % distributed.world_size() == distributed.rank()
-    ]
-    if own:
-        reading = policy.read_critic([final for final in (finals[row] for row in own) if final is not None])
-        values[own] = reading.values
+    own_rows: list[int] = []
+    own_finals: list[Segment] = []
+    for row, episode in enumerate(episodes):
+        final = episode.final_segment()
+        if final is None:
+            continue
+        bootstrapped[row] = True
+        # Each process reads its share. If all read all, each would round differently.
+        if row % distributed.world_size() == distributed.rank():
+            own_rows.append(row)
+            own_finals.append(final)
+    if own_rows:
+        reading = policy.read_critic(own_finals)
+        values[own_rows] = reading.values
         if width:
-            features[own] = reading.features
+            features[own_rows] = reading.features
     distributed.sum_([values, features])
     return bootstrapped, values, features
 
 
 def _padded_turns(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor]:
-    """`rewards`, `real` and `decides` of `Sampled`, each (E, T)."""
+    """`rewards`, `real` and `decides` of `Rollout`, each (E, T)."""
     rewards = torch.zeros(len(episodes), max(len(episode.turns) for episode in episodes))
     real = torch.zeros_like(rewards, dtype=torch.bool)
     decides = torch.zeros_like(real)
@@ -251,21 +254,22 @@ def _padded_turns(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sampled_branches(turns: Sequence[Turn]) -> Tensor:
-    """Log-probabilities at the branches on the way to each turn's choice when it was sampled, (N, M, K)."""
-    known: dict[tuple[object, ...], Tensor] = {}
+    """Log-probabilities at the branch points on the way to each turn's choice when it was sampled, (N, M, K)."""
+    cache: dict[tuple[object, ...], Tensor] = {}
     of_turns = []
     for turn in turns:
-        choices, reply = turn.prompt.choices, turn.reply
+        choices = turn.prompt.choices
+        reply = turn.reply
         if choices is None or reply.choice_index is None:
             of_turns.append(torch.zeros(0, 0))
             continue
         key = (choices, reply.choice_logprobs, reply.choice_index)
-        if key not in known:
-            known[key] = logprobs_on_the_way(*key)
-        of_turns.append(known[key])
-    most = max(len(of_turn) for of_turn in of_turns)
-    widest = max(of_turn.shape[1] for of_turn in of_turns)
-    branches = torch.full((len(turns), most, widest), -torch.inf)
+        if key not in cache:
+            cache[key] = logprobs_on_the_way(*key)
+        of_turns.append(cache[key])
+    branch_count = max(len(of_turn) for of_turn in of_turns)
+    target_count = max(of_turn.shape[1] for of_turn in of_turns)
+    branches = torch.full((len(turns), branch_count, target_count), -torch.inf)
     for row, of_turn in enumerate(of_turns):
         branches[row, : of_turn.shape[0], : of_turn.shape[1]] = of_turn
     return branches
@@ -290,12 +294,14 @@ def outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def own_share(segments: Sequence[Segment]) -> Sequence[Segment]:
     """This process's share of the segments that all of them have to evaluate together."""
-    return segments if distributed.world_size() == 1 else shares(segments, distributed.world_size())[distributed.rank()]
+    if distributed.world_size() == 1:
+        return segments
+    return divided(segments, distributed.world_size())[distributed.rank()]
 
 
-def is_finite(now: Evaluation) -> bool:
+def is_finite(current: Evaluation) -> bool:
     """Whether log-probabilities, entropies and values are finite."""
-    return all(bool(part.isfinite().all()) for part in (now.logprobs, now.entropy, now.values))
+    return all(bool(part.isfinite().all()) for part in (current.logprobs, current.entropy, current.values))
 
 
 def shortest_opening(segments: Iterable[Segment]) -> list[Segment]:
@@ -305,42 +311,53 @@ def shortest_opening(segments: Iterable[Segment]) -> list[Segment]:
 
 @torch.no_grad()
 def evaluate_chunks(
-    policy: Policy, segments: Sequence[Segment], nodes: int, reference: bool = False
+    policy: Policy, segments: Sequence[Segment], max_tokens: int, reference: bool = False
 ) -> Iterator[tuple[list[int], Evaluation]]:
-    """Evaluates policy or reference on the segments, `nodes` tokens at a time; yields rows with their evaluation."""
-    for chunk in policy.chunks(segments, nodes):
+    """Evaluates policy or reference on chunks of `max_tokens`; yields the rows and the evaluation of each chunk."""
+    for chunk in policy.chunks(segments, max_tokens):
         yield rows_of(chunk), policy.evaluate(chunk, reference)
 
 
-def kl_of_decisions(sampled: Sampled, rows: list[int], now: Evaluation) -> Tensor:
-    """KL of each decision from the policy before the update to the one now, in nats, (N, L); without gradients.
+def kl_of_decisions(rollout: Rollout, rows: list[int], current: Evaluation) -> Tensor:
+    """KL of each decision from the policy before the update to the current one, in nats, (N, L); without gradients.
 
     For a choice it is the sum of the exact KLs at the branch points on its way: the exact KL over all choices with one
     branch point, an unbiased estimate with several. For a token of free text, whose distribution over the vocabulary is
     not kept, it is the binary estimate.
 
     Args:
-        sampled: The batch.
+        rollout: The batch.
         rows: The turns' rows in the batch.
-        now: Evaluation of these turns under the current weights.
+        current: Evaluation of these turns under the current weights.
     """
-    logprobs = now.logprobs.detach()
-    old = sampled.old_logprobs[rows, : logprobs.shape[1]].to(logprobs)
+    logprobs = current.logprobs.detach()
+    old = rollout.old_logprobs[rows, : logprobs.shape[1]].to(logprobs)
     kl = kl_estimate(old, logprobs, "binary")
-    _, branches, targets = now.branches.shape
-    old_branches = sampled.branches[rows, :branches, :targets].to(logprobs)
-    of_choices = categorical_kl(old_branches, now.branches).sum(1)
-    is_choice = (now.branches > -torch.inf).flatten(1).any(1)
+    _, branch_count, target_count = current.branches.shape
+    old_branches = rollout.branches[rows, :branch_count, :target_count].to(logprobs)
+    of_choices = categorical_kl(old_branches, current.branches).sum(1)
+    is_choice = (current.branches > -torch.inf).flatten(1).any(1)
     kl[:, 0] = torch.where(is_choice, of_choices, kl[:, 0])
     return kl
 
 
-def measure_kl(policy: Policy, segments: list[Segment], sampled: Sampled, nodes: int) -> float:
+def ratio_errors(rollout: Rollout, rows: list[int], current: Evaluation) -> list[float]:
+    """The largest |ratio - 1| among turns that the weights before the update sampled, as a list; empty without any."""
+    fresh = [index for index, row in enumerate(rows) if not rollout.outdated[row]]
+    if not fresh:
+        return []
+    logprobs = current.logprobs[fresh].detach()
+    old_logprobs = rollout.old_logprobs[[rows[index] for index in fresh], : logprobs.shape[1]].to(logprobs.device)
+    return [((logprobs - old_logprobs).exp() - 1).abs().max().item()]
+
+
+def measure_kl(policy: Policy, segments: list[Segment], rollout: Rollout, max_tokens: int) -> float:
     """Mean KL per decision on these segments, in nats; infinite if the output is not finite."""
-    total = count = 0.0
-    for rows, now in evaluate_chunks(policy, own_share(segments), nodes):
-        total += 0.0 if is_finite(now) else math.inf
-        total += kl_of_decisions(sampled, rows, now)[now.mask].sum().item()
-        count += now.mask.sum().item()
+    total = 0.0
+    count = 0.0
+    for rows, current in evaluate_chunks(policy, own_share(segments), max_tokens):
+        total += 0.0 if is_finite(current) else math.inf
+        total += kl_of_decisions(rollout, rows, current)[current.mask].sum().item()
+        count += current.mask.sum().item()
     totals, counts = zip(*distributed.gather_objects((total, count)), strict=True)
     return sum(totals) / max(sum(counts), 1.0)

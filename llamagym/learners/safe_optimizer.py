@@ -1,4 +1,4 @@
-"""Adam whose steps are skipped where losses are not finite, and undone where they lead the policy too far."""
+"""Adam that skips steps with losses that are not finite, and undoes steps beyond the trust region."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import DivergedError
 from .state import Stateful
 
 # This many consecutive skipped steps, or updates with output that is not finite, raise DivergedError.
-_MOST_IN_A_ROW = 3
+_MAX_FAILURES = 3
 # A step is too large once the KL exceeds the target by this factor.
 _KL_TOLERANCE = 1.5
 
@@ -34,7 +34,7 @@ class SafeOptimizer(Stateful):
         adam: The optimizer, as accelerate prepared it.
         total_steps: Number of steps so far, including undone ones.
         steps: Number of steps of the current update, without undone ones.
-        skipped: Number of minibatches of the current update that were not finite, or whose step led to such output.
+        skipped: Number of minibatches of the current update whose losses, gradients or results were not finite.
         kl: KL of the current update's steps, without undone ones, in nats per decision.
         largest_kl: Largest KL of the current update, including undone steps; infinite if one was not finite.
     """
@@ -58,8 +58,8 @@ class SafeOptimizer(Stateful):
             rates: Initial learning rate of each group.
             accelerator: Prepares the optimizer and clips gradients.
             max_grad_norm: Largest norm of a gradient.
-            target_kl: In nats per decision. None: only output that is not finite is too far.
-            clips_jointly: Whether gradients are clipped by the norm of all groups, and not by each group's own.
+            target_kl: Target KL of an update, in nats per decision. None: only output that is not finite is undone.
+            clips_jointly: Whether gradients are clipped by the norm of all groups instead of each group's own.
             options: Further arguments of Adam.
         """
         self._rates = list(rates)
@@ -75,8 +75,9 @@ class SafeOptimizer(Stateful):
 
     def restart(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Creates a new Adam for these weights; `total_steps` and the counters of consecutive failures are kept."""
-        parts = [{"params": list(weights), "lr": rate} for weights, rate in zip(groups, self._rates, strict=True)]
-        self.adam = self._accelerator.prepare(torch.optim.Adam(parts, **self._options))
+        pairs = zip(groups, self._rates, strict=True)
+        param_groups = [{"params": list(weights), "lr": rate} for weights, rate in pairs]
+        self.adam = self._accelerator.prepare(torch.optim.Adam(param_groups, **self._options))
         self._kept: list[Tensor] = []
         self.begin()
 
@@ -93,12 +94,14 @@ class SafeOptimizer(Stateful):
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients of those weights that have one."""
+        """The gradients of the weights that have one."""
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def holds(self, weights: Iterable[nn.Parameter]) -> bool:
-        """Whether these are exactly the weights that it moves: an adapter that was switched on has others."""
-        return list(map(id, self.weights)) == list(map(id, weights))
+        """Whether these are exactly the optimizer's weights; activating another adapter replaces the trainable ones."""
+        own = self.weights
+        others = list(weights)
+        return len(own) == len(others) and all(one is other for one, other in zip(own, others, strict=True))
 
     def begin(self) -> None:
         """Begins an update: resets its counters, and moves Adam's moments to the weights' device."""
@@ -126,7 +129,7 @@ class SafeOptimizer(Stateful):
 
         Args:
             losses: A minibatch's losses and statistics by name. The norm of its gradients must be finite as well,
-                since they are divided by it.
+                since clipping divides by it.
 
         Raises:
             DivergedError: Several steps in a row were not finite.
@@ -138,24 +141,27 @@ class SafeOptimizer(Stateful):
             return True
         self.skipped += 1
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= _MOST_IN_A_ROW:
+        if self._skipped_in_a_row >= _MAX_FAILURES:
             where = not_finite or "in another process"
-            raise diverged(f"{_MOST_IN_A_ROW} optimizer steps in a row were not finite: {where}")
+            raise diverged(f"{_MAX_FAILURES} optimizer steps in a row were not finite: {where}")
         return False
 
     def step(self, rates: Sequence[float] | None = None) -> list[float]:
-        """Makes a step on the gradients at hand, and clears them.
+        """Takes a step with the current gradients, and clears them.
 
         Args:
-            rates: Learning rate of each group; None keeps them.
+            rates: Learning rate of each group; None keeps the current ones.
 
         Returns:
-            Norm of each group's gradient before clipping, or the joint one alone.
+            Norm of each group's gradient before clipping, or only the joint norm.
         """
-        clipped = [self.weights] if self._clips_jointly else [group["params"] for group in self.param_groups]
-        norms = [float(self._accelerator.clip_grad_norm_(weights, self._max_grad_norm)) for weights in clipped]
-        for group, rate in zip(self.param_groups, rates or (), strict=rates is not None):
-            group["lr"] = rate
+        clipped_together = [group["params"] for group in self.param_groups]
+        if self._clips_jointly:
+            clipped_together = [self.weights]
+        norms = [float(self._accelerator.clip_grad_norm_(weights, self._max_grad_norm)) for weights in clipped_together]
+        if rates is not None:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
         self.adam.step()
         self.adam.zero_grad()
         self.steps += 1
@@ -164,17 +170,18 @@ class SafeOptimizer(Stateful):
 
     @torch.no_grad()
     def keep_weights(self) -> None:
-        """Copies the weights for `undo`, over those copied before."""
-        self._kept = self._kept or [torch.empty_like(weight) for weight in self.weights]
+        """Copies the weights for `undo`, into the memory of an earlier copy."""
+        if not self._kept:
+            self._kept = [torch.empty_like(weight) for weight in self.weights]
         for weight, kept in zip(self.weights, self._kept, strict=True):
             kept.copy_(weight)
         self._steps_when_kept = self.steps
 
     def record_kl(self, kl: float, share: float = 1.0) -> bool:
-        """Records the KL of the steps so far; returns whether it is outside of the trust region.
+        """Records the KL of the steps so far; returns whether it is outside the trust region.
 
         Args:
-            kl: In nats per decision.
+            kl: KL from the policy before the update, in nats per decision.
             share: Share of the target KL that the batch supports.
         """
         self.largest_kl = max(self.largest_kl, kl if math.isfinite(kl) else math.inf)
@@ -190,12 +197,12 @@ class SafeOptimizer(Stateful):
         return self._target_kl is not None and self.largest_kl / share > _KL_TOLERANCE * self._target_kl
 
     def release_weights(self) -> None:
-        """Frees the memory of kept weights."""
+        """Frees the memory of the copied weights."""
         self._kept = []
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Takes back all steps since `keep_weights`, and drops the gradients at hand."""
+        """Undoes all steps since `keep_weights`, and clears the current gradients."""
         for weight, kept in zip(self.weights, self._kept, strict=True):
             weight.copy_(kept)
         self.adam.zero_grad()
@@ -204,21 +211,21 @@ class SafeOptimizer(Stateful):
             self.skipped += 1
 
     def end(self) -> None:
-        """Ends an update that made steps, after `record_kl` for the last one.
+        """Ends an update with steps, after `record_kl` for the last one.
 
         Raises:
-            DivergedError: After several updates in a row the output was not finite.
+            DivergedError: The output was not finite after several updates in a row.
         """
         self._undone_in_a_row = 0 if math.isfinite(self.largest_kl) else self._undone_in_a_row + 1
-        if self._undone_in_a_row >= _MOST_IN_A_ROW:
-            raise diverged(f"After each of {_MOST_IN_A_ROW} updates in a row the model's output was not finite")
+        if self._undone_in_a_row >= _MAX_FAILURES:
+            raise diverged(f"After each of {_MAX_FAILURES} updates in a row the model's output was not finite")
 
     @contextmanager
     def undone_on_error(self, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
         """While open, an exception restores the optimizer, and these tensors.
 
         Args:
-            tensors: Changed in place meanwhile; their copies take as much memory again.
+            tensors: Tensors that are changed in place meanwhile; their copies take as much memory again.
         """
         tensors = list(tensors)
         copies = [tensor.detach().clone() for tensor in tensors]
@@ -237,9 +244,9 @@ class SafeOptimizer(Stateful):
             raise
 
 
-def diverged(what: str) -> DivergedError:
-    """The error of an update that is taken back."""
+def diverged(failure: str) -> DivergedError:
+    """The error of an update that is undone."""
     return DivergedError(
-        f"{what}. The weights are those of before this update. Look at rewards and observations for extreme values, "
+        f"{failure}. The weights are those of before this update. Check rewards and observations for extreme values, "
         "lower learning_rate, or load the model with dtype='float32'."
     )

@@ -1,11 +1,11 @@
 """Supervised fine-tuning on demonstrations, by TRL's `SFTTrainer`: the warm start.
 
-TRL gives loop, optimizer, schedule and clipping; the loss is the policy's own: the negative log-probability of the
-demonstrated replies, token by token, as `Policy.evaluate` has it. So what is trained is what acts: the same ids, an
-activated LoRA from each reply's opening on, no dropout. And what makes acting fast makes this fast: histories are read
-once and shared, the frozen layers run once (a usual step of TRL's reads each sample's whole prompt again).
+TRL provides loop, optimizer, schedule and clipping. The loss is the policy's own: the negative log-probability of the
+demonstrated replies, token by token, by `Policy.evaluate`. So the policy that is trained is the one that acts: the same
+ids, an activated LoRA from each reply's opening on, no dropout. Histories are read once and shared, while a usual step
+of TRL reads each sample's whole prompt again.
 
-Nothing but weights is changed: what else TRL and transformers touch is put back (`trl_internals`).
+Only weights are changed; everything else that TRL and transformers modify is restored (`trl_internals`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .trl_internals import TRAINER, LossTrainer, nothing_but_weights_changed, tr
 
 logger = logging.getLogger(__name__)
 
-# Conversations that losses are measured on. To measure all, before and after, takes as long as to learn from them once.
+# Number of conversations for the losses before and after. Measuring all would take as long as an epoch.
 _MEASURED = 256
 
 
 @dataclass(frozen=True)
 class WarmStartConfig(Options):
-    """How demonstrations are learned.
+    """Options of supervised fine-tuning.
 
     Attributes:
         epochs: Passes over the demonstrations.
-        learning_rate: Of AdamW, to begin with; it falls linearly to 0.
-        batch_size: Replies per optimizer step, on average: conversations stay whole, and a step takes at least one.
+        learning_rate: Initial learning rate of AdamW; it falls linearly to 0.
+        batch_size: Average number of replies per optimizer step: a step takes whole conversations, at least one.
         max_grad_norm: Gradient clipping by norm.
-        seed: Of the demonstrations' order.
+        seed: Seed of the demonstrations' order.
     """
 
     epochs: int = 4
@@ -55,7 +55,7 @@ class WarmStartConfig(Options):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
+        """Checks types and ranges."""
         super().__post_init__()
         self._require_at_least(1, "epochs", "batch_size")
         self._require_positive("learning_rate", "max_grad_norm")
@@ -65,28 +65,27 @@ class WarmStartConfig(Options):
 def fine_tune(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, episodes: Sequence[Episode], config: WarmStartConfig
 ) -> dict[str, float]:
-    """Raise the likelihood of the episodes' replies, token by token, whatever their rewards.
+    """Raises the likelihood of the episodes' replies, token by token, regardless of rewards.
 
-    A fresh LoRA is first pointed at what differs between the observations; what it has learned is frozen afterwards
-    (see `lora`). The value head is left alone: its features are standardised at the first update, once they are the
-    trained adapter's.
+    A fresh LoRA is first initialized to what differs between the observations; what it has learned is frozen afterwards
+    (see `lora`). The value head stays as it is: its features are standardized at the first update, when they are those
+    of the trained adapter.
 
     Args:
-        policy: Whose trainable weights are updated.
-        tokenizer: The model's.
+        policy: The policy whose trainable weights are updated.
+        tokenizer: The model's tokenizer.
         episodes: Demonstrations.
-        config: How to learn.
+        config: The options.
 
     Returns:
-        Of at most 256 conversations, spread evenly over all: `loss_before` and `loss_after` (mean negative
-        log-probability of a reply's token under the policy), `entropy_before` and `entropy_after` (in nats, of the
-        distributions that these tokens are drawn from), `token_accuracy` (share of these tokens that the policy, after
-        its own past, would now sample, in expectation). Of all: `samples` (replies) and `learn_s`.
+        Over at most 256 conversations, evenly spaced: `loss_before` and `loss_after` (mean negative log-probability of
+        a reply's token), `entropy_before` and `entropy_after` (of the tokens' distributions, in nats) and
+        `token_accuracy` (mean probability of a reply's token afterwards). Over all: `samples` (replies) and `learn_s`.
 
     Raises:
         ConfigError: Several processes run at once.
-        ModelLoadError: The installed TRL's trainer has changed.
-        DivergedError: What the model says afterwards is not finite; the caller puts the weights back.
+        ModelLoadError: The trainer of the installed TRL has changed.
+        DivergedError: The model's output is not finite afterwards; the caller restores the weights.
     """
     TRAINER.require()
     started = time.perf_counter()
@@ -96,20 +95,20 @@ def fine_tune(
     measured = segments[:: math.ceil(len(segments) / _MEASURED)]
     before = _measure(policy, measured)
     pretrained = policy.model.pretrained_model
-    # A variant of LoRA has more than its two matrices, which are what is extended.
+    # Only plain LoRA is extended: a variant has more than two matrices.
     was_fresh = policy.aims_lora and is_fresh(pretrained) and not has_variants(pretrained)
-    with policy.trees.kept():
+    with policy.trees.cached():
         _train(policy, tokenizer, segments, config)
     after = _measure(policy, measured)
     if not all(map(math.isfinite, after.values())):
         raise diverged(f"After {config.epochs} epochs on demonstrations the loss is {after['loss']}")
     if was_fresh:
-        # Neither replies nor their probabilities change by that.
+        # This changes neither replies nor their probabilities.
         freeze_and_extend_(pretrained)
-    if not (policy.calibration is None or policy.calibration.is_frozen or policy.num_updates):
-        # What the model finds likely anyway is what was demonstrated now; without it the agent would act otherwise.
+    if policy.calibration is not None and not policy.calibration.is_frozen and not policy.num_updates:
+        # The demonstrated preferences must count; calibration would subtract them.
         policy.calibration = None
-    # What the rewards start from now.
+    # Learning from rewards starts from the fine-tuned policy.
     policy.reference = None
     return {
         "loss_before": before["loss"],
@@ -124,42 +123,46 @@ def fine_tune(
 
 @torch.no_grad()
 def _measure(policy: Policy, segments: Sequence[Segment]) -> dict[str, float]:
-    """Means over the replies' tokens."""
+    """Mean loss, entropy and accuracy over the replies' tokens."""
     sums = dict.fromkeys(("loss", "entropy", "accuracy", "count"), 0.0)
     for chunk in policy.chunks(segments):
-        now = policy.evaluate(chunk)
-        sums["loss"] -= now.logprobs[now.mask].sum().item()
-        sums["entropy"] += now.entropy[now.mask].sum().item()
-        sums["accuracy"] += now.logprobs[now.mask].exp().sum().item()
-        sums["count"] += now.mask.sum().item()
+        current = policy.evaluate(chunk)
+        logprobs = current.logprobs[current.mask]
+        sums["loss"] -= logprobs.sum().item()
+        sums["entropy"] += current.entropy[current.mask].sum().item()
+        sums["accuracy"] += logprobs.exp().sum().item()
+        sums["count"] += current.mask.sum().item()
     return {name: total / sums["count"] for name, total in sums.items()}
 
 
 def _train(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment], config: WarmStartConfig
 ) -> None:
-    def loss(chosen: list[Segment]) -> Tensor:
-        """Mean negative log-probability of the replies' tokens."""
-        parts = [policy.evaluate(chunk) for chunk in policy.chunks(chosen)]
-        return -torch.cat([now.logprobs[now.mask] for now in parts]).mean()
+    """Runs TRL's trainer with the policy's loss."""
 
-    replies_each = sum(len(segment.turns) for segment in segments) / len(segments)
+    def loss(batch: list[Segment]) -> Tensor:
+        """Mean negative log-probability of the replies' tokens."""
+        evaluations = [policy.evaluate(chunk) for chunk in policy.chunks(batch)]
+        return -torch.cat([evaluation.logprobs[evaluation.mask] for evaluation in evaluations]).mean()
+
+    replies_per_conversation = sum(len(segment.turns) for segment in segments) / len(segments)
     model = policy.model.pretrained_model
     with nothing_but_weights_changed(model), tempfile.TemporaryDirectory() as folder:
         options = trainer_config(
             folder,
             num_train_epochs=config.epochs,
             learning_rate=config.learning_rate,
-            per_device_train_batch_size=max(1, round(config.batch_size / replies_each)),
+            per_device_train_batch_size=max(1, round(config.batch_size / replies_per_conversation)),
             max_grad_norm=config.max_grad_norm,
-            seed=config.seed % 2**32,  # transformers seeds NumPy's old generator, which takes no more.
+            # NumPy's legacy generator, which transformers seeds, takes 32 bits.
+            seed=config.seed % 2**32,
             use_cpu=policy.device.type == "cpu",
         )
         trainer = LossTrainer(model, tokenizer, segments, loss, options)
         if trainer.accelerator.num_processes > 1:
             raise ConfigError(
-                f"{trainer.accelerator.num_processes} processes would each learn for themselves. Start warm in one, "
-                "save the model, and load it in all."
+                f"A warm start takes one process, got {trainer.accelerator.num_processes}. Save its model and load it "
+                "in all of them."
             )
         trainer.train()
     policy.model.eval()

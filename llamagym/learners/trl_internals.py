@@ -1,6 +1,6 @@
-"""What this library needs of TRL, and of the trainer that it extends, beyond their documented interface.
+"""Undocumented parts of TRL and of transformers' trainer that supervised fine-tuning uses.
 
-`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
+`tests/test_internals.py` checks each of them against the installed version, and the error if it is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..models.private_apis import PrivateApi
 
 
 class _Config(SFTConfig):
-    """Leaves a model where it lies; the trainer's own choice is the first device that it knows."""
+    """Leaves the model on its device; the trainer would move it to the first one."""
 
     @property
     def place_model_on_device(self) -> bool:
@@ -32,16 +32,16 @@ class _Config(SFTConfig):
 
 
 def trainer_config(folder: str, **options: Any) -> SFTConfig:
-    """Options of a trainer that computes in the weights' own dtype, logs and saves nothing, and takes rows as they are.
+    """Options of a trainer that computes in the weights' own dtype, logs and saves nothing, and keeps rows as they are.
 
-    One device computes, wherever there are several: the trainer would take a batch for each.
+    It uses one device; with several the trainer would take a batch for each.
 
     Args:
-        folder: Where TRL may write; nothing is kept there.
-        options: Further ones of TRL's.
+        folder: Temporary folder that TRL may write to.
+        options: Further options of `SFTConfig`.
     """
     with warnings.catch_warnings():
-        # transformers has renamed gradient_checkpointing; TRL, and earlier versions, know only the old name.
+        # transformers has renamed gradient_checkpointing; TRL and earlier versions have only the old name.
         warnings.simplefilter("ignore", FutureWarning)
         config = _Config(
             output_dir=folder,
@@ -61,7 +61,7 @@ def trainer_config(folder: str, **options: Any) -> SFTConfig:
 
 
 class LossTrainer(SFTTrainer):
-    """TRL's loop, optimizer, schedule and clipping, with a loss that is computed elsewhere."""
+    """TRL's loop, optimizer, schedule and clipping, with a loss function of the caller."""
 
     def __init__(
         self,
@@ -71,14 +71,22 @@ class LossTrainer(SFTTrainer):
         loss: Callable[[list[Any]], Tensor],
         args: SFTConfig,
     ) -> None:
-        """Train `model` on rows of any kind; `loss` is given those of one step."""
+        """Creates the trainer.
+
+        Args:
+            model: The model to train.
+            tokenizer: Its tokenizer.
+            rows: Training rows of any type.
+            loss: Computes the loss of the rows of one step.
+            args: Options from `trainer_config`.
+        """
         self._loss = loss
         dtypes = [(weight, weight.dtype) for weight in model.parameters()]
         super().__init__(
             model,
             args,
-            # A dataset holds plain data only: rows are drawn, and looked up here.
-            data_collator=lambda drawn: {"rows": [rows[row["index"]] for row in drawn]},
+            # A dataset holds plain data only, so it holds indices of rows.
+            data_collator=lambda items: {"rows": [rows[item["index"]] for item in items]},
             train_dataset=Dataset.from_dict({"index": list(range(len(rows)))}),
             processing_class=tokenizer,
         )
@@ -89,23 +97,23 @@ class LossTrainer(SFTTrainer):
         self.accelerator.device_placement = False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a step's rows; the trainer has just switched dropout on."""
+        """Computes the loss of a step's rows. The trainer has just switched dropout on."""
         model.eval()
-        # The trainer adds losses up where it would have put the model.
+        # The trainer sums losses on the device that it would have moved the model to.
         return self._loss(inputs["rows"]).to(self.args.device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not counted: there is no rectangle of ids to count them by."""
+        """Returns 0: there is no rectangle of ids to count operations by."""
         return 0
 
 
 def _trainer_is_as_expected() -> bool:
-    # To build a configuration would reset the process's Accelerator, which the learner uses.
-    count: Any = SFTConfig.n_gpu
-    reads_count = "_n_gpu" in count.fget.__code__.co_names
+    # Creating a configuration would reset the process's Accelerator, which the learner uses.
+    n_gpu: Any = SFTConfig.n_gpu
+    reads_n_gpu = "_n_gpu" in n_gpu.fget.__code__.co_names
     has_hooks = callable(SFTTrainer.floating_point_ops) and SFTConfig.place_model_on_device is not None
-    taken = inspect.signature(SFTTrainer.compute_loss).parameters
-    return reads_count and has_hooks and [*taken][:3] == ["self", "model", "inputs"]
+    parameters = list(inspect.signature(SFTTrainer.compute_loss).parameters)
+    return reads_n_gpu and has_hooks and parameters[:3] == ["self", "model", "inputs"]
 
 
 TRAINER = PrivateApi(
@@ -119,21 +127,22 @@ TRAINER = PrivateApi(
 
 @contextmanager
 def nothing_but_weights_changed(model: Any) -> Iterator[None]:
-    """Put back what training changes besides weights: attributes of the model, and the global random generators.
+    """While open, training changes weights only; attributes of the model and global random generators are restored.
 
     TRL and transformers patch `forward`, set token ids and `use_cache` in configurations, tag the model and seed every
     generator.
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    changed = (model, base, base.config, base.config.get_text_config(), base.generation_config)
-    attributes = [(thing, dict(vars(thing))) for thing in changed]
-    random_state, numpy_state = random.getstate(), np.random.get_state()
+    owners = (model, base, base.config, base.config.get_text_config(), base.generation_config)
+    attributes = [(owner, dict(vars(owner))) for owner in owners]
+    random_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
         random.setstate(random_state)
         np.random.set_state(numpy_state)
-        for thing, before in attributes:
-            vars(thing).clear()
-            vars(thing).update(before)
+        for owner, before in attributes:
+            vars(owner).clear()
+            vars(owner).update(before)

@@ -1,12 +1,12 @@
 """The calibration of choices: a prior of each token, the effect of repetition, and the deviation of contexts from both.
 
-All of it is part of the policy. It is estimated on a sample of the contexts that offer choices, again whenever the
-sample has changed enough, and frozen when the policy begins to learn. Choices that are first offered later are measured
-in that context.
+The calibration is part of the policy. It is estimated on a sample of the contexts that offer choices, again whenever
+the sample has changed enough, and frozen when the policy begins to learn. Choices that are first offered later are
+measured in that context.
 
-Contexts of a conversation's later turns hold earlier replies, which a small model repeats. With one prior for all of
-them most hands of Blackjack would begin with "stick", and nearly every later turn would be a "hit". So the prior is
-that of a first turn, and what earlier replies add to it is measured apart (see `repetition`).
+Later turns of a conversation contain earlier replies, which small models repeat. With one prior for all turns, most
+hands of Blackjack would begin with "stick", and nearly every later turn would be a "hit". So the prior is that of a
+first turn, and the effect of earlier replies is a separate term (see `repetition`).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from ..engine.token_tree import TokenTree
 from ..text.records import ids_from, number_from
 from .repetition import Repetition, Row
 
-# Contexts in the sample: those with the smallest hashes, so that each is equally likely to be included (a bottom-k
-# sketch, Cohen and Kaplan 2007, https://doi.org/10.1145/1281100.1281133).
+# Size of the sample of contexts: those with the smallest hashes, so that each is equally likely to be included (a
+# bottom-k sketch, Cohen and Kaplan 2007, https://doi.org/10.1145/1281100.1281133).
 _CONTEXTS = 512
 
 Sample = Mapping[str, Sequence[Row]]
-"""The rows of each context, one per branch point, by the context's name."""
+"""Rows of each context, one per branch point, by the context's hash."""
 
 
 class Calibration:
-    """What choices are measured against.
+    """Expected log-probabilities of choices, and the deviation of contexts from them.
 
     Attributes:
         prior: Mean relative log-probability of each path in a first turn.
         repetition: Effect of earlier replies; 0 if the policy had learned before choices were first offered.
-        deviation: Root mean square deviation of a context from prior and repetition at a branch point, in nats, at
-            least 1. Logits are divided by it, so that an overconfident model explores.
-        is_frozen: Whether the policy has begun to learn, so that the estimates stay.
-        measured: Rows that were measured since several processes last agreed, by the context's name.
+        deviation: Root mean square deviation of contexts from prior and repetition at a branch point, in nats, at least
+            1. Logits are divided by it, so that an overconfident model explores.
+        is_frozen: Whether the policy has begun to learn, so that estimates do not change.
+        measured: Rows that were measured since several processes last agreed, by the context's hash.
     """
 
     def __init__(self, is_frozen: bool = False) -> None:
-        """Start uncalibrated.
+        """Starts without estimates.
 
         Args:
             is_frozen: Whether each choice is measured once, in the first context that offers it.
@@ -56,30 +56,30 @@ class Calibration:
         self.measured: dict[str, Sequence[Row]] = {}
         self.is_frozen = is_frozen
         self._sample: dict[str, Sequence[Row]] = {}
-        # Contexts that have entered the sample, and the number at which the fit is repeated.
-        self._taken = 0
-        self._due = 1
+        # Number of contexts that have entered the sample, and the number at which the next fit is due.
+        self._sampled_count = 0
+        self._next_fit = 1
         # The prior when several processes last agreed.
-        self._agreed: dict[Ids, float] = {}
+        self._agreed_prior: dict[Ids, float] = {}
 
     def empty_copy(self) -> Calibration:
         """An uncalibrated copy, for other base weights."""
         return Calibration(self.is_frozen)
 
-    def apart(self) -> Calibration:
+    def separate_copy(self) -> Calibration:
         """A copy for read-only calls; new choices are measured into the copy."""
-        apart = Calibration(self.is_frozen or bool(self.prior))
-        apart.prior = dict(self.prior)
-        apart.repetition = self.repetition
-        apart.deviation = self.deviation
-        return apart
+        copied = Calibration(self.is_frozen or bool(self.prior))
+        copied.prior = dict(self.prior)
+        copied.repetition = self.repetition
+        copied.deviation = self.deviation
+        return copied
 
     def expected(self, branch: Branch, counts: Sequence[int]) -> list[float]:
-        """Prior and effect of repetition of each target of a branch; a prior that is missing counts as 0.
+        """Prior plus effect of repetition of each target of a branch point; a missing prior is 0.
 
         Args:
-            branch: Where choices part.
-            counts: How many of the replies shown go on with each target.
+            branch: The branch point.
+            counts: Number of replies shown that continue with each target.
         """
         priors = [self.prior.get((*branch.path, token), 0.0) for token in branch.targets]
         if not any(counts):
@@ -87,51 +87,55 @@ class Calibration:
         return [prior + self.repetition.effect(count) for prior, count in zip(priors, counts, strict=True)]
 
     def unmeasured(self, trees: Iterable[TokenTree], learns: bool) -> list[TokenTree]:
-        """The contexts that have to be measured.
+        """The contexts that have to be measured: new in the sample, or with choices that have no prior yet.
 
         Args:
-            trees: Each with a pending prompt.
+            trees: Contexts with a pending prompt.
             learns: Whether the policy has begun to learn.
         """
         self.is_frozen |= learns
         if self.is_frozen:
-            return [tree for tree in trees if not self._is_known(tree)]
-        last = max(self._sample, default="") if len(self._sample) == _CONTEXTS else None
-        names = {tree: _name(tree) for tree in trees}
-        return [
-            tree
-            for tree, name in names.items()
-            if name not in self._sample and (last is None or name < last or not self._is_known(tree))
-        ]
+            return [tree for tree in trees if not self._has_priors(tree)]
+        is_full = len(self._sample) == _CONTEXTS
+        largest = max(self._sample, default="")
+        unmeasured = []
+        for tree in trees:
+            key = _hash(tree)
+            if key in self._sample:
+                continue
+            if not is_full or key < largest or not self._has_priors(tree):
+                unmeasured.append(tree)
+        return unmeasured
 
-    def add(self, found: Mapping[TokenTree, Sequence[Row]]) -> bool:
-        """Add the measurements of new contexts.
+    def add(self, measured: Mapping[TokenTree, Sequence[Row]]) -> bool:
+        """Adds the rows of new contexts.
 
         Returns:
             Whether earlier estimates have changed.
         """
-        rows = {_name(tree): places for tree, places in found.items()}
+        contexts = {_hash(tree): rows for tree, rows in measured.items()}
         if self.is_frozen:
-            self._note(rows)
+            self._add_priors(contexts)
             return False
-        prior = self.prior
-        fitted = self.repetition, self.deviation
-        largest = max((count for places in rows.values() for row in places for _, _, count in row), default=0)
-        self._take(rows)
-        self._note(rows)
-        self._taken += sum(name in self._sample for name in rows)
-        # A small first batch of short episodes holds few later turns, all at its end: they are not to be missed.
-        if self._taken >= self._due or largest > self.repetition.largest:
-            self._due = self._taken + min(self._taken, _CONTEXTS // 2)
+        prior_before = self.prior
+        fitted_before = (self.repetition, self.deviation)
+        largest = max((count for rows in contexts.values() for row in rows for _, _, count in row), default=0)
+        self._add_to_sample(contexts)
+        self._add_priors(contexts)
+        self._sampled_count += sum(key in self._sample for key in contexts)
+        # A small first batch of short episodes holds few later turns, all at its end. They must enter the fit.
+        if self._sampled_count >= self._next_fit or largest > self.repetition.largest:
+            self._next_fit = self._sampled_count + min(self._sampled_count, _CONTEXTS // 2)
             self._fit()
-        prior_changed = any(self.prior[path] != value for path, value in prior.items())
-        return prior_changed or (bool(prior) and (self.repetition, self.deviation) != fitted)
+        if any(self.prior[path] != value for path, value in prior_before.items()):
+            return True
+        return bool(prior_before) and (self.repetition, self.deviation) != fitted_before
 
     def agree(self, measured: Sequence[Sample], learns: bool) -> bool:
-        """Combine what several processes, this one among them, measured since they last agreed.
+        """Combines the rows that all processes measured since they last agreed.
 
         Args:
-            measured: The measurements of each process.
+            measured: The rows of each process, this one's included.
             learns: Whether the policy has begun to learn.
 
         Returns:
@@ -140,27 +144,27 @@ class Calibration:
         self.measured = {}
         self.is_frozen |= learns
         if not self.is_frozen:
-            for of_one in measured:
-                self._take(of_one)
-            # First, since priors are computed with it.
+            for contexts in measured:
+                self._add_to_sample(contexts)
+            # Before the priors, which depend on it.
             self.repetition = Repetition.fit(self._rows)
-        # Without what this process alone made of what it measured since.
-        self.prior = self._agreed | self._means(places for of_one in measured for places in of_one.values())
+        # Replaces the priors that this process has computed alone since then.
+        self.prior = self._agreed_prior | self._means(rows for contexts in measured for rows in contexts.values())
         if not self.is_frozen:
             self._fit()
-        self._agreed = self.prior
+        self._agreed_prior = self.prior
         return any(measured)
 
     def record(self, learns: bool) -> dict[str, Any]:
-        """What to save: the sample of contexts too, while it changes.
+        """The state to save; it includes the sample until the calibration is frozen.
 
         Args:
             learns: Whether the policy has begun to learn.
         """
         self.is_frozen |= learns
-        names = [name for name in self.measured if name in self._sample]
-        late = {name: places for name, places in self.measured.items() if name not in self._sample}
-        sample = None if self.is_frozen else [self._taken, self._due, self._sample, names, late]
+        in_sample = [key for key in self.measured if key in self._sample]
+        outside = {key: rows for key, rows in self.measured.items() if key not in self._sample}
+        sample = None if self.is_frozen else [self._sampled_count, self._next_fit, self._sample, in_sample, outside]
         return {
             "choice_prior": list(self.prior.items()),
             "choice_repetition": astuple(self.repetition),
@@ -170,84 +174,88 @@ class Calibration:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Restore a calibration from `record`."""
+        """Restores a calibration from `record`."""
         sample = record["choice_contexts"]
-        known = cls(is_frozen=sample is None)
-        known.prior = known._agreed = {ids_from(path): number_from(value) for path, value in record["choice_prior"]}
+        restored = cls(is_frozen=sample is None)
+        restored.prior = {ids_from(path): number_from(value) for path, value in record["choice_prior"]}
+        restored._agreed_prior = restored.prior
         first, per_doubling, largest = map(number_from, record["choice_repetition"])
-        known.repetition = Repetition(first, per_doubling, int(largest))
-        known.deviation = number_from(record["choice_deviation"])
+        restored.repetition = Repetition(first, per_doubling, int(largest))
+        restored.deviation = number_from(record["choice_deviation"])
         if sample is not None:
-            known._taken, known._due, rows, names, late = sample
-            known._sample = {name: list(map(_row, places)) for name, places in rows.items()}
-            known.measured = {name: known._sample[name] for name in names}
-            known.measured |= {name: list(map(_row, places)) for name, places in late.items()}
-        return known
+            restored._sampled_count, restored._next_fit, contexts, in_sample, outside = sample
+            restored._sample = {key: list(map(_row_from, rows)) for key, rows in contexts.items()}
+            restored.measured = {key: restored._sample[key] for key in in_sample}
+            restored.measured |= {key: list(map(_row_from, rows)) for key, rows in outside.items()}
+        return restored
 
-    def _take(self, rows: Sample) -> None:
-        """Add contexts to the sample, and drop those with the largest hashes."""
-        sample = {**self._sample, **rows}
-        self._sample = {name: sample[name] for name in sorted(sample)[:_CONTEXTS]}
+    def _add_to_sample(self, contexts: Sample) -> None:
+        """Adds contexts to the sample, and removes those with the largest hashes."""
+        sample = {**self._sample, **contexts}
+        self._sample = {key: sample[key] for key in sorted(sample)[:_CONTEXTS]}
 
-    def _note(self, rows: Sample) -> None:
-        """Add priors of new choices, and note what other processes need."""
-        for name, places in rows.items():
-            # Of a context that is not in the sample only what is offered there for the first time counts.
-            new = places if name in self._sample else self._unknown(places)
-            if new:
-                self.measured[name] = new
-        # What is known stays.
-        self.prior = self._means(rows.values()) | self.prior
+    def _add_priors(self, contexts: Sample) -> None:
+        """Adds priors of new choices, and records rows for the other processes."""
+        for key, rows in contexts.items():
+            # Outside the sample, only choices that are offered for the first time count.
+            new_rows = rows if key in self._sample else self._without_prior(rows)
+            if new_rows:
+                self.measured[key] = new_rows
+        # Earlier priors stay.
+        self.prior = self._means(contexts.values()) | self.prior
 
-    def _is_known(self, tree: TokenTree) -> bool:
+    def _has_priors(self, tree: TokenTree) -> bool:
         branches = tree.decisions[0].branches
         return all((*branch.path, token) in self.prior for branch in branches for token in branch.targets)
 
-    def _unknown(self, places: Sequence[Row]) -> list[Row]:
-        """The targets without a prior, as in a first turn; the rest of their rows is not kept."""
-        rows = (
-            [(path, value, 0) for path, value in self.repetition.removed(row) if path not in self.prior]
-            for row in places
-        )
-        return [row for row in rows if row]
+    def _without_prior(self, rows: Sequence[Row]) -> list[Row]:
+        """The targets without a prior, with values as in a first turn; rows without such targets are left out."""
+        new_rows: list[Row] = []
+        for row in rows:
+            targets = [(path, value, 0) for path, value in self.repetition.removed(row) if path not in self.prior]
+            if targets:
+                new_rows.append(targets)
+        return new_rows
 
     @property
     def _rows(self) -> list[Row]:
         """All rows of the sample."""
-        return [row for places in self._sample.values() for row in places]
+        return [row for rows in self._sample.values() for row in rows]
 
     def _fit(self) -> None:
-        """Fit repetition, prior and deviation to the sample."""
+        """Fits repetition, prior and deviation to the sample."""
         self.repetition = Repetition.fit(self._rows)
         self.prior = self.prior | self._means(self._sample.values())
-        squares = [
-            _square_of_deviation([value - self.prior[path] for path, value in self.repetition.removed(row)])
-            for row in self._rows
-        ]
-        self.deviation = max(1.0, math.sqrt(math.fsum(squares) / max(1, len(squares))))
+        variances = []
+        for row in self._rows:
+            differences = [value - self.prior[path] for path, value in self.repetition.removed(row)]
+            variances.append(_variance(differences))
+        self.deviation = max(1.0, math.sqrt(math.fsum(variances) / max(1, len(variances))))
 
     def _means(self, contexts: Iterable[Sequence[Row]]) -> dict[Ids, float]:
-        """The mean of each path over all rows that contain it, as in a first turn."""
-        found: dict[Ids, list[float]] = {}
-        for path, value in (each for places in contexts for row in places for each in self.repetition.removed(row)):
-            found.setdefault(path, []).append(value)
-        return {path: math.fsum(values) / len(values) for path, values in found.items()}
+        """The mean value of each path over all rows that contain it, as in a first turn."""
+        values_of: dict[Ids, list[float]] = {}
+        for rows in contexts:
+            for row in rows:
+                for path, value in self.repetition.removed(row):
+                    values_of.setdefault(path, []).append(value)
+        return {path: math.fsum(values) / len(values) for path, values in values_of.items()}
 
 
-def _name(tree: TokenTree) -> str:
-    """A context's hash, equally short for long conversations."""
+def _hash(tree: TokenTree) -> str:
+    """A context's hash, of the same length for long conversations."""
     return blake2b(repr(tree.prompt_key).encode(), digest_size=16).hexdigest()
 
 
-def _row(saved: Iterable[Sequence[Any]]) -> Row:
-    """A row from its JSON."""
+def _row_from(saved: Iterable[Sequence[Any]]) -> Row:
+    """A row from JSON."""
     return [(ids_from(path), number_from(value), int(number_from(count))) for path, value, count in saved]
 
 
-def _square_of_deviation(values: Sequence[float]) -> float:
+def _variance(values: Sequence[float]) -> float:
     """Mean squared deviation of values from their mean.
 
-    >>> _square_of_deviation([-1.0, 3.0])
+    >>> _variance([-1.0, 3.0])
     4.0
     """
     mean = math.fsum(values) / len(values)

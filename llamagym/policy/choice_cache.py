@@ -11,13 +11,12 @@ from ..engine.token_tree import TokenTree
 # Log-probabilities (C,) of the choices, and the value.
 ScoredChoices = tuple[Tensor, float]
 
-# A token: its place in a tuple, and the number itself.
+# Approximate memory of the parts of a context: a token id with its slot in a tuple; a choice without its ids; a branch
+# point and each of its targets; tree, decision, tuples and tensor.
 _ID_BYTES = 40
-# A choice: its tuple of ids and the places of that, its log-probability.
 _CHOICE_BYTES = 56
-# A place where choices part, and what goes on there: tokens and their counts.
-_BRANCH_BYTES, _TARGET_BYTES = 260, 16
-# A context: tree, decision, tuples, tensor.
+_BRANCH_BYTES = 260
+_TARGET_BYTES = 16
 _TREE_BYTES = 1000
 
 
@@ -25,50 +24,52 @@ class ChoiceCache:
     """Distributions over choices by context; the oldest entries are evicted to stay within a budget of bytes.
 
     Attributes:
-        size: About how many bytes are held.
+        size: Approximate memory of all entries, in bytes.
     """
 
-    def __init__(self, most: int = 100 * 2**20) -> None:
-        """Hold at most `most` bytes."""
-        self._most, self.size = most, 0
-        self._known: dict[TokenTree, ScoredChoices] = {}
+    def __init__(self, max_bytes: int = 100 * 2**20) -> None:
+        """Creates an empty cache of at most `max_bytes`."""
+        self.size = 0
+        self._max_bytes = max_bytes
+        self._entries: dict[TokenTree, ScoredChoices] = {}
 
     def copy(self) -> ChoiceCache:
-        """A cache that holds the same contexts."""
-        copied = ChoiceCache(self._most)
-        copied._known, copied.size = dict(self._known), self.size
+        """A cache with the same entries."""
+        copied = ChoiceCache(self._max_bytes)
+        copied.size = self.size
+        copied._entries = dict(self._entries)
         return copied
 
     def __len__(self) -> int:
-        """How many contexts are held."""
-        return len(self._known)
+        """Number of cached contexts."""
+        return len(self._entries)
 
     def __contains__(self, tree: TokenTree) -> bool:
-        """Whether a context is held."""
-        return tree in self._known
+        """Whether a context is cached."""
+        return tree in self._entries
 
     def __getitem__(self, tree: TokenTree) -> ScoredChoices:
         """The distribution and the value of a cached context."""
-        return self._known[tree]
+        return self._entries[tree]
 
     def update(self, scored: Mapping[TokenTree, ScoredChoices]) -> None:
-        """Add contexts that are new; one that is larger than the whole budget is not kept."""
+        """Adds new contexts; one that is larger than the whole budget is evicted at once."""
         for tree, choices in scored.items():
-            self._known[tree] = choices
+            self._entries[tree] = choices
             self.size += size_of(tree)
-            while self.size > self._most:
-                oldest = next(iter(self._known))
-                del self._known[oldest]
+            while self.size > self._max_bytes:
+                oldest = next(iter(self._entries))
+                del self._entries[oldest]
                 self.size -= size_of(oldest)
 
     def clear(self) -> None:
-        """Forget all."""
-        self._known.clear()
+        """Removes all entries."""
+        self._entries.clear()
         self.size = 0
 
 
 def size_of(tree: TokenTree) -> int:
-    """About how many bytes a context, its choices and their distribution take."""
+    """Approximate memory of a context, its choices and their distribution, in bytes."""
     choices = [choice for decision in tree.decisions for choice in decision.choices or ()]
     branches = [branch for decision in tree.decisions for branch in decision.branches]
     tokens = tree.context_length + tree.node_count + sum(map(len, choices)) + sum(len(each.path) for each in branches)

@@ -1,8 +1,7 @@
 """The policy over choices: token by token among the tokens that the offered choices allow, relative to the calibration.
 
-At a branch point the next token is drawn among its targets, the tokens that some choice continues with; where only one
-token can follow, nothing is decided. So a choice costs only its branch points, however many are offered, and a long
-choice is not unlikely for its length: tokens that must follow have probability 1.
+At a branch point the next token is drawn among its targets, the tokens that some choice continues with. A token that
+must follow has probability 1, so only branch points are computed, and long choices are not unlikely for their length.
 
 Shapes: B branch points, K targets per branch point (padded), T choices.
 """
@@ -15,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..engine.choice_trie import ChoiceTrie, Ids, branch_points
+from ..engine.choice_trie import ChoiceTrie, Ids
 from .calibration import Calibration
 from .read_plan import ReadPlan
 
@@ -23,31 +22,31 @@ from .read_plan import ReadPlan
 def branch_logprobs(plan: ReadPlan, logits: Tensor, calibration: Calibration | None, temperature: float) -> Tensor:
     """Log-probability of each target of each branch point, float (B, K); -inf for padding.
 
-    softmax((logit - expected) / (temperature * deviation) + log(number of choices that continue so)): logits equal to
-    the expected ones make all choices equally likely. Without calibration softmax(logit / temperature).
+    softmax((logit - expected) / (temperature * deviation) + log(number of choices that continue with the target)), so
+    that expected logits make all choices equally likely. Without calibration softmax(logit / temperature).
 
     Args:
         plan: Branch points and their targets.
         logits: Logits of the targets, up to a constant per branch point, (B, K).
-        calibration: Expected logits and the deviation from them; None for no calibration.
-        temperature: Above 1 flattens the distribution.
+        calibration: Expected logits and the deviation from them; None without calibration.
+        temperature: Temperature; above 1 flattens the distribution.
     """
     if calibration is None:
         return (logits / temperature).masked_fill(plan.log_counts == -torch.inf, -torch.inf).log_softmax(-1)
-    most = logits.shape[1]
-    known = [
-        [*calibration.expected(branch, counts), *[0.0] * (most - len(branch.targets))]
-        for branch, counts in zip(plan.branches, plan.repeat_counts, strict=True)
-    ]
-    shift = torch.tensor(known, device=logits.device).reshape(logits.shape)
-    return ((logits - shift) / (temperature * calibration.deviation) + plan.log_counts).log_softmax(-1)
+    width = logits.shape[1]
+    rows = []
+    for branch, counts in zip(plan.branches, plan.repeat_counts, strict=True):
+        padding = [0.0] * (width - len(branch.targets))
+        rows.append(calibration.expected(branch, counts) + padding)
+    expected = torch.tensor(rows, device=logits.device).reshape(logits.shape)
+    return ((logits - expected) / (temperature * calibration.deviation) + plan.log_counts).log_softmax(-1)
 
 
 def relative(plan: ReadPlan, logits: Tensor) -> Tensor:
-    """Logarithm of each target's probability over the mean of all targets at its branch point, (B, K).
+    """Log of each target's probability relative to the mean of all targets at its branch point, (B, K).
 
-    The number of targets, and how likely an observation makes replies of this kind, cancel. So choices that are first
-    offered later are measured like the first ones. Padding has arbitrary numbers.
+    The number of targets and the total probability of the choices cancel, so that choices that are first offered later
+    have comparable values. Padding has arbitrary values.
 
     Args:
         plan: Branch points and their targets.
@@ -63,7 +62,7 @@ def choice_logprobs(plan: ReadPlan, of_branches: Tensor, chosen: Sequence[tuple[
     Args:
         plan: Branch points and their targets.
         of_branches: Log-probabilities from `branch_logprobs`, (B, K).
-        chosen: Pairs of a decision and the numbers of some of its choices.
+        chosen: Pairs of a decision and indices of some of its choices.
     """
     of_choice, branch, target = plan.branch_points(chosen)
     count = sum(len(numbers) for _, numbers in chosen)
@@ -81,7 +80,7 @@ def offer_logprobs(plan: ReadPlan, of_branches: Tensor) -> list[Tensor]:
 # Lists of choices recur.
 @lru_cache(maxsize=256)
 def _ways(choices: tuple[Ids, ...]) -> tuple[list[list[int]], Tensor]:
-    """For each choice the branch points on its way; and every (choice, branch point, target), int64 (T, 3)."""
+    """The branch points on the way to each choice, and all (choice, branch point, target), int64 (T, 3)."""
     ways = branch_points(ChoiceTrie.of(choices).branches, choices)
     flat = [(number, *turning) for number, way in enumerate(ways) for turning in way]
     return [[branch for branch, _ in way] for way in ways], torch.tensor(flat, dtype=torch.long).reshape(-1, 3)
@@ -90,13 +89,13 @@ def _ways(choices: tuple[Ids, ...]) -> tuple[list[list[int]], Tensor]:
 def logprobs_on_the_way(choices: tuple[Ids, ...], logprobs: Sequence[float], taken: int) -> Tensor:
     """Log-probabilities at the branch points on the way to a choice, from those of all choices.
 
-    A target's probability is that of all choices that continue with it, over that of all choices that pass its branch
-    point.
+    A target's probability is that of all choices that continue with it, divided by that of all choices that pass the
+    branch point.
 
     Args:
         choices: The offered choices, C.
         logprobs: Log-probability of each choice, (C,).
-        taken: Number of the choice that was taken.
+        taken: Index of the choice that was taken.
 
     Returns:
         Float32 (M, K), M branch points in order; -inf for padding.

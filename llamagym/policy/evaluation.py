@@ -1,22 +1,149 @@
-"""Log-probabilities, entropies and values of recorded turns, from a forward pass over their token trees.
+"""From segments to log-probabilities, entropies and values: token trees, their chunks, and a forward pass over them.
 
-Shapes: N turns, L decisions a turn (tokens of free text; 1 for a choice), M branch points on the way to a choice, K
+Shapes: N turns, L decisions per turn (tokens of free text; 1 for a choice), M branch points on the way to a choice, K
 targets per branch point; both are padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.token_tree import TokenTree
+from ..errors import ContextLengthError
 from ..models.lora import latest_inputs
 from ..text.episode import Segment
 from .choices import choice_logprobs
 from .score import Reading
+
+
+def numbered(contexts: Sequence[Segment]) -> list[Segment]:
+    """Contexts with pending prompts as the rows of one batch, for `TreeCache`."""
+    return [Segment(context.turns, context.pending, row, context.rank) for row, context in enumerate(contexts)]
+
+
+class TreeCache:
+    """Token trees of a batch's segments, found by the segments' rows.
+
+    An update needs each segment's tree twice an epoch. With few distinct observations, building the trees each time
+    would take longer than the matrix products.
+    """
+
+    def __init__(self) -> None:
+        """Starts inactive: every tree is built when it is needed."""
+        # Segments and their trees by the segment's first row in the batch; None outside of `cached`.
+        self._by_row: dict[int, tuple[Segment, TokenTree]] | None = None
+        self._distinct: dict[TokenTree, TokenTree] = {}
+
+    @contextmanager
+    def cached(self) -> Iterator[None]:
+        """While open, trees of a batch's segments are kept and reused; equal trees are one object."""
+        self._by_row = {}
+        try:
+            yield
+        finally:
+            self._by_row = None
+            self._distinct.clear()
+
+    def of(self, segments: Sequence[Segment]) -> list[TokenTree]:
+        """The segments' token trees."""
+        if self._by_row is None:
+            return [TokenTree.from_segment(segment) for segment in segments]
+        trees = []
+        for segment in segments:
+            # Segments outside of the batch have rows, too.
+            entry = self._by_row.get(segment.first_row)
+            if entry is None or entry[0] is not segment:
+                tree = TokenTree.from_segment(segment)
+                entry = (segment, self._distinct.setdefault(tree, tree))
+                self._by_row[segment.first_row] = entry
+            trees.append(entry[1])
+        return trees
+
+
+def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], max_size: int, equal_once: bool) -> Iterator[list[int]]:
+    """Splits rows into chunks of one prefix whose padded size is at most `max_size`, or of a single row.
+
+    Args:
+        trees: Contexts with their decisions.
+        sizes: Size of each row, in tokens.
+        max_size: Maximum of a chunk's largest size times its number of rows.
+        equal_once: Whether equal trees go together and count once, as in a forward pass. Otherwise every row counts, as
+            in decoding, and all generation prompts of a chunk have one length.
+    """
+
+    def compatibility(row: int) -> tuple[object, ...]:
+        return trees[row].prefix, 0 if equal_once else trees[row].node_count
+
+    def order(row: int) -> tuple[object, ...]:
+        return *compatibility(row), sizes[row], trees[row].history
+
+    chunk: list[int] = []
+    distinct = 0
+    for row in sorted(range(len(trees)), key=order):
+        is_distinct = not (chunk and equal_once and trees[row] == trees[chunk[-1]])
+        # Rows come by size, so this one's is the largest.
+        is_full = is_distinct and (distinct + 1) * sizes[row] > max_size
+        if chunk and (is_full or compatibility(row) != compatibility(chunk[-1])):
+            yield chunk
+            chunk = []
+            distinct = 0
+        chunk.append(row)
+        distinct += is_distinct
+    if chunk:
+        yield chunk
+
+
+def check_context_lengths(trees: Sequence[TokenTree], max_length: int, reply_tokens: int = 0) -> list[int]:
+    """Rejects contexts that exceed the model's maximum length.
+
+    Args:
+        trees: Contexts with a single decision.
+        max_length: Maximum tokens of a context.
+        reply_tokens: Tokens to reserve for a reply in free text.
+
+    Returns:
+        Tokens of each context, including the reserved ones or the longest choice.
+
+    Raises:
+        ContextLengthError: A context is too long.
+    """
+    lengths = [tree.context_length + tree.decisions[0].depth + reply_tokens for tree in trees]
+    for length in lengths:
+        if length > max_length:
+            raise ContextLengthError(
+                f"A conversation of {length} tokens, of which {reply_tokens} are kept for the reply, does not fit the "
+                f"model's {max_length}. Pass context='turn', shorten observations, or end episodes sooner."
+            )
+    return lengths
+
+
+def divided(segments: Sequence[Segment], count: int) -> list[list[Segment]]:
+    """Divides segments among processes, equal ones together, so that each has about as many tokens.
+
+    Args:
+        segments: Segments with turns, in the same order on all processes; process `segment.rank` has cached the
+            history.
+        count: Number of processes.
+    """
+    equal: dict[TokenTree, list[Segment]] = {}
+    for segment in segments:
+        equal.setdefault(TokenTree.from_segment(segment), []).append(segment)
+    shares: list[list[Segment]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for tree in sorted(equal, key=lambda tree: -tree.node_count):
+        costs = [len(tree.history) + tree.node_count] * count
+        for segment in equal[tree]:
+            if segment.rank < count:
+                costs[segment.rank] = tree.node_count
+        least_loaded = min(range(count), key=lambda rank: loads[rank] + costs[rank])
+        shares[least_loaded] += equal[tree]
+        loads[least_loaded] += costs[least_loaded]
+    return shares
 
 
 @dataclass(frozen=True)
@@ -29,8 +156,8 @@ class Evaluation:
         mask: True at decisions, bool (N, L): tokens of free text, and choices among several.
         values: The critic's estimates, float32 (N,).
         features: The critic's features, float (N, H), detached.
-        branches: Log-probabilities at the branch points on the way to the choice that was taken, float32 (N, M, K),
-            detached; -inf for padding.
+        branches: Log-probabilities at the branch points on the way to the reply, float32 (N, M, K), detached; -inf for
+            padding and free text.
     """
 
     logprobs: Tensor
@@ -60,8 +187,9 @@ def evaluate_turns(
             first_decision[tree] = count
             count += len(tree.decisions)
     reading = read(list(first_decision))
+    plan = reading.plan
     device = reading.values.device
-    plan, turns = reading.plan, [turn for segment in segments for turn in segment.turns]
+    turns = [turn for segment in segments for turn in segment.turns]
     width = max(len(turn.reply.logprobs) for turn in turns)
     logprobs = torch.zeros(count, width, device=device)
     entropy = torch.zeros_like(logprobs)
@@ -72,64 +200,65 @@ def evaluate_turns(
     # A choice is one decision. The sum of entropies on its way is an unbiased estimate of the entropy over choices.
     entropy = entropy.index_put((plan.branch_turns, first), reading.branch_entropy, accumulate=True)
     decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
-    of_turn = torch.tensor(decisions, device=device)
-    logprobs, entropy = logprobs[of_turn], entropy[of_turn]
-    chosen = [
-        (row, (decisions[row], index))
-        for row, turn in enumerate(turns)
-        if (index := turn.reply.choice_index) is not None
-    ]
-    # The same choice in the same context is the same decision.
-    place = {each: number for number, each in enumerate(dict.fromkeys(each for _, each in chosen))}
-    of_choice = choice_logprobs(plan, reading.branch_logprobs, [(turn, [index]) for turn, index in place])
-    found = torch.tensor([(row, place[each]) for row, each in chosen], dtype=torch.long, device=device).reshape(-1, 2)
-    logprobs = logprobs.index_put((found[:, 0], first), of_choice[found[:, 1]])
+    decision_of_turn = torch.tensor(decisions, device=device)
+    logprobs = logprobs[decision_of_turn]
+    entropy = entropy[decision_of_turn]
+    # Equal choices in equal contexts are computed once: by decision and index, their place in the result.
+    places: dict[tuple[int, int], int] = {}
+    chosen: list[tuple[int, int]] = []
+    for row, turn in enumerate(turns):
+        if turn.reply.choice_index is not None:
+            place = places.setdefault((decisions[row], turn.reply.choice_index), len(places))
+            chosen.append((row, place))
+    of_choice = choice_logprobs(plan, reading.branch_logprobs, [(turn, [index]) for turn, index in places])
+    rows, places_of_rows = torch.tensor(chosen, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
+    logprobs = logprobs.index_put((rows, first), of_choice[places_of_rows])
     lengths = torch.tensor([turn.decision_count for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)
-    branches = _branches_by_decision(reading, count)[of_turn]
-    return Evaluation(logprobs, entropy, mask, reading.values[of_turn], reading.features[of_turn], branches)
+    branches = _branches_by_decision(reading, count)[decision_of_turn]
+    values = reading.values[decision_of_turn]
+    return Evaluation(logprobs, entropy, mask, values, reading.features[decision_of_turn], branches)
 
 
 def _branches_by_decision(reading: Reading, count: int) -> Tensor:
     """Log-probabilities at branch points (B, K), grouped by the `count` decisions: (count, M, K)."""
-    plan, logprobs = reading.plan, reading.branch_logprobs.detach()
-    position = [number - plan.first_branches[turn] for number, turn in enumerate(plan.branch_turns.tolist())]
-    most = max(position, default=-1) + 1
-    empty = logprobs.new_full((count, most, logprobs.shape[1]), -torch.inf)
-    return empty.index_put(
-        (plan.branch_turns, torch.tensor(position, dtype=torch.long, device=logprobs.device)), logprobs
-    )
+    plan = reading.plan
+    logprobs = reading.branch_logprobs.detach()
+    positions = [number - plan.first_branches[turn] for number, turn in enumerate(plan.branch_turns.tolist())]
+    empty = logprobs.new_full((count, max(positions, default=-1) + 1, logprobs.shape[1]), -torch.inf)
+    position = torch.tensor(positions, dtype=torch.long, device=logprobs.device)
+    return empty.index_put((plan.branch_turns, position), logprobs)
 
 
 def read_inputs(
-    chunks: Iterable[Sequence[TokenTree]],
+    tree_chunks: Iterable[Sequence[TokenTree]],
     layers: Sequence[nn.Linear],
     features_of: Callable[[Sequence[TokenTree]], Tensor],
 ) -> tuple[Tensor, dict[nn.Linear, Tensor], Tensor]:
     """Records the critic's features and the inputs of some layers.
 
     Args:
-        chunks: Token trees of one forward pass each.
+        tree_chunks: Token trees of each forward pass.
         layers: Layers whose inputs are recorded.
         features_of: Runs the model on token trees; returns the critic's features.
 
     Returns:
         Features (N, H); the inputs of each layer at all nodes, (M, H); and a number for each node, int64 (M,), equal
-        where the same words of a reply were read. Layers that do not run once per row of a batch are left out:
-        experts, the output layer, and layers whose weights another module uses.
+        for nodes with the same tokens of a reply. Layers that do not run once per row of a batch are left out: experts,
+        the output layer, and layers whose weights another module uses.
     """
     features: list[Tensor] = []
     inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
-    words: dict[tuple[int, ...], int] = {}
+    numbers: dict[tuple[int, ...], int] = {}
     groups: list[int] = []
     with latest_inputs(list(layers)) as latest:
-        for trees in chunks:
+        for trees in tree_chunks:
             features.append(features_of(trees))
-            groups += [words.setdefault(path, len(words)) for tree in trees for path in tree.paths()]
+            groups += [numbers.setdefault(path, len(numbers)) for tree in trees for path in tree.paths()]
             for layer in list(inputs):
                 received = latest.get(layer)
                 if received is None or received.ndim != 3 or len(received) != len(trees):
                     del inputs[layer]
                     continue
                 inputs[layer] += [row[: tree.node_count] for row, tree in zip(received, trees, strict=True)]
-    return torch.cat(features), {layer: torch.cat(of_layer) for layer, of_layer in inputs.items()}, torch.tensor(groups)
+    return torch.cat(features), {layer: torch.cat(rows) for layer, rows in inputs.items()}, torch.tensor(groups)

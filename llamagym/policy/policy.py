@@ -37,20 +37,19 @@ from ..text.episode import Reply, Segment
 from .calibration import Calibration
 from .choice_cache import ChoiceCache, ScoredChoices
 from .choices import offer_logprobs
-from .chunks import check_room, chunks
-from .evaluation import Evaluation, evaluate_turns, read_inputs
+from .evaluation import Evaluation, TreeCache, check_context_lengths, chunks, evaluate_turns, read_inputs
+from .repetition import Row
 from .sampling import draw_choices, require_finite, write_text
 from .score import Reading, read, read_reference
-from .trees import Trees
 
 logger = logging.getLogger(__name__)
 
 # Largest number of contexts that the adapter and the value head are initialized from.
-_INIT_CONTEXTS = 512
+_MAX_INIT_CONTEXTS = 512
 # Bytes of keys and values of replies that are decoded together; each reserves memory for the longest reply.
 _DECODE_BYTES = 2**30
-# Attributes that belong to one model, so that a copy creates its own.
-_DERIVED = ("_backbone", "_state", "trees", "_workspaces", "_aside")
+# Attributes that belong to one model; a copy creates its own.
+_NOT_COPIED = ("_backbone", "_state", "trees", "_workspaces", "_eval_workspace")
 NOT_PICKLED = (
     "An agent is neither pickled nor copied by copy.copy(): its model, caches and compiled layers belong together. "
     "Use copy.deepcopy(agent) for another agent in this process, and agent.save(folder) with load(folder), or "
@@ -98,7 +97,7 @@ class Workspace:
 
     def copy(self) -> Workspace:
         """An independent copy."""
-        calibration = self.calibration and self.calibration.apart()
+        calibration = self.calibration and self.calibration.separate_copy()
         return Workspace(calibration, dict(self.offered), self.choices.copy(), self.prefix_cache.copy())
 
 
@@ -107,14 +106,13 @@ class Policy:
 
     Attributes:
         generation: Options of sampling.
-        calibrates: Whether choices are calibrated (not after a warm start).
+        calibrates: Whether choices are calibrated, until a warm start.
         aims_lora: Whether a fresh adapter is initialized to what differs between observations (see `lora`).
-        num_updates: Number of updates. An update is all that is learned from one batch: the learner's optimizer steps
-            and, with replay, the replay's. A warm start is not an update.
+        num_updates: Number of batches that were trained on; a warm start does not count.
         rng: Random numbers of sampling.
         reference: The reference's values of the trainable weights, by name; empty if the reference is the model without
             its adapter, which was fresh. None until `fix_reference`; the model without its adapter serves until then.
-        trees: Lays segments out as token trees.
+        trees: Builds the token trees of segments.
     """
 
     def __init__(
@@ -142,35 +140,38 @@ class Policy:
         self.model = model.eval()
         self.generation = generation
         self.calibrates = calibrate_choices
-        self._eos_ids, self._closing_id = frozenset(eos_ids), closing_id
-        self.aims_lora, self.num_updates = aim_lora, 0
+        self.aims_lora = aim_lora
+        self.num_updates = 0
+        self.trees = TreeCache()
+        self._eos_ids = frozenset(eos_ids)
+        self._closing_id = closing_id
         self._backbone = Backbone(model)
         self.reference: dict[str, Tensor] | None = None
-        self._state, self.trees = WeightsState(model), Trees()
+        self._state = WeightsState(model)
         calibration = Calibration() if calibrate_choices else None
-        # Learning's first; the last is in use.
+        # The first is for learning; the last is in use.
         self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self._backbone.prefix_cache)]
-        # Of acting that is not learned from; None until there is some.
-        self._aside: Workspace | None = None
+        # For acting that is not learned from; None until it is needed.
+        self._eval_workspace: Workspace | None = None
         self.rng = torch.Generator()
         self.seed(seed)
 
     @with_model_lock
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
         """A policy with its own copy of the model and the same distribution."""
-        # Otherwise a change of weights that was not noticed here would never be noticed in the copy.
+        # The copy could not notice earlier changes of the weights.
         self._notice_changes()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
-            if name not in _DERIVED:
+            if name not in _NOT_COPIED:
                 setattr(copied, name, deepcopy(value, memo))
         mask_frozen_gradients_(copied.model.pretrained_model)
         copied._backbone = Backbone(copied.model)
         copied._backbone.tokens_forwarded = self._backbone.tokens_forwarded
         copied._state = WeightsState(copied.model)
         copied._state.number = self._state.number
-        copied.trees = Trees()
+        copied.trees = TreeCache()
         learning = self._workspaces[0]
         copied._workspaces = [
             Workspace(
@@ -181,7 +182,7 @@ class Policy:
                 learning.recalibrations,
             )
         ]
-        copied._aside = None
+        copied._eval_workspace = None
         return copied
 
     def __reduce__(self) -> NoReturn:
@@ -225,19 +226,19 @@ class Policy:
     def measuring(self) -> AbstractContextManager[None]:
         """While open, calls are read-only: calibration and caches return to their state before."""
         self._notice_changes()
-        return self._working_in(self._workspaces[-1].copy())
+        return self._using(self._workspaces[-1].copy())
 
     def acting(self, learning: bool) -> AbstractContextManager[None]:
-        """While open, calls calibrate and sample; without `learning`, on a workspace apart from that of learning."""
+        """While open, calls calibrate and sample; without `learning`, in a separate workspace."""
         if learning or self.is_measuring:
             return nullcontext()
         self._notice_changes()
-        if self._aside is None:
-            self._aside = self._workspaces[0].copy()
-        return self._working_in(self._aside)
+        if self._eval_workspace is None:
+            self._eval_workspace = self._workspaces[0].copy()
+        return self._using(self._eval_workspace)
 
     @contextmanager
-    def _working_in(self, workspace: Workspace) -> Iterator[None]:
+    def _using(self, workspace: Workspace) -> Iterator[None]:
         self._workspaces.append(workspace)
         self._backbone.prefix_cache = workspace.prefix_cache
         try:
@@ -253,7 +254,7 @@ class Policy:
         return self._version
 
     def weights_changed(self) -> None:
-        """Drops all caches: the weights were edited in a way that cannot be noticed."""
+        """Drops all caches, after a change of the weights that cannot be detected."""
         self._invalidate(Change.FROZEN)
 
     def drop_caches(self, version: int | None = None, packed: bool = False) -> None:
@@ -261,8 +262,8 @@ class Policy:
 
         Args:
             version: New number of the weights' state; None keeps it.
-            packed: Whether packed copies of weights are dropped too. Unlike activations, which are rounded differently
-                in other batches, they are the same when they are computed again.
+            packed: Whether packed copies of weights are dropped, too. Computed again they are the same, while
+                activations are rounded differently in other batches.
         """
         self._notice_changes()
         workspace = self._workspaces[-1]
@@ -271,27 +272,27 @@ class Policy:
         if packed:
             self._backbone.transformer.drop_packed_weights()
         if not self.is_measuring:
-            self._aside = None
+            self._eval_workspace = None
         if version is not None:
             self._state.number = version - workspace.recalibrations
 
     def temporary_copies(self) -> AbstractContextManager[None]:
-        """While open, packed copies of weights may be dropped and repacked; closed, they are those from before."""
+        """While open, packed copies of weights may change; afterwards the earlier ones are restored."""
         return self._backbone.transformer.temporary_packing()
 
     def calibration_changed(self) -> None:
-        """Drops distributions over choices after a new calibration: earlier replies are from another policy."""
+        """Drops distributions over choices after a new calibration; earlier replies are off-policy."""
         workspace = self._workspaces[-1]
         workspace.choices.clear()
         workspace.recalibrations += 1
-        self._choices_measured()
+        self._update_eval_workspace()
 
-    def _choices_measured(self) -> None:
-        """Gives acting that is not learned from the current calibration."""
-        if self._aside is not None and not self.is_measuring:
-            self._aside.calibration = self.calibration and self.calibration.apart()
-            self._aside.choices.clear()
-            self._aside.recalibrations += 1
+    def _update_eval_workspace(self) -> None:
+        """Copies the calibration to the workspace of acting that is not learned from."""
+        if self._eval_workspace is not None and not self.is_measuring:
+            self._eval_workspace.calibration = self.calibration and self.calibration.separate_copy()
+            self._eval_workspace.choices.clear()
+            self._eval_workspace.recalibrations += 1
 
     @property
     def _version(self) -> int:
@@ -318,11 +319,11 @@ class Policy:
         self.rng.manual_seed(self.rng.seed() if seed is None else int(seed))
 
     def fix_reference(self) -> None:
-        """Makes the current policy the reference, unless there is one.
+        """Makes the current policy the reference, unless one is set.
 
-        With a fresh adapter that is the model without it, which needs no copy.
+        With a fresh adapter it is the model without adapter, which needs no copy.
         """
-        weights = self._weights_that_learn()
+        weights = self._trainable_weights()
         if self.reference is None:
             is_base = is_fresh(self.model.pretrained_model) and all(map(is_lora_weight, weights))
             self.reference = {} if is_base else {name: weight.detach().clone() for name, weight in weights.items()}
@@ -331,15 +332,15 @@ class Policy:
             self.reference = None
             self.fix_reference()
 
-    def _weights_that_learn(self) -> dict[str, Tensor]:
-        """The language model's trainable weights by name."""
+    def _trainable_weights(self) -> dict[str, Tensor]:
+        """The language model's trainable weights, by name."""
         named = self.model.pretrained_model.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
     @with_model_lock
     @torch.no_grad()
     def calibrate(self, contexts: Sequence[Segment]) -> None:
-        """Calibrates choices that are new, on these contexts. Call it before `sample`.
+        """Calibrates new choices on these contexts. Call it before `sample`.
 
         Args:
             contexts: Segments with a pending prompt, with or without choices.
@@ -348,15 +349,20 @@ class Policy:
         trees = [tree for tree in self.trees.of(contexts) if tree.decisions[0].choices is not None]
         self.offered.update(dict.fromkeys(choice for tree in trees for choice in tree.decisions[0].choices or ()))
         calibration = self.calibration
-        if not calibration or not (fresh := calibration.unmeasured(dict.fromkeys(trees), self.num_updates > 0)):
+        if not calibration:
             return
-        with self._reader("base") as backbone:
-            parts = [[fresh[row] for row in rows] for rows in self._chunks(fresh)]
-            found = dict(each for part in parts for each in read_reference(backbone, part, self._closing_id).items())
-        if calibration.add(found):
+        unmeasured = calibration.unmeasured(dict.fromkeys(trees), self.num_updates > 0)
+        if not unmeasured:
+            return
+        measured: dict[TokenTree, list[Row]] = {}
+        with self._backbone_with("base") as backbone:
+            for rows in self._chunks(unmeasured):
+                chunk = [unmeasured[row] for row in rows]
+                measured |= read_reference(backbone, chunk, self._closing_id)
+        if calibration.add(measured):
             self.calibration_changed()
         else:
-            self._choices_measured()
+            self._update_eval_workspace()
 
     @with_model_lock
     @torch.no_grad()
@@ -365,7 +371,7 @@ class Policy:
 
         Args:
             contexts: Segments with a pending prompt, of any lengths, calibrated before (see `calibrate`).
-            learning: Whether replies will be trained on, and so come from the full distribution.
+            learning: Whether replies will be trained on, and so are sampled from the full distribution.
             greedy: Whether to take the most likely choice or token.
         """
         greedy = greedy or not self.generation.do_sample
@@ -375,23 +381,25 @@ class Policy:
             config = replace(config, top_p=1.0, top_k=0)
         trees = self.trees.of(contexts)
         replies = dict[int, Reply]()
-        texts = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
-        choosing = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
-        lengths = check_room([trees[row] for row in texts], self.max_length, self.generation.max_new_tokens)
-        check_room([trees[row] for row in choosing], self.max_length)
-        offers = self._score_choices([trees[row] for row in choosing])
+        text_rows = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is None]
+        choice_rows = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
+        text_trees = [trees[row] for row in text_rows]
+        choice_trees = [trees[row] for row in choice_rows]
+        lengths = check_context_lengths(text_trees, self.max_length, self.generation.max_new_tokens)
+        check_context_lengths(choice_trees, self.max_length)
+        offers = self._score_choices(choice_trees)
         # `_score_choices` has noticed changes of the weights.
         version = self._version
         room = _DECODE_BYTES // self._backbone.transformer.token_bytes
-        for rows in chunks([trees[row] for row in texts], lengths, room, equal_once=False):
-            chunk = [trees[texts[row]] for row in rows]
+        for rows in chunks(text_trees, lengths, room, equal_once=False):
+            chunk = [text_trees[row] for row in rows]
             with self._backbone.transformer.ready():
-                features, texts_written = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
+                features, texts = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
-            for row, value, text in zip(rows, values, texts_written, strict=True):
-                replies[texts[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
+            for row, value, text in zip(rows, values, texts, strict=True):
+                replies[text_rows[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
         drawn = draw_choices([offer for offer, _ in offers], greedy, self.rng)
-        for row, (offer, value), index in zip(choosing, offers, drawn, strict=True):
+        for row, (offer, value), index in zip(choice_rows, offers, drawn, strict=True):
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             logprobs = tuple(offer.tolist())
             replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
@@ -401,10 +409,8 @@ class Policy:
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
         """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
 
-        Equal segments (the same observation and reply) are computed once; gradients add up.
-
         Args:
-            segments: Segments without a pending prompt.
+            segments: Segments without a pending prompt; equal ones are computed once.
             reference: Whether to evaluate the reference instead, without gradients.
         """
         self._notice_changes()
@@ -416,7 +422,7 @@ class Policy:
     def choice_logprobs(self, contexts: Sequence[Segment]) -> list[Tensor]:
         """Log-probabilities of all choices of each pending prompt, calibrated before; float32 (C,) each."""
         trees = self.trees.of(contexts)
-        check_room(trees, self.max_length)
+        check_context_lengths(trees, self.max_length)
         return [offer for offer, _ in self._score_choices(trees)]
 
     @with_model_lock
@@ -425,7 +431,7 @@ class Policy:
         """The critic's values and features at each pending prompt; `contexts` may be empty."""
         self._notice_changes()
         trees = self.trees.of(contexts)
-        check_room(trees, self.max_length)
+        check_context_lengths(trees, self.max_length)
         distinct = list(dict.fromkeys(trees))
         values: dict[TokenTree, Tensor] = {}
         features: dict[TokenTree, Tensor] = {}
@@ -458,7 +464,7 @@ class Policy:
             critic: Whether to standardize the value head's features.
         """
         self._notice_changes()
-        trees = list({tree.prompt_key: tree for tree in self.trees.of(segments)}.values())[:_INIT_CONTEXTS]
+        trees = list({tree.prompt_key: tree for tree in self.trees.of(segments)}.values())[:_MAX_INIT_CONTEXTS]
         if sum(len(tree.decisions) for tree in trees) < 2:
             # A single context has no differences; a later batch may hold more.
             return
@@ -479,14 +485,15 @@ class Policy:
         """Default tokens of one forward or backward pass, by model and device."""
         return self._backbone.transformer.pass_tokens
 
-    def chunks(self, segments: Sequence[Segment], nodes: int | None = None) -> Iterator[list[Segment]]:
-        """Splits segments into chunks of similar length, of at most `nodes` tokens or a single segment."""
-        for rows in self._chunks(self.trees.of(segments), nodes):
+    def chunks(self, segments: Sequence[Segment], max_tokens: int | None = None) -> Iterator[list[Segment]]:
+        """Splits segments into chunks of similar length, of at most `max_tokens` or a single segment."""
+        for rows in self._chunks(self.trees.of(segments), max_tokens):
             yield [segments[row] for row in rows]
 
-    def _chunks(self, trees: Sequence[TokenTree], most: int | None = None) -> Iterator[list[int]]:
-        """Rows in chunks for one forward pass each, of at most `most` tokens or a single row."""
-        return chunks(trees, [self._backbone.cost(tree) for tree in trees], most or self.pass_tokens, equal_once=True)
+    def _chunks(self, trees: Sequence[TokenTree], max_tokens: int | None = None) -> Iterator[list[int]]:
+        """Rows in chunks for one forward pass each, of at most `max_tokens` or a single row."""
+        sizes = [self._backbone.cost(tree) for tree in trees]
+        return chunks(trees, sizes, max_tokens or self.pass_tokens, equal_once=True)
 
     def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
         """Log-probabilities of choices, float32 (C,), and the value, of each context; cached until weights change."""
@@ -505,19 +512,23 @@ class Policy:
 
     def _notice_changes(self) -> None:
         """Drops caches that were computed with other weights."""
-        if change := self._state.change():
+        change = self._state.change()
+        if change:
             self._invalidate(change)
 
     def _invalidate(self, change: Change) -> None:
         """Drops what depends on the changed weights."""
-        unused = [] if self._aside is None or self._aside in self._workspaces else [self._aside]
-        # The one in use last, as the backbone's stays.
+        unused = (
+            [] if self._eval_workspace is None or self._eval_workspace in self._workspaces else [self._eval_workspace]
+        )
+        # The workspace in use comes last, so that the backbone keeps its activations.
         workspaces = [*unused, *self._workspaces]
         if change is Change.FROZEN:
             self._backbone.transformer.drop_packed_weights()
         elif change is Change.PARTS:
-            forwarded, self._backbone = self._backbone.tokens_forwarded, Backbone(self.model)
-            self._backbone.tokens_forwarded += forwarded
+            tokens_forwarded = self._backbone.tokens_forwarded
+            self._backbone = Backbone(self.model)
+            self._backbone.tokens_forwarded += tokens_forwarded
             for workspace in workspaces:
                 workspace.prefix_cache = self._backbone.prefix_cache.copy()
         for workspace in workspaces:
@@ -527,7 +538,7 @@ class Policy:
                 workspace.prefix_cache.remove_outdated()
             else:
                 workspace.prefix_cache.clear()
-                # The base is another one.
+                # The base weights have changed.
                 workspace.calibration = workspace.calibration and workspace.calibration.empty_copy()
         self._state.accept(change)
 
@@ -547,7 +558,7 @@ class Policy:
     def _with_reference_weights(self) -> Iterator[None]:
         """While open, the trainable weights have the reference's values."""
         assert self.reference is not None
-        weights = self._weights_that_learn()
+        weights = self._trainable_weights()
         own = {name: weights[name].data for name in self.reference}
         for name, reference in self.reference.items():
             weights[name].data = reference.to(weights[name])
@@ -562,7 +573,7 @@ class Policy:
         return bool(self.reference) and (of == "reference" or (of == "base" and not self.model.is_peft_model))
 
     @contextmanager
-    def _reader(self, of: Weights = "policy") -> Iterator[Backbone]:
+    def _backbone_with(self, of: Weights = "policy") -> Iterator[Backbone]:
         """Yields the backbone with these weights; the caller has called `_notice_changes`."""
         weights: AbstractContextManager[None] = nullcontext()
         if self._takes_reference_weights(of):
@@ -574,10 +585,17 @@ class Policy:
 
     def _read(self, trees: Sequence[TokenTree], of: Weights = "policy") -> Reading:
         """Runs the model on token trees."""
-        how = self.calibration, self.generation.temperature, self._closing_id
-        adapted = of == "policy" or self._takes_reference_weights(of)
-        with self._reader(of) as backbone:
-            return read(backbone, self.model.v_head, trees, *how, adapted=adapted, cached=of == "policy")
+        with self._backbone_with(of) as backbone:
+            return read(
+                backbone,
+                self.model.v_head,
+                trees,
+                self.calibration,
+                self.generation.temperature,
+                self._closing_id,
+                adapted=of == "policy" or self._takes_reference_weights(of),
+                cached=of == "policy",
+            )
 
 
 def _shapes(weights: dict[str, Tensor]) -> dict[str, torch.Size]:

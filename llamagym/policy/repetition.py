@@ -1,7 +1,7 @@
 """The effect of earlier replies in a conversation on the probability of repeating them.
 
-A small model repeats itself: in Blackjack "hit" is 4 nats more likely for a 135M model after one "hit" and 3 more after
-another, while the hand that it reads moves it by 0.5.
+Small models repeat themselves: for a 135M model in Blackjack, one earlier "hit" makes "hit" 4 nats more likely, while
+the player's hand changes it by 0.5.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing_extensions import Self
 from ..engine.choice_trie import Ids
 
 Row = Sequence[tuple[Ids, float, int]]
-"""A branch point: of each target its path, its relative log-probability (see `choices.relative`), and how many of the
-replies shown continue with it."""
+"""A branch point in a context: for each target its path, its relative log-probability (see `choices.relative`), and the
+number of replies shown that continue with it."""
 
-# Ridge strength: shrinks the effect where few contexts show any. About the variance of single contexts (0.5) over that
-# of the effect (5), in squared nats.
+# Ridge strength, which shrinks the effect if few contexts show it: about the variance of single contexts (0.5) divided
+# by that of the effect (5), in squared nats.
 _RIDGE = 0.1
-# Passes over rows and paths until both have mean 0. Where all contexts offer the same one is enough.
+# Passes over rows and paths until both have mean 0. One suffices if all contexts offer the same choices.
 _CENTERINGS = 20
 
 
@@ -33,8 +33,8 @@ class Repetition:
 
     Attributes:
         first: Effect of one earlier reply that continued with this token.
-        per_doubling: Further effect of each doubling of the number of such replies.
-        largest: The largest number measured; larger ones count as this one.
+        per_doubling: Additional effect of each doubling of the number of such replies.
+        largest: The largest number measured; larger ones have the same effect.
     """
 
     first: float = 0.0
@@ -42,7 +42,7 @@ class Repetition:
     largest: int = 0
 
     def effect(self, count: int) -> float:
-        """The effect of so many earlier replies that continued with a token.
+        """The effect of `count` earlier replies that continued with a token.
 
         >>> Repetition(4.0, 3.0, largest=2).effect(0), Repetition(4.0, 3.0, largest=2).effect(9)
         (0.0, 7.0)
@@ -67,7 +67,7 @@ class Repetition:
         Sums are exact or sequential: ranks on different processors get the same result.
 
         Args:
-            rows: Of many contexts. Those with numbers that are not finite are left out.
+            rows: Rows of many contexts. Those with values that are not finite are left out.
 
         >>> Repetition.fit([[((1,), 0.5, 0), ((2,), -0.5, 0)]])
         Repetition(first=0.0, per_doubling=0.0, largest=0)
@@ -83,24 +83,24 @@ class Repetition:
         relative = _centered([value for row in finite for _, value, _ in row], row_of, path_of)
         repeated = _centered([float(count > 0) for count in counts], row_of, path_of)
         doublings = _centered([math.log2(max(count, 1)) for count in counts], row_of, path_of)
-        # The normal equations of two regressors, in closed form.
-        of_repeated = _dot(repeated, repeated) + _RIDGE
-        of_doublings = _dot(doublings, doublings) + _RIDGE
-        of_both = _dot(repeated, doublings)
-        with_repeated = _dot(repeated, relative)
-        with_doublings = _dot(doublings, relative)
-        determinant = of_repeated * of_doublings - of_both * of_both
-        first = (of_doublings * with_repeated - of_both * with_doublings) / determinant
-        per_doubling = (of_repeated * with_doublings - of_both * with_repeated) / determinant
+        # The normal equations of two regressors x and z for y, in closed form.
+        xx = _dot(repeated, repeated) + _RIDGE
+        zz = _dot(doublings, doublings) + _RIDGE
+        xz = _dot(repeated, doublings)
+        xy = _dot(repeated, relative)
+        zy = _dot(doublings, relative)
+        determinant = xx * zz - xz * xz
+        first = (zz * xy - xz * zy) / determinant
+        per_doubling = (xx * zy - xz * xy) / determinant
         return cls(first, per_doubling, largest)
 
 
 def _centered(values: Sequence[float], rows: NDArray[np.int64], paths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Values without the mean of their row and that of their path."""
+    """Values minus the means of their row and of their path."""
     centered = np.array(values)
     for _ in range(_CENTERINGS):
         for groups in (rows, paths):
-            # Sums in order: other ways to sum an array depend on the processor.
+            # Sequential sums: NumPy's other sums depend on the CPU.
             means = np.bincount(groups, centered) / np.bincount(groups)
             centered -= means[groups]
     return centered

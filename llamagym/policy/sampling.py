@@ -1,4 +1,4 @@
-"""Samples replies: one of the choices, or free text token by token."""
+"""Sampling of replies: one of the choices, or free text token by token."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def require_finite(outputs: Tensor) -> None:
     """Rejects output of a model that is not finite.
 
     Args:
-        outputs: Numbers computed from its logits or hidden states, of any shape.
+        outputs: Values computed from its logits or hidden states, of any shape.
 
     Raises:
-        DivergedError: Some are NaN or infinite.
+        DivergedError: A value is NaN or infinite.
     """
     if not outputs.isfinite().all():
         raise DivergedError(
-            "The model's output is NaN or infinite: its weights are, or its dtype cannot hold what they compute. Load "
-            "the last saved model, lower learning_rate, or load it with dtype='float32'."
+            "The model's output is NaN or infinite: its weights are, or activations overflow its dtype. Load the last "
+            "saved model, lower learning_rate, or load the model with dtype='float32'."
         )
 
 
@@ -62,7 +62,7 @@ def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
     cumulative = weights.to(rng.device).cumsum(-1)
     total = cumulative[..., -1:]
     uniform = torch.rand(total.shape, generator=rng)
-    # Below the total even after rounding, so that no index without weight is drawn.
+    # Below the total even after rounding, so that no index with weight 0 is drawn.
     point = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
 
@@ -71,7 +71,7 @@ def draw_choices(offers: Sequence[Tensor], greedy: bool, rng: torch.Generator) -
     """Samples a choice for each decision.
 
     Args:
-        offers: Log-probabilities of each decision's choices, (C,), of any lengths.
+        offers: Log-probabilities of each decision's choices, (C,), with any C.
         greedy: Whether to take the most likely choice.
         rng: Random numbers.
 
@@ -85,9 +85,9 @@ def draw_choices(offers: Sequence[Tensor], greedy: bool, rng: torch.Generator) -
 
 
 def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
-    """Samples tokens from softmax(logits): first a group of tokens, then a token of it.
+    """Samples tokens from softmax(logits): first a group of tokens, then one of its tokens.
 
-    So only the groups' sums and a single group are read.
+    Only the groups' sums and one group per token are read.
 
     Args:
         logits: Float (B, V).
@@ -134,6 +134,7 @@ def write_text(
     active = list(range(len(trees)))
     first: Tensor | None = None
     for _ in range(config.max_new_tokens):
+        # Equal partial replies are computed once.
         row_of: dict[PartialReply, int] = {}
         rows = torch.tensor([row_of.setdefault((trees[i], ids[i]), len(row_of)) for i in active])
         states = decoder.hidden_states(list(row_of))
@@ -153,8 +154,8 @@ def write_text(
             tokens = draw_tokens(filtered, *sums_in_groups(filtered), rows, rng)
         else:
             tokens = draw_tokens(logits, largest, sums, rows, rng)
-        taken = logits[rows, tokens.to(rows.device)].float() - total[rows]
-        for i, token, logprob in zip(active, tokens.tolist(), taken.tolist(), strict=True):
+        token_logprobs = logits[rows, tokens.to(rows.device)].float() - total[rows]
+        for i, token, logprob in zip(active, tokens.tolist(), token_logprobs.tolist(), strict=True):
             ids[i] = (*ids[i], token)
             logprobs[i] = (*logprobs[i], logprob)
             if token in eos_ids:

@@ -1,4 +1,4 @@
-"""A policy's state: weights that learn, what choices are measured against, the reference, random numbers."""
+"""Saving and restoring a policy: trainable weights, calibration of choices, reference, random numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from .policy import Policy
 
 
 def policy_state(policy: Policy) -> dict[str, Any]:
-    """What to save of a policy."""
-    version = policy.weights_version  # first: a change that is noticed here may restart the calibration
+    """The state of a policy to save: trainable weights, reference, calibration, counters and random numbers."""
+    # First, since a change of weights that is noticed here may reset the calibration.
+    version = policy.weights_version
     return {
         "model": trained_state(policy.model),
         "reference_weights": policy.reference,
@@ -28,10 +29,10 @@ def policy_state(policy: Policy) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
-    """Take the state of a policy with this model and these options."""
+    """Restores the state of a policy with the same model and options."""
     restore_trained_(policy.model, state["model"])
     policy.reference = state["reference_weights"]
-    # An adapter that grew with its weights is noticed here, which drops what choices were measured against.
+    # Notices an adapter that was extended with its weights, which resets the calibration.
     policy.drop_caches()
     restore_choices(policy, state)
     policy.drop_caches(state["weights_version"])
@@ -40,20 +41,20 @@ def restore_policy(policy: Policy, state: Mapping[str, Any]) -> None:
 
 
 def choices_record(policy: Policy) -> dict[str, Any]:
-    """The choices that were ever offered, and what they are measured against, by token ids."""
+    """The choices that were ever offered, by token ids, and their calibration."""
     calibration = policy.calibration.record(learns=policy.num_updates > 0) if policy.calibration else {}
     return {"offered": list(policy.offered), **calibration}
 
 
 def restore_choices(policy: Policy, record: Mapping[str, Any], with_calibration: bool = True) -> None:
-    """Take what `choices_record` gave.
+    """Restores what `choices_record` returned.
 
     Args:
-        policy: Whose choices these are from now on.
-        record: Of another policy.
-        with_calibration: Whether what its choices are measured against is taken, too, or left as it is.
+        policy: The policy to restore it in.
+        record: The record, possibly of another policy.
+        with_calibration: Whether to restore the calibration, too.
     """
     policy.offered = dict.fromkeys(map(ids_from, record["offered"]))
-    # Where none is wanted, earlier versions recorded an empty one.
+    # Earlier versions recorded an empty calibration for policies without one.
     if with_calibration and policy.calibrates:
         policy.calibration = Calibration.from_record(record) if "choice_prior" in record else None

@@ -20,7 +20,7 @@ from .choices import branch_logprobs, entropy_from_logits, relative
 from .read_plan import ReadPlan
 from .repetition import Row
 
-# Bytes of logits that are computed at once: in bfloat16 those of 256 tokens over a vocabulary of 50,000.
+# Bytes of logits that are computed at once: 256 tokens over a vocabulary of 50,000 in bfloat16.
 _LOGITS_BYTES = 25 * 2**20
 
 
@@ -75,7 +75,7 @@ def read(
     features = flat[plan.value_nodes].detach()
     values = v_head(features).squeeze(-1)
     text, entropy = _over_vocabulary(backbone, flat[plan.text_nodes], plan.text_targets[:, None], temperature)
-    of_branches = branch_logprobs(plan, _of_targets(backbone, flat, plan), calibration, temperature)
+    of_branches = branch_logprobs(plan, _target_logits(backbone, flat, plan), calibration, temperature)
     return Reading(plan, features, values, text[:, 0], entropy, of_branches, entropy_from_logits(of_branches))
 
 
@@ -88,20 +88,21 @@ def read_reference(backbone: Backbone, trees: Sequence[TokenTree], closing_id: i
         closing_id: Token that ends a choice which is a prefix of another.
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.transformer.device)
-    logits = _of_targets(backbone, backbone.hidden_states(trees, adapted=False, cached=False), plan)
-    rows = (
-        [
-            ((*branch.path, token), relative_logprob, count)
-            for token, relative_logprob, count in zip(branch.targets, row, counts, strict=False)
-        ]
-        for branch, row, counts in zip(plan.branches, relative(plan, logits).tolist(), plan.repeat_counts, strict=True)
-    )
-    return {tree: list(islice(rows, len(tree.decisions[0].branches))) for tree in trees}
+    logits = _target_logits(backbone, backbone.hidden_states(trees, adapted=False, cached=False), plan)
+    relative_logprobs = relative(plan, logits).tolist()
+    rows: list[Row] = []
+    for branch, of_branch, counts in zip(plan.branches, relative_logprobs, plan.repeat_counts, strict=True):
+        paths = [(*branch.path, token) for token in branch.targets]
+        # Rows of logits are padded.
+        rows.append(list(zip(paths, of_branch, counts, strict=False)))
+    remaining = iter(rows)
+    return {tree: list(islice(remaining, len(tree.decisions[0].branches))) for tree in trees}
 
 
-def _of_targets(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
+def _target_logits(backbone: Backbone, hidden: Tensor, plan: ReadPlan) -> Tensor:
     """Logits of the targets of branch points, (B, K); the rest of the vocabulary would cancel in the softmax."""
-    states, targets = hidden[plan.branch_nodes], plan.branch_targets
+    states = hidden[plan.branch_nodes]
+    targets = plan.branch_targets
     rows = max(1, _LOGITS_BYTES // max(1, targets.shape[1] * states.shape[1] * 4))
     parts = zip(states.split(rows), targets.split(rows), strict=True)
     return torch.cat([backbone.transformer.logits_of(*part) for part in parts])

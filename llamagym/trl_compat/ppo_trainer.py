@@ -33,7 +33,6 @@ from transformers import PreTrainedTokenizerBase
 from .. import distributed
 from ..errors import ConfigError, did_you_mean
 from ..learners.checks import check_precision, check_samples, check_trainable, check_trainer
-from ..learners.controllers import AdaptiveKLController
 from ..learners.losses import (
     KLEstimator,
     clipped_surrogate,
@@ -46,6 +45,7 @@ from ..learners.losses import (
 )
 from ..learners.ppo import PPOConfig, Sizes
 from ..learners.safe_optimizer import SafeOptimizer
+from ..learners.schedules import AdaptiveKLController
 from ..learners.state import attributes_undone_on_error
 from ..models.hardware import PASS_TOKENS
 from ..models.lock import lock_of
@@ -369,7 +369,7 @@ class PPOTrainer:
     def _chunks(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         """Splits `rows` into parts that fit one pass of the model."""
         # The same limit on every device, since a pass keeps the logits of all its tokens.
-        max_tokens = self.config.microbatch_nodes or PASS_TOKENS
+        max_tokens = self.config.max_tokens_per_pass or PASS_TOKENS
         return torch.split(rows, max(1, max_tokens // ids.shape[1]))
 
     def _without_adapter(self) -> AbstractContextManager[None]:

@@ -83,7 +83,7 @@ BUGS = (
     Bug(
         "a checkpoint omits the optimizer's moments",
         "llamagym/learners/state.py",
-        'return {**state, "state": {str(number): of_weight for number, of_weight in state["state"].items()}}',
+        'return {**state, "state": {str(number): moments for number, moments in state["state"].items()}}',
         'return {**state, "state": {}}',
         ("resume_cases",),
     ),

@@ -38,7 +38,7 @@ def test_the_entropy_bonus_decays_and_is_bounded_by_the_advantages(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_the_target_kl_holds_what_runs_away_without(algorithm):
+def test_target_kl_limits_an_update(algorithm):
     options = {"learning_rate": 0.001, "cliprange": 100.0, "entropy_coef": 0.0}
     _, free = learn(4, algorithm, **options)
     _, held = learn(4, algorithm, **options, target_kl=0.02)
@@ -48,7 +48,7 @@ def test_the_target_kl_holds_what_runs_away_without(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce"])
-def test_turns_that_decide_nothing_do_not_lower_the_entropy_bonus(algorithm):
+def test_turns_with_a_single_choice_do_not_lower_the_entropy_bonus(algorithm):
     coefficients = []
     for forced in (0, 72):
         sizes = {"batch_size": 8 + forced}
@@ -67,18 +67,20 @@ def test_a_minibatch_without_advantages_has_no_gradient_of_entropy_alone():
     # For each minibatch its largest advantage and the norm of its gradient.
     largest: list[float] = []
     norms: list[float] = []
-    backward, step = agent.learner._backward, agent.learner._step
+    bounded_entropy_coef = agent.learner._bounded_entropy_coef
+    step = agent.learner._step
 
-    def noting_advantages(minibatch, sampled, targets, first):
+    def noting_advantages(minibatch, rollout, targets):
         rows = rows_of(minibatch)
         largest.append(targets.advantages[rows].abs().max().item())
-        return backward(minibatch, sampled, targets, first)
+        return bounded_entropy_coef(minibatch, rollout, targets)
 
     def noting_norms(*arguments):
         norms.append(step(*arguments))
         return norms[-1]
 
-    agent.learner._backward, agent.learner._step = noting_advantages, noting_norms
+    agent.learner._bounded_entropy_coef = noting_advantages
+    agent.learner._step = noting_norms
     groups = [group for group in range(4) for _ in range(4)]
     agent.act_batch([f"{group}" for group in groups])
     agent.assign_rewards([0.0] * 15 + [1.0])
