@@ -33,7 +33,7 @@ from llamagym import (
     evaluate,
     train,
 )
-from llamagym.training.wrapper import Copy
+from llamagym.training.managed_env import ManagedEnv
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 # Vector environments of every kind
@@ -330,7 +330,7 @@ class Hangs(CountdownEnv):
 
 
 def test_a_close_that_hangs_in_this_process_is_left_behind(caplog):
-    env = Copy(Hangs(), 3, in_child=False, close_timeout=0.05)
+    env = ManagedEnv(Hangs(), 3, in_child=False, close_timeout=0.05)
     env.close()
     assert "Environment 3 did not close in this process within 0.05 seconds (env_timeout)" in caplog.text
 
@@ -525,8 +525,8 @@ class Hangs(CountdownEnv):
         time.sleep(600)
 
 if __name__ == "__main__":
-    from llamagym.training.environments import opened
-    with opened(Hangs, [2], in_processes=True) as (copies,):
+    from llamagym.training.environments import open_envs
+    with open_envs(Hangs, [2], in_processes=True) as (copies,):
         copies.reset([0, 1])
         copies.send([0, 0])
         time.sleep(600)

@@ -8,7 +8,7 @@ import pytest
 
 from llamagym import ConfigError, EpisodeError, evaluate, train
 from llamagym.agent.action_masks import Masking
-from llamagym.training.infos import split
+from llamagym.training.infos import unpack_infos
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 
@@ -127,7 +127,7 @@ def test_infos_come_out_of_a_vector_environment_as_they_went_in():
     said = [{"a": 1, "deep": {"b": "x"}}, {}, {"a": 2, "c": np.array([1.0, 2.0])}]
     for index, info in enumerate(said):
         envs._add_info(infos, info, index)
-    out = split(infos, 3)
+    out = unpack_infos(infos, 3)
     np.testing.assert_array_equal(out[2].pop("c"), said[2].pop("c"))
     assert out == said
     envs.close()

@@ -12,7 +12,7 @@ import gymnasium
 from ..agent.agent import Agent
 from ..agent.text_interface import no_action_advice
 from ..errors import ActionParseError
-from ..training.environments import made
+from ..training.environments import make_env
 from .runs import UserPath, load_agent, printable
 
 Move = Callable[[Agent, Any, Mapping[str, Any]], Any]
@@ -56,11 +56,11 @@ def play(
 
 def _pictured(env_id: str) -> gymnasium.Env[Any, Any]:
     """An environment that draws itself as text, if it can."""
-    env = made(env_id)
+    env = make_env(env_id)
     if "ansi" not in env.metadata.get("render_modes", ()):
         return env
     env.close()
-    return made(env_id, render_mode="ansi")
+    return make_env(env_id, render_mode="ansi")
 
 
 def _episode(agent: Agent, env: gymnasium.Env[Any, Any], move: Move, seed: int | None) -> tuple[float, int]:

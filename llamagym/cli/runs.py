@@ -30,7 +30,7 @@ from ..options import shortened
 from ..saving.atomic import reason_of, verify
 from ..saving.paths import file_inside
 from ..saving.state_files import read_state
-from ..training.environments import made
+from ..training.environments import make_env
 from .prompts import agent_class
 
 
@@ -130,7 +130,7 @@ def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: boo
         env_id = _env_of_run(folder, settings, trust)
     if prompt is None and settings.get("prompt") is not None:
         prompt = _prompt_of_run(folder, settings["prompt"], trust)
-    env = made(env_id)
+    env = make_env(env_id)
     kind = agent_class(env, prompt)
     env.close()
     was = read_state(saved, STATE).get("class")
@@ -203,7 +203,7 @@ def _import_module_of(env_id: str) -> None:
     """Imports the module that the user's environment id names, since it may lie beside the run."""
     module, colon, _ = env_id.partition(":")
     if colon:
-        # `made` reports a module that cannot be imported, whatever it raises.
+        # `make_env` reports a module that cannot be imported, whatever it raises.
         with suppress(Exception):
             import_module(module)
 

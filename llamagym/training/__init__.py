@@ -2,10 +2,10 @@
 
 from .callbacks import Callback, StopOnReturn
 from .environments import EnvSource
+from .episodes import PlayedEpisode
 from .eval_callback import EvalCallback
 from .evaluation import EvaluationResult, evaluate, side_by_side
 from .loop import TrainingResult, train
-from .played import PlayedEpisode
 from .progress import Progress
 from .report import write_report
 from .run import Run

@@ -12,7 +12,7 @@ from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
 from ..options import as_statistics, check_arguments, require_positive
 from ..saving.saveable import saveable_state
-from .played import PlayedEpisode
+from .episodes import PlayedEpisode
 from .run import Run
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from ..errors import EnvironmentLostError
-from .copy_errors import failed_copy
+from .env_errors import failed_env_number
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _GRACE_S = 2.0
 
 
 @contextmanager
-def named_if_lost(envs: VectorEnv, first: int) -> Iterator[None]:
+def report_lost_processes(envs: VectorEnv, first: int) -> Iterator[None]:
     """While open, the loss of a process of a vector environment is an error that names its environment.
 
     Args:
@@ -47,7 +47,7 @@ def named_if_lost(envs: VectorEnv, first: int) -> Iterator[None]:
         processes = getattr(base, "processes", [])
         is_ours = isinstance(base, ProcessEnvs)
         # An environment's own error, in its process or, while it is made, here.
-        if failed_copy(error) is not None or not processes:
+        if failed_env_number(error) is not None or not processes:
             raise
         ready = wait([process.sentinel for process in processes], _GRACE_S)
         for process in processes:
@@ -110,7 +110,7 @@ class ProcessEnvs(AsyncVectorEnv):
         """
         self._first, self._owner = first, os.getpid()
         try:
-            with named_if_lost(self, first):
+            with report_lost_processes(self, first):
                 # Observations of any space can be sent through pipes, but not all can be shared.
                 super().__init__(makers, shared_memory=False, autoreset_mode=AutoresetMode.DISABLED)
         except BaseException:

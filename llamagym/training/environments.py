@@ -1,4 +1,4 @@
-"""Copies of an environment, stepped at once in this process or in processes of their own.
+"""EnvGroup of an environment, stepped at once in this process or in processes of their own.
 
 The state of an episode under way is its reset seed and its actions: played again, they lead to the same state wherever
 an environment depends on its seed and on nothing else. So every such environment can be resumed, whether it offers to
@@ -27,11 +27,11 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from ..errors import ConfigError, EnvironmentTimeoutError, LlamaGymError
 from ..options import as_json, shortened
 from ..saving.atomic import reason_of
-from .copy_errors import unpacked
-from .env_processes import ProcessEnvs, exit_with_parent, lead_group, named_if_lost
-from .infos import Info, check_names_of_same_step, lost_names, put_finals, split
-from .spec_copies import can_be_copied, copier, is_recorder, layers
-from .wrapper import REPLAY, REST, Copy
+from .env_errors import raise_remote_errors
+from .env_processes import ProcessEnvs, exit_with_parent, lead_group, report_lost_processes
+from .env_specs import can_recreate, is_recording_wrapper, recreate_from_spec, wrapper_chain
+from .infos import Info, check_names_of_same_step, restore_final_values, unpack_infos, unpicklable_names
+from .managed_env import PAUSE_OPTION, REPLAY_OPTION, ManagedEnv
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ _COPIES = 64
 _ARRAY_FUNCTIONS = "gymnasium.vector.utils."
 
 
-class Copies:
-    """Copies of an environment, told apart by their numbers.
+class EnvGroup:
+    """EnvGroup of an environment, told apart by their numbers.
 
     Attributes:
         count: How many there are.
@@ -93,9 +93,9 @@ class Copies:
         """
         options: dict[str, Any] = {} if which is None else {"reset_mask": which}
         if replay:
-            options[REPLAY] = replay
+            options[REPLAY_OPTION] = replay
         if rest:
-            options[REST] = rest
+            options[PAUSE_OPTION] = rest
         if isinstance(self._envs, AsyncVectorEnv):
             longest = max(map(len, replay.values())) if replay else 0
             with self._observed(), self._named_if_lost():
@@ -134,7 +134,7 @@ class Copies:
                 observations, rewards, terminated, truncated, infos = self._envs.step(self._batch)
         seen, said = list(iterate(self._envs.observation_space, observations)), self._split(infos)
         if self._resets_in_step:
-            put_finals(seen, said, terminated | truncated)
+            restore_final_values(seen, said, terminated | truncated)
         return seen, rewards, terminated, truncated, said
 
     def _stacked(self, actions: Sequence[Any]) -> Any:
@@ -172,7 +172,7 @@ class Copies:
 
     def _split(self, infos: Any) -> list[Info]:
         """Each copy's info. What could not be sent from another process is logged once."""
-        lost = lost_names(infos) - self._lost
+        lost = unpicklable_names(infos) - self._lost
         if lost:
             self._lost |= lost
             logger.warning(
@@ -180,10 +180,10 @@ class Copies:
                 "values, or leave env_timeout and overlap out.",
                 sorted(lost),
             )
-        return split(infos, self.count)
+        return unpack_infos(infos, self.count)
 
     def _named_if_lost(self) -> AbstractContextManager[None]:
-        return named_if_lost(self._envs, self.rows.start)
+        return report_lost_processes(self._envs, self.rows.start)
 
     def _observed(self) -> AbstractContextManager[None]:
         return _fitting(self._envs.single_observation_space, "The environment's observations")
@@ -193,14 +193,14 @@ class Copies:
         assert isinstance(self._envs, AsyncVectorEnv)
         limit = None if self._timeout is None else steps * self._timeout
         try:
-            with unpacked():
+            with raise_remote_errors():
                 return wait(timeout=limit)
         except multiprocessing.TimeoutError as error:
             pipes = enumerate(self._envs.parent_pipes, self.rows.start)
             late = [number for number, pipe in pipes if not pipe.poll(0)]
             self.close(at_once=True)
             raise EnvironmentTimeoutError(
-                f"Copies {late} of the environment did not answer within {limit} seconds (env_timeout={self._timeout} "
+                f"EnvGroup {late} of the environment did not answer within {limit} seconds (env_timeout={self._timeout} "
                 "for each step), and all copies have been stopped. Look for what they wait for, or pass a longer "
                 "env_timeout."
             ) from error
@@ -223,7 +223,7 @@ def _fitting(space: gymnasium.Space[Any], what: str) -> Iterator[None]:
         ) from error
 
 
-def copies_for(env: EnvSource, wanted: int | None = None, group_size: int = 1) -> int:
+def resolve_num_envs(env: EnvSource, wanted: int | None = None, group_size: int = 1) -> int:
     """How many copies to act in at once.
 
     Default: 64 rounded down to whole groups; 1 if the environment cannot be copied; a vector environment's own number.
@@ -237,16 +237,16 @@ def copies_for(env: EnvSource, wanted: int | None = None, group_size: int = 1) -
         return int(env.num_envs)
     if wanted is not None:
         return wanted
-    if isinstance(env, gymnasium.Env) and not can_be_copied(env):
+    if isinstance(env, gymnasium.Env) and not can_recreate(env):
         return 1
     return max(group_size, _COPIES // group_size * group_size)
 
 
 @contextmanager
-def opened(
+def open_envs(
     env: EnvSource, counts: Sequence[int], timeout: float | None = None, in_processes: bool = False
-) -> Iterator[list[Copies]]:
-    """Copies of an environment, in parts that are stepped apart; closed afterwards, but for one that the caller made.
+) -> Iterator[list[EnvGroup]]:
+    """EnvGroup of an environment, in parts that are stepped apart; closed afterwards, but for one that the caller made.
 
     Args:
         env: An environment's id, an environment, a function that makes one, or a ready vector environment.
@@ -263,26 +263,26 @@ def opened(
         identity = _identity(env.spec, env.single_observation_space, env.single_action_space)
         if isinstance(env.unwrapped, SyncVectorEnv):
             identity |= _class_and_wrappers(env.unwrapped.envs[0])
-        yield [Copies(env, identity=identity, can_replay=False)]
+        yield [EnvGroup(env, identity=identity, can_replay=False)]
         return
     identities: list[dict[str, str]] = []
     makers = _makers(env, sum(counts))
     is_callers = isinstance(env, gymnasium.Env) and len(makers) == 1
     made = [_numbered(make, number, is_callers, identities, timeout) for number, make in enumerate(makers)]
-    parts: list[Copies] = []
+    parts: list[EnvGroup] = []
     failed = True
     with ExitStack() as stack:
         for count in counts:
             first = parts[-1].rows.stop if parts else 0
             envs = _vector(made[first : first + count], in_processes, first)
-            copies = Copies(envs, timeout, identities[0], first=first)
+            copies = EnvGroup(envs, timeout, identities[0], first=first)
             parts.append(copies)
             stack.callback(lambda part: part.close(at_once=failed), copies)
         yield parts
         failed = False
 
 
-def _vector(makers: list[Callable[[], Copy]], in_processes: bool, first: int) -> VectorEnv:
+def _vector(makers: list[Callable[[], ManagedEnv]], in_processes: bool, first: int) -> VectorEnv:
     if in_processes:
         return ProcessEnvs(makers, first)
     envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
@@ -347,11 +347,11 @@ def _numbered(
     is_callers: bool,
     identities: list[dict[str, str]],
     timeout: float | None,
-) -> Callable[[], Copy]:
+) -> Callable[[], ManagedEnv]:
     """A function that makes the environment with this number, and adds its identity to `identities`."""
     parent = os.getpid()
 
-    def made() -> Copy:
+    def make_env() -> ManagedEnv:
         # One is made in the parent as well, to look at its spaces.
         is_here = os.getpid() == parent
         if not is_here:
@@ -373,7 +373,7 @@ def _numbered(
             spec = env.spec or env.unwrapped.spec
         identity = _identity(spec, env.observation_space, env.action_space)
         identities.append(_class_and_wrappers(env) | identity)
-        return Copy(
+        return ManagedEnv(
             env,
             number,
             in_child=not is_here,
@@ -401,8 +401,8 @@ def _identity(
 def _class_and_wrappers(env: gymnasium.Env[Any, Any]) -> dict[str, str]:
     """Names of an environment's class and of the wrappers that may change what it does, with recorded arguments."""
     wrappers = []
-    for wrapper in layers(env):
-        if not isinstance(wrapper, gymnasium.Wrapper) or is_recorder(wrapper):
+    for wrapper in wrapper_chain(env):
+        if not isinstance(wrapper, gymnasium.Wrapper) or is_recording_wrapper(wrapper):
             continue
         arguments = getattr(wrapper, "_saved_kwargs", {})
         described = ", ".join(f"{name}={_described(arguments[name])!r}" for name in sorted(arguments))
@@ -424,21 +424,21 @@ def _makers(
     env: str | gymnasium.Env | Callable[[], gymnasium.Env], count: int
 ) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     if isinstance(env, str):
-        return [lambda: made(env)] * count
+        return [lambda: make_env(env)] * count
     if not isinstance(env, gymnasium.Env):
         return [env] * count
     if count == 1:
         return [lambda: env]
-    if not can_be_copied(env):
+    if not can_recreate(env):
         raise ConfigError(
             f"{count} environments like {env} are wanted, but it was not made by gymnasium.make(), or has a wrapper "
             "that does not record its arguments (gymnasium.utils.RecordConstructorArgs). Pass a function that makes "
             "one, or num_envs=1."
         )
-    return [copier(env)] * count
+    return [recreate_from_spec(env)] * count
 
 
-def made(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
+def make_env(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
     """The environment that `gymnasium.make` knows by an id, with options for it.
 
     Raises:

@@ -13,9 +13,9 @@ from gymnasium.vector import VectorEnv
 from ..agent.agent import Agent
 from ..errors import ConfigError, excerpt
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
-from .environments import EnvSource, copies_for, opened
+from .environments import EnvSource, open_envs, resolve_num_envs
+from .episodes import Judge, success_rate
 from .play import Play
-from .played import Judge, success_rate
 from .policies import Policy, PolicyPlayer
 
 # Of the resampling: an interval that is looked at twice is the same, and memory for this many numbers at once is fine.
@@ -201,14 +201,14 @@ def evaluate(
     require_positive(episodes=episodes, num_envs=num_envs)
     entropy = np.random.SeedSequence(as_seed(seed)).entropy
     assert isinstance(entropy, int)
-    num_envs = copies_for(env, num_envs)
+    num_envs = resolve_num_envs(env, num_envs)
     if not isinstance(env, VectorEnv):
         num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
     quota = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
     played: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
     measured = _measured(agent, ids, greedy, entropy) if isinstance(agent, Agent) else nullcontext()
-    with opened(env, [num_envs]) as parts, measured:
+    with open_envs(env, [num_envs]) as parts, measured:
         player = agent if isinstance(agent, Agent) else PolicyPlayer(agent, parts[0].action_space, entropy % 2**32)
         play = Play(player, parts, ids, entropy, judge=judge)
         play.begin()

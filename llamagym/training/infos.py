@@ -30,15 +30,15 @@ class _Whole:
         return _Whole, (kept, lost)
 
 
-def whole(info: Info) -> Info:
-    """An info that `split` gives back as it was."""
+def pack_info(info: Info) -> Info:
+    """An info that `unpack_infos` gives back as it was."""
     return {_KEY: _Whole(info)}
 
 
-def split(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
+def unpack_infos(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
     """Each copy's info, out of a vector environment's; empty for those that said nothing.
 
-    >>> split({"lives": np.array([3, 0]), "_lives": np.array([True, False])}, 2) == [{"lives": 3}, {}]
+    >>> unpack_infos({"lives": np.array([3, 0]), "_lives": np.array([True, False])}, 2) == [{"lives": 3}, {}]
     True
     """
     if not isinstance(infos, Mapping):
@@ -49,7 +49,7 @@ def split(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
     for name, values in infos.items():
         if name in masks:
             continue
-        parts = split(values, count) if isinstance(values, Mapping) else values
+        parts = unpack_infos(values, count) if isinstance(values, Mapping) else values
         is_there = infos.get(f"_{name}", np.ones(count, dtype=bool))
         for index in np.flatnonzero(is_there).tolist():
             if name == _KEY:
@@ -59,7 +59,7 @@ def split(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
     return said
 
 
-def lost_names(infos: Mapping[str, Any] | Sequence[Info]) -> set[str]:
+def unpicklable_names(infos: Mapping[str, Any] | Sequence[Info]) -> set[str]:
     """Names of what could not be sent from an environment's process."""
     sent = infos.get(_KEY, ()) if isinstance(infos, Mapping) else ()
     return {name for info in sent if info is not None for name in info.lost}
@@ -83,7 +83,7 @@ def check_names_of_same_step(infos: Sequence[Info]) -> None:
         )
 
 
-def put_finals(observations: list[Any], infos: list[Info], ended: Sequence[bool]) -> None:
+def restore_final_values(observations: list[Any], infos: list[Info], ended: Sequence[bool]) -> None:
     """Put an episode's last observation and info where a vector environment gives the next episode's first ones.
 
     Args:

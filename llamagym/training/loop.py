@@ -23,11 +23,11 @@ from ..options import as_seed, check_arguments, explains_wrong_calls, require_po
 from ..saving.checkpoints import require_none
 from ..saving.paths import user_folder
 from .callbacks import Callback, Callbacks, is_false, make_plain_
-from .environments import EnvSource, copies_for, opened
+from .environments import EnvSource, open_envs, resolve_num_envs
+from .episodes import Judge, PlayedEpisode, success_rate
 from .evaluation import own_conversations
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play, Taken
-from .played import Judge, PlayedEpisode, success_rate
 from .progress import Progress
 from .report import write_report
 from .run import Run
@@ -188,7 +188,7 @@ def train(
             "it out here, and set it where the agent is made: algorithm='grpo', grpo_config_dict={'group_size': ...}."
         )
     finds_copies = num_envs is None and size == 1 and not overlap
-    num_envs = copies_for(env, num_envs, size)
+    num_envs = resolve_num_envs(env, num_envs, size)
     if num_envs % size:
         raise ConfigError(
             f"num_envs={num_envs} does not divide into groups of {size} episodes that start alike. Pass a multiple of "
@@ -219,7 +219,7 @@ def train(
     agent.train()
     ids, half = list(range(num_envs)), num_envs // size // 2 * size
     with (
-        opened(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
+        open_envs(env, [half, num_envs - half] if overlap else [num_envs], env_timeout, overlap) as parts,
         own_conversations(agent, ids),
         run.paces_learner(),
         # A judge rewards turns at the end of their episode.

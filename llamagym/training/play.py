@@ -29,9 +29,9 @@ from ..errors import ActionParseError, CheckpointError
 from ..learners.base import Stats
 from ..options import shortened
 from ..saving.checkpoints import difference
-from .environments import Copies
+from .environments import EnvGroup
+from .episodes import Judge, PlayedEpisode, judge_rewards
 from .infos import Info
-from .played import Judge, PlayedEpisode, verdict
 from .policies import PolicyPlayer
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class _Outcome(NamedTuple):
 class _Pending:
     """A part of the copies in the middle of a step: each copy's action, and what takes its turns back."""
 
-    copies: Copies
+    copies: EnvGroup
     actions: dict[int, Any]
     undo: ExitStack
 
@@ -81,7 +81,7 @@ class Play:
     def __init__(
         self,
         agent: Agent | PolicyPlayer,
-        parts: Sequence[Copies],
+        parts: Sequence[EnvGroup],
         ids: Sequence[Hashable],
         seed: int | None,
         group_size: int = 1,
@@ -175,7 +175,7 @@ class Play:
                 self._pending.pop().undo.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _act(self, copies: Copies) -> None:
+    def _act(self, copies: EnvGroup) -> None:
         """Act in a part, where an episode has ended in a new one; the part is in the middle of a step then."""
         agent, rows = self._agent, copies.rows
         waiting, here = self._over | self._at_rest, np.zeros_like(self._over)
@@ -267,7 +267,7 @@ class Play:
         """An episode with what the judge gives its turns added to its rewards; an error to come takes that back."""
         if self._judge is None:
             return episode
-        given, env_id = verdict(self._judge, episode), self._ids[episode.copy]
+        given, env_id = judge_rewards(self._judge, episode), self._ids[episode.copy]
         if conversation := self._agent.conversation(env_id):
             undone.enter_context(conversation.rewards_undone_on_error())
             for turn, reward in enumerate(given):

@@ -20,7 +20,7 @@ from ..agent.agent import Agent
 from ..errors import ConfigError
 from ..learners.base import Stats
 from ..options import as_json, check_arguments, require_positive
-from .played import PlayedEpisode, success_rate
+from .episodes import PlayedEpisode, success_rate
 
 
 def require_budget(episodes: int | None, turns: int | None, minutes: float | None) -> None:

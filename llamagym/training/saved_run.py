@@ -18,7 +18,7 @@ from ..saving.atomic import require_own, verify
 from ..saving.checkpoints import KIND, check_options, newest, path_of, prune
 from ..saving.paths import file_inside
 from ..saving.state_files import named_on_error
-from .copy_errors import failed_copy
+from .env_errors import failed_env_number
 from .loop_state import check_loop_state
 from .play import Play
 from .run_folder import is_run_id, new_run_id
@@ -150,7 +150,7 @@ def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iter
     try:
         yield
     except Exception as error:
-        copy = failed_copy(error)
+        copy = failed_env_number(error)
         where = "" if copy is None else f" in copy {copy} of the environment"
         # With several processes, saving needs all of them; resume from the last checkpoint.
         if save is not None and distributed.count() == 1:

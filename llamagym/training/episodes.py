@@ -70,7 +70,7 @@ Judge = Callable[[PlayedEpisode], float | Sequence[float]]
 """Rewards a finished episode: a number for its last turn, or one for each turn, added to the environment's rewards."""
 
 
-def verdict(judge: Judge, episode: PlayedEpisode) -> list[float]:
+def judge_rewards(judge: Judge, episode: PlayedEpisode) -> list[float]:
     """What a judge gives each turn of an episode.
 
     Raises:

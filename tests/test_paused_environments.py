@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llamagym import evaluate, train
-from llamagym.training.environments import opened
+from llamagym.training.environments import open_envs
 from llamagym.training.play import Play
 from llamagym.training.policies import PolicyPlayer
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
@@ -71,7 +71,7 @@ def test_an_evaluation_in_a_caller_s_copies_plays_the_same_episodes():
 
 @pytest.mark.parametrize("in_processes", [False, True])
 def test_parts_rest_apart_and_copies_wake(in_processes):
-    with opened(functools.partial(CountdownEnv, 1), [3, 5], in_processes=in_processes) as parts:
+    with open_envs(functools.partial(CountdownEnv, 1), [3, 5], in_processes=in_processes) as parts:
         play = Play(PolicyPlayer("random", parts[0].action_space, 0), parts, list(range(8)), seed=0)
         play.begin()
         play.rest(np.array([False, False, True, False, False, False, True, True]))

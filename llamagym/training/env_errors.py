@@ -36,14 +36,14 @@ class RemoteError(Exception):
         # Written by this library, in a process that it started.
         error = RuntimeError(trace.rstrip().rpartition("\n")[2]) if pickled is None else pickle.loads(pickled)
         assert isinstance(error, Exception)
-        return marked(error, number)
+        return with_env_number(error, number)
 
     def __str__(self) -> str:
         """The traceback of where it was raised."""
         return f"\n{self.args[0][1]}"
 
 
-def marked(error: Exception, number: int) -> Exception:
+def with_env_number(error: Exception, number: int) -> Exception:
     """The exception with the number of the environment that raised it.
 
     One whose attributes cannot be set, such as a frozen dataclass, is replaced by a RuntimeError with its text: Python
@@ -58,14 +58,14 @@ def marked(error: Exception, number: int) -> Exception:
     return error
 
 
-def failed_copy(error: BaseException) -> int | None:
+def failed_env_number(error: BaseException) -> int | None:
     """The number of the environment that raised an exception; None if none of them did."""
     number: int | None = vars(error).get(_MARK)
     return number
 
 
 @contextmanager
-def unpacked() -> Iterator[None]:
+def raise_remote_errors() -> Iterator[None]:
     """While open, an exception that a process of its own sends is raised here, caused by its traceback there.
 
     Gymnasium says nothing meanwhile: it would print the same traceback, and use it as a format.

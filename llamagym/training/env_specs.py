@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from ..errors import ConfigError
-from .wrapper import Copy
+from .managed_env import ManagedEnv
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ _INNER_LEVELS = 3
 _CLOSE_S = 5.0
 
 
-def can_be_copied(env: gymnasium.Env[Any, Any]) -> bool:
+def can_recreate(env: gymnasium.Env[Any, Any]) -> bool:
     """Whether an environment has a spec that says how it was made, its wrappers included."""
     # A wrapper that does not record its arguments (gymnasium.utils.RecordConstructorArgs) cannot be made again.
     return env.spec is not None and all(wrapper.kwargs is not None for wrapper in env.spec.additional_wrappers)
 
 
-def copier(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]]:
+def recreate_from_spec(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]]:
     """A function that makes an environment like `env`; its first call logs which attributes a copy does not have."""
     is_first = True
 
@@ -80,7 +80,7 @@ def _lost_attributes(env: gymnasium.Env[Any, Any], made: gymnasium.Env[Any, Any]
         return list(dict.fromkeys(name for _, name in different))
     finally:
         for each in (given, fresh, other):
-            Copy(each, 0, in_child=False, close_timeout=_CLOSE_S).close()
+            ManagedEnv(each, 0, in_child=False, close_timeout=_CLOSE_S).close()
 
 
 def _differences_after_reset(
@@ -91,18 +91,18 @@ def _differences_after_reset(
     other: gymnasium.Env[Any, Any],
 ) -> list[str]:
     """Names of attributes that differ between `given`, with the values of `env`, and `fresh`, but not by chance."""
-    values = [vars(layer) for layer in layers(env)]
-    given_values = [vars(layer) for layer in layers(given)]
+    values = [vars(layer) for layer in wrapper_chain(env)]
+    given_values = [vars(layer) for layer in wrapper_chain(given)]
     uncopied = []
     for index, name in different:
         try:
             given_values[index][name] = copy.deepcopy(values[index][name])
         except Exception:  # a connection, or whatever a user's class raises
             uncopied.append((index, name))
-    before = [dict(vars(layer)) for layer in layers(fresh)]
+    before = [dict(vars(layer)) for layer in wrapper_chain(fresh)]
     for each in (given, fresh, other):
         each.reset(seed=0)
-    after = [vars(layer) for layer in layers(fresh)]
+    after = [vars(layer) for layer in wrapper_chain(fresh)]
     by_chance = _differences(other, fresh)
     lost = [place for place in _differences(given, fresh) if place in different and place not in by_chance]
     for index, name in uncopied:
@@ -122,8 +122,8 @@ def _differences(
         levels: Levels of environments inside it that are compared.
     """
     different = []
-    for index, (layer, other_layer) in enumerate(zip(layers(env), layers(other), strict=False)):
-        if is_recorder(layer):
+    for index, (layer, other_layer) in enumerate(zip(wrapper_chain(env), wrapper_chain(other), strict=False)):
+        if is_recording_wrapper(layer):
             continue
         others = vars(other_layer)
         for name, value in vars(layer).items():
@@ -133,12 +133,12 @@ def _differences(
     return different
 
 
-def is_recorder(wrapper: Any) -> bool:
+def is_recording_wrapper(wrapper: Any) -> bool:
     """Whether a wrapper is one of Gymnasium's that change nothing in the environment."""
     return type(wrapper).__module__.startswith("gymnasium.wrappers") and type(wrapper).__name__ in _RECORDERS
 
 
-def layers(env: Any) -> Iterator[Any]:
+def wrapper_chain(env: Any) -> Iterator[Any]:
     """The environment's wrappers from the outside in, then itself."""
     while isinstance(env, gymnasium.Wrapper):
         yield env

@@ -16,18 +16,18 @@ from gymnasium import spaces
 
 from ..errors import ConfigError, excerpt
 from ..options import as_number
-from .copy_errors import RemoteError, marked
-from .infos import whole
+from .env_errors import RemoteError, with_env_number
+from .infos import pack_info
 
 logger = logging.getLogger(__name__)
 
 # The options of a reset that say which actions to play again, and which copies are to rest.
-REPLAY, REST = "llamagym_replay", "llamagym_rest"
+REPLAY_OPTION, PAUSE_OPTION = "llamagym_replay", "llamagym_rest"
 # Spaces whose elements are numbers.
 _NUMBERS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
+class ManagedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset.
 
     Copies are stepped all at once. One that a reset lets rest does nothing at a step; its episode has ended, and its
@@ -60,8 +60,8 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset, then play again what the options say for this copy; or let it rest."""
         others = dict(options or {})
-        actions = others.pop(REPLAY, {}).get(self._number, [])
-        self._rests = self._number in others.pop(REST, ())
+        actions = others.pop(REPLAY_OPTION, {}).get(self._number, [])
+        self._rests = self._number in others.pop(PAUSE_OPTION, ())
         if self._rests and self._observation is not None:
             return self._observation, {}
         with self._marked():
@@ -73,15 +73,15 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             for action in actions:
                 observation, *_, info = self._stepped(action)
         self._observation = observation
-        return observation, whole(info)
+        return observation, pack_info(info)
 
     def step(self, action: Any) -> Any:
-        """Step, unless it rests; an error is marked with the copy's number."""
+        """Step, unless it rests; an error is with_env_number with the copy's number."""
         if self._rests:
             return self._observation, 0.0, False, False, {}
         with self._marked():
             self._observation, *outcome, info = self._stepped(action)
-        return self._observation, *outcome, whole(info)
+        return self._observation, *outcome, pack_info(info)
 
     def close(self) -> None:
         """Close the environment, unless it is the caller's. An error is logged: what it returned before is kept."""
@@ -126,7 +126,7 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         except Exception as error:
             if self._in_child:
                 raise RemoteError.carry(error, self._number) from None
-            if (known := marked(error, self._number)) is not error:
+            if (known := with_env_number(error, self._number)) is not error:
                 raise known from error
             raise
 
