@@ -248,7 +248,7 @@ def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_
 @pytest.mark.long
 def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
-    with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
+    with pytest.raises(EnvironmentTimeoutError, match=r"Environments \[0, 1\].*env_timeout=2"):
         learning(
             tmp_path, agent, lambda: type("DiceEnv", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0
         )
@@ -262,7 +262,7 @@ def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
     hangs = type("DiceEnv", (Broken,), {"fails_at": 1, "hangs": True})
-    with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
+    with pytest.raises(EnvironmentTimeoutError, match=r"Environments \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
         learning(tmp_path, env=lambda: hangs(1), env_timeout=1.5, resume=True)
     # Nothing was lost by that.
     assert len(learning(tmp_path, resume=True)[1].returns) == 12

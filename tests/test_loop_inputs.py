@@ -101,7 +101,7 @@ def test_vector_environments_that_cannot_be_used():
     envs = SyncVectorEnv([CountdownEnv] * 2)
     with pytest.raises(ConfigError, match=r"num_envs=3, but .* has 2 environments"):
         train(agent, envs, episodes=1, num_envs=3)
-    with pytest.raises(ConfigError, match="env_timeout and overlap are for copies that are made here"):
+    with pytest.raises(ConfigError, match="env_timeout and overlap do not work with a vector environment"):
         train(agent, envs, episodes=1, env_timeout=5)
     envs.close()
     with pytest.raises(ConfigError, match="is closed"):

@@ -65,8 +65,8 @@ def report_lost_processes(envs: VectorEnv, first: int) -> Iterator[None]:
             stopped = " All others have been stopped."
         lost = ", ".join(f"{number} ({_end_reason(code)})" for number, code in exit_codes.items())
         raise EnvironmentLostError(
-            f"Processes of environments have ended: {lost}.{stopped} A process killed by SIGKILL often means that memory "
-            "ran out: use fewer environments (num_envs). Otherwise look at what it wrote to stderr."
+            f"Processes of environments have ended: {lost}.{stopped} A process killed by SIGKILL often means that "
+            "memory ran out: use fewer environments (num_envs). Otherwise look at what it wrote to stderr."
         ) from error
 
 

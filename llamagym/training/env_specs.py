@@ -1,4 +1,4 @@
-"""Environments made again from the spec of one that a user made, and what such a copy does not have."""
+"""Makes further environments from the spec of a user's environment, and finds the attributes that these lack."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .managed_env import ManagedEnv
 
 logger = logging.getLogger(__name__)
 
-# Attributes that differ between equal environments: generators of random numbers, and what Gymnasium caches.
-_UNCOMPARED = {"_np_random", "_np_random_seed", "env", "_cached_spec"}
-# Gymnasium's wrappers that record what happens and change nothing in it.
-_RECORDERS = ("OrderEnforcing", "PassiveEnvChecker", "RecordEpisodeStatistics", "RecordVideo")
-# How many levels of environments inside environments are compared.
+# Attributes that differ between equal environments: random number generators and Gymnasium's caches.
+_IGNORED_ATTRIBUTES = {"_np_random", "_np_random_seed", "env", "_cached_spec"}
+# Gymnasium's wrappers that only record or check.
+_RECORDING_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "RecordEpisodeStatistics", "RecordVideo")
+# Levels of environments inside environments that are compared.
 _INNER_LEVELS = 3
-# Seconds that an environment made for a comparison has to close.
+# Seconds that an environment made for a comparison may take to close.
 _CLOSE_S = 5.0
 
 
 def can_recreate(env: gymnasium.Env[Any, Any]) -> bool:
-    """Whether an environment has a spec that says how it was made, its wrappers included."""
-    # A wrapper that does not record its arguments (gymnasium.utils.RecordConstructorArgs) cannot be made again.
+    """Whether an environment's spec holds all that is needed to make it again, with its wrappers."""
+    # Gymnasium knows the arguments of wrappers that derive from gymnasium.utils.RecordConstructorArgs only.
     return env.spec is not None and all(wrapper.kwargs is not None for wrapper in env.spec.additional_wrappers)
 
 
 def recreate_from_spec(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]]:
-    """A function that makes an environment like `env`; its first call logs which attributes a copy does not have."""
+    """Returns a function that makes an environment like `env`; its first call logs attributes that are lost."""
     is_first = True
 
-    def copied() -> gymnasium.Env[Any, Any]:
+    def recreate() -> gymnasium.Env[Any, Any]:
         nonlocal is_first
-        made = _made_from_spec(env)
-        lost = _lost_attributes(env, made) if is_first else []
+        recreated = _make_from_spec(env)
+        lost = _lost_attributes(env, recreated) if is_first else []
         if lost:
             logger.warning(
                 "Several environments are made from the spec of %s, and its attributes %s are not the same in them. "
@@ -51,12 +51,12 @@ def recreate_from_spec(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.E
                 ", ".join(lost),
             )
         is_first = False
-        return made
+        return recreated
 
-    return copied
+    return recreate
 
 
-def _made_from_spec(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+def _make_from_spec(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     try:
         return gymnasium.make(copy.deepcopy(env.spec))  # type: ignore[arg-type]
     except (gymnasium.error.Error, AttributeError, ImportError, TypeError, ValueError) as error:
@@ -66,45 +66,58 @@ def _made_from_spec(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
         ) from error
 
 
-def _lost_attributes(env: gymnasium.Env[Any, Any], made: gymnasium.Env[Any, Any]) -> list[str]:
-    """Names of attributes, of an environment or its wrappers, that an environment from its spec lacks after a reset."""
-    different = _differences(env, made)
+def _lost_attributes(env: gymnasium.Env[Any, Any], recreated: gymnasium.Env[Any, Any]) -> list[str]:
+    """Returns names of attributes of `env` or its wrappers that an environment from its spec lacks after a reset."""
+    different = _differences(env, recreated)
     if not different:
         return []
-    # An attribute is not lost if, after reset(), setting it beforehand made no difference. A third environment shows
-    # random differences.
-    given, fresh, other = (_made_from_spec(env) for _ in range(3))
+    # An attribute is not lost if, after reset(), it does not matter whether it was set before. The third environment
+    # shows random differences.
+    patched = _make_from_spec(env)
+    fresh = _make_from_spec(env)
+    other = _make_from_spec(env)
     try:
-        return _differences_after_reset(env, different, given, fresh, other)
-    except Exception:  # whatever a user's reset() raises; the run's own reset shows it
+        return _differences_after_reset(env, different, patched, fresh, other)
+    except Exception:  # a user's reset() may raise anything; the run's own reset shows it
         return list(dict.fromkeys(name for _, name in different))
     finally:
-        for each in (given, fresh, other):
+        for each in (patched, fresh, other):
             ManagedEnv(each, 0, in_child=False, close_timeout=_CLOSE_S).close()
 
 
 def _differences_after_reset(
     env: gymnasium.Env[Any, Any],
     different: list[tuple[int, str]],
-    given: gymnasium.Env[Any, Any],
+    patched: gymnasium.Env[Any, Any],
     fresh: gymnasium.Env[Any, Any],
     other: gymnasium.Env[Any, Any],
 ) -> list[str]:
-    """Names of attributes that differ between `given`, with the values of `env`, and `fresh`, but not by chance."""
+    """Returns the attributes whose values in `env` still matter after a reset.
+
+    Args:
+        env: The user's environment.
+        different: Attributes in which it differs from an environment made from its spec, as `_differences` returns.
+        patched: An environment made from the spec; it gets the values of these attributes before its reset.
+        fresh: Another one, reset as it is.
+        other: A third one, reset as it is; where it differs from `fresh`, the difference is random.
+    """
     values = [vars(layer) for layer in wrapper_chain(env)]
-    given_values = [vars(layer) for layer in wrapper_chain(given)]
+    patched_values = [vars(layer) for layer in wrapper_chain(patched)]
     uncopied = []
     for index, name in different:
         try:
-            given_values[index][name] = copy.deepcopy(values[index][name])
-        except Exception:  # a connection, or whatever a user's class raises
+            patched_values[index][name] = copy.deepcopy(values[index][name])
+        except Exception:  # a connection; and a user's class may raise anything
             uncopied.append((index, name))
     before = [dict(vars(layer)) for layer in wrapper_chain(fresh)]
-    for each in (given, fresh, other):
+    for each in (patched, fresh, other):
         each.reset(seed=0)
     after = [vars(layer) for layer in wrapper_chain(fresh)]
-    by_chance = _differences(other, fresh)
-    lost = [place for place in _differences(given, fresh) if place in different and place not in by_chance]
+    random_differences = _differences(other, fresh)
+    lost = []
+    for attribute in _differences(patched, fresh):
+        if attribute in different and attribute not in random_differences:
+            lost.append(attribute)
     for index, name in uncopied:
         if after[index].get(name) is before[index].get(name):
             lost.append((index, name))
@@ -114,10 +127,10 @@ def _differences_after_reset(
 def _differences(
     env: gymnasium.Env[Any, Any], other: gymnasium.Env[Any, Any], levels: int = _INNER_LEVELS
 ) -> list[tuple[int, str]]:
-    """Attributes that another environment lacks or has with other values: the wrapper's number and the name.
+    """Returns attributes of `env` that `other` lacks or has with other values: index in `wrapper_chain`, and name.
 
     Args:
-        env: The environment, whose wrappers are numbered from the outside in, itself the last.
+        env: The environment.
         other: The other environment.
         levels: Levels of environments inside it that are compared.
     """
@@ -127,19 +140,19 @@ def _differences(
             continue
         others = vars(other_layer)
         for name, value in vars(layer).items():
-            is_same = name in _UNCOMPARED or (name in others and _is_alike(value, others[name], levels))
+            is_same = name in _IGNORED_ATTRIBUTES or (name in others and _is_alike(value, others[name], levels))
             if not is_same:
                 different.append((index, name))
     return different
 
 
 def is_recording_wrapper(wrapper: Any) -> bool:
-    """Whether a wrapper is one of Gymnasium's that change nothing in the environment."""
-    return type(wrapper).__module__.startswith("gymnasium.wrappers") and type(wrapper).__name__ in _RECORDERS
+    """Whether a wrapper is one of Gymnasium's that do not change what an environment does."""
+    return type(wrapper).__module__.startswith("gymnasium.wrappers") and type(wrapper).__name__ in _RECORDING_WRAPPERS
 
 
 def wrapper_chain(env: Any) -> Iterator[Any]:
-    """The environment's wrappers from the outside in, then itself."""
+    """Yields the environment's wrappers from the outside in, then the innermost environment."""
     while isinstance(env, gymnasium.Wrapper):
         yield env
         env = env.env
@@ -147,7 +160,7 @@ def wrapper_chain(env: Any) -> Iterator[Any]:
 
 
 def _is_alike(value: Any, other: Any, levels: int) -> bool:
-    """Whether two values are the same, as far as can be known."""
+    """Whether two values are the same, as far as it can be determined."""
     if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
         return True
     if isinstance(value, gymnasium.Env):
@@ -159,16 +172,16 @@ def _is_alike(value: Any, other: Any, levels: int) -> bool:
     try:
         if value == other:
             return True
-    except Exception:  # arrays of several numbers, and whatever a user's class raises
+    except Exception:  # arrays of several numbers; and a user's class may raise anything
         pass
     try:
         return pickle.dumps(value) == pickle.dumps(other)
-    except Exception:  # it cannot be pickled, so that only its type tells
+    except Exception:  # it cannot be pickled, so only its type can be compared
         return type(value) is type(other) and not callable(value)
 
 
 def _is_same_function(function: FunctionType, other: FunctionType) -> bool:
-    """Whether two functions have the same code and bound values; environments in them are compared elsewhere."""
+    """Whether two functions have the same code and bound values; of bound environments, only the classes count."""
     if function is other:
         return True
     if function.__code__ != other.__code__:
@@ -179,7 +192,7 @@ def _is_same_function(function: FunctionType, other: FunctionType) -> bool:
 
 
 def _bound_values(function: FunctionType) -> list[Any]:
-    """A function's default values and the values of its closure, without variables that are not assigned yet."""
+    """Returns a function's default values and the assigned variables of its closure."""
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with suppress(ValueError):
@@ -188,7 +201,7 @@ def _bound_values(function: FunctionType) -> list[Any]:
 
 
 def _is_same_value(value: Any, other: Any) -> bool:
-    # Functions by their code alone, since they may refer to each other or to themselves.
+    # Only the code of functions is compared, since they may refer to each other or to themselves.
     if isinstance(value, FunctionType) and isinstance(other, FunctionType):
         return value.__code__ == other.__code__
     return _is_alike(value, other, levels=0)
