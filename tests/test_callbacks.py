@@ -184,7 +184,7 @@ def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
             **where,
         )
     assert "The checkpoint has no state for Renamed" in caplog.text
-    assert "The checkpoint has a state of Recorder, and no such callback was passed" in caplog.text
+    assert "The checkpoint has a state of Recorder, but no such callback was passed" in caplog.text
 
 
 def test_what_is_no_callback():

@@ -238,7 +238,7 @@ def broken(**attributes: Any) -> Any:
 def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_path, steps, caplog):
     with pytest.raises(ValueError, match="out of cards"):
         learning(tmp_path, env=broken(fails_at=steps))
-    assert "failed in copy 1 of the environment; the last complete state is saved in" in caplog.text
+    assert "failed in environment 1; the last complete state is saved in" in caplog.text
     _, resumed = learning(tmp_path, resume=True)
     _, whole = learning(tmp_path / "whole")
     assert resumed.returns == whole.returns
@@ -313,7 +313,7 @@ def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, ca
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), episodes=4, num_envs=1, seed=0, env_timeout=60.0)
     assert type(caught.value) is raised
     assert text in str(caught.value)
-    assert "failed in copy 0 of the environment" in caplog.text
+    assert "failed in environment 0" in caplog.text
     # Where it was raised, in the other process.
     assert "in step" in str(caught.value.__cause__)
     assert not recwarn.list
@@ -570,7 +570,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_as_it_was(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"No space left.*Older checkpoints are as they were"):
+    with pytest.raises(CheckpointError, match=r"No space left.*Older checkpoints are unchanged"):
         learning(tmp_path / "run", episodes=20, resume=True)
     with pytest.raises(CheckpointError, match=rf"cannot write the checkpoint '{before}'.*No space left"):
         agent.save_checkpoint(before)
@@ -592,7 +592,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint_as_it_was(tmp_p
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"(?i)too large.*Older checkpoints are as they were"):
+        with pytest.raises(CheckpointError, match=r"(?i)too large.*Older checkpoints are unchanged"):
             learning(tmp_path / "run", agent, episodes=30, resume=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -47,7 +47,7 @@ def test_breaks_long_silences_with_a_line(monkeypatch):
     """A run whose updates take longer than the longest silence still shows that it is alive."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress_module, "_LONGEST_SILENCE_S", 0.05)
+    monkeypatch.setattr(progress_module, "_MAX_SILENCE_S", 0.05)
     with Progress(4) as progress:
         progress.advance([1.0], {})
         deadline = time.monotonic() + 10

@@ -318,7 +318,7 @@ def test_positions_without_a_tracker_drop_nothing(tmp_path, position, caplog):
         tracker.log({"seen": 1.0}, 1)
         MultiTracker(tracker).rewind(position)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
-    assert "nothing is dropped" in caplog.text.lower()
+    assert "nothing is deleted" in caplog.text.lower()
 
 
 def test_a_position_that_cannot_be_saved_stops_nothing(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""The visible loop: training, evaluation, callbacks, and checkpoints to resume a run from."""
+"""Training and evaluation loops, callbacks, trackers, and checkpoints of a run."""
 
 from .callbacks import Callback, StopOnReturn
 from .environments import EnvSource

@@ -53,7 +53,7 @@ class Callback:
         """Called after an update; numbers and strings added to `stats` under new names are logged and kept."""
 
     def on_training_end(self, run: Run) -> None:
-        """Called after the last step, whatever ended the training; after an error or a signal `run.is_over` is False."""
+        """Called at the end, whatever ended the training; `run.is_over` is False after an error or a signal."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save with a checkpoint."""
