@@ -92,14 +92,10 @@ def _differences_after_reset(
     fresh: gymnasium.Env[Any, Any],
     other: gymnasium.Env[Any, Any],
 ) -> list[str]:
-    """Returns the attributes whose values in `env` still matter after a reset.
+    """Returns the `different` attributes whose values in `env` still matter after a reset.
 
-    Args:
-        env: The user's environment.
-        different: Attributes in which it differs from an environment made from its spec, as `_differences` returns.
-        patched: An environment made from the spec; it gets the values of these attributes before its reset.
-        fresh: Another one, reset as it is.
-        other: A third one, reset as it is; where it differs from `fresh`, the difference is random.
+    `patched`, `fresh` and `other` are made from its spec. Only `patched` gets the values of `env` before its reset;
+    differences between `fresh` and `other` are random.
     """
     values = [vars(layer) for layer in wrapper_chain(env)]
     patched_values = [vars(layer) for layer in wrapper_chain(patched)]

@@ -14,7 +14,7 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import gymnasium
@@ -61,15 +61,7 @@ class EnvGroup:
         can_replay: bool = True,
         first: int = 0,
     ) -> None:
-        """Wraps a vector environment.
-
-        Args:
-            envs: The vector environment.
-            timeout: Seconds that a step or reset may take in worker processes; None sets no limit.
-            identity: See the class.
-            can_replay: See the class.
-            first: Number of the first environment.
-        """
+        """Wraps `envs`, numbered from `first`; worker processes have `timeout` seconds for a step or reset."""
         self._envs = envs
         self._timeout = timeout
         self.count = envs.num_envs
@@ -110,23 +102,23 @@ class EnvGroup:
             options[PAUSE_OPTION] = pause
         if isinstance(self._envs, AsyncVectorEnv):
             longest = max(map(len, replay.values())) if replay else 0
-            with self._explain_observation_errors(), self._report_lost_processes():
+            with self._explained_errors():
                 self._envs.reset_async(seed=list(seeds), options=options or None)
-                observations, infos = self._wait(self._envs.reset_wait, steps=1 + longest)
+                batch, merged_infos = self._wait(self._envs.reset_wait, steps=1 + longest)
         else:
-            with self._explain_observation_errors():
-                observations, infos = self._envs.reset(seed=list(seeds), options=options or None)  # type: ignore[arg-type]
-        unpacked = self._unpack_infos(infos)
+            with self._explained_errors():
+                batch, merged_infos = self._envs.reset(seed=list(seeds), options=options or None)  # type: ignore[arg-type]
+        infos = self._unpack_infos(merged_infos)
         if self._resets_in_step:
-            check_names_of_same_step(unpacked)
-        return list(iterate(self._envs.observation_space, observations)), unpacked
+            check_names_of_same_step(infos)
+        return list(iterate(self._envs.observation_space, batch)), infos
 
     def send(self, actions: Sequence[Any]) -> None:
         """Sends an action to each environment; worker processes step meanwhile, others when `receive` is called."""
         with _explain_space_errors(self.action_space, f"The agent's actions {actions!r}"):
             self._batch = self._stacked(actions)
         if isinstance(self._envs, AsyncVectorEnv):
-            with self._explain_observation_errors(), self._report_lost_processes():
+            with self._explained_errors():
                 self._envs.step_async(self._batch)
 
     def receive(self) -> tuple[list[Any], Any, Any, Any, list[Info]]:
@@ -139,7 +131,7 @@ class EnvGroup:
         Raises:
             EnvironmentTimeoutError: An environment did not answer in time; all of them have been stopped.
         """
-        with self._explain_observation_errors(), self._report_lost_processes():
+        with self._explained_errors():
             if isinstance(self._envs, AsyncVectorEnv):
                 batch, rewards, terminated, truncated, merged_infos = self._wait(self._envs.step_wait)
             else:
@@ -195,11 +187,15 @@ class EnvGroup:
             )
         return unpack_infos(infos, self.count)
 
-    def _report_lost_processes(self) -> AbstractContextManager[None]:
-        return report_lost_processes(self._envs, self.rows.start)
-
-    def _explain_observation_errors(self) -> AbstractContextManager[None]:
-        return _explain_space_errors(self._envs.single_observation_space, "The environment's observations")
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        """While open, errors name observations that do not fit their space, and environments whose process was lost."""
+        space = self._envs.single_observation_space
+        with (
+            _explain_space_errors(space, "The environment's observations"),
+            report_lost_processes(self._envs, self.rows.start),
+        ):
+            yield
 
     def _wait(self, wait: Callable[..., Any], steps: int = 1) -> Any:
         """Calls `wait` with the time limit of so many steps; a reset counts as one.

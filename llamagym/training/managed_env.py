@@ -62,11 +62,7 @@ class ManagedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._is_paused = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Resets the environment, then replays the actions in `options`; or pauses it if `options` say so.
-
-        Raises:
-            ConfigError: The environment returned something invalid.
-        """
+        """Resets the environment and replays the actions in `options`; or pauses it if `options` say so."""
         env_options = dict(options or {})
         actions = env_options.pop(REPLAY_OPTION, {}).get(self._number, [])
         self._is_paused = self._number in env_options.pop(PAUSE_OPTION, ())
@@ -84,11 +80,7 @@ class ManagedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, pack_info(info)
 
     def step(self, action: Any) -> Any:
-        """Steps the environment unless it is paused.
-
-        Raises:
-            ConfigError: The environment returned something invalid.
-        """
+        """Steps the environment unless it is paused; rejects invalid returned values."""
         if self._is_paused:
             return self._observation, 0.0, False, False, {}
         with self._numbered_errors():

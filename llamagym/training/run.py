@@ -129,15 +129,12 @@ class Run:
         self.is_finished = self._progress_of_all() == 1
 
     def take(self, ended: Sequence[PlayedEpisode], stats: Stats, turns: int) -> list[PlayedEpisode]:
-        """Counts a step.
+        """Counts a step's turns, ended episodes and update; returns the episodes within the budget.
 
         Args:
             ended: Episodes that ended.
             stats: Statistics of an update; empty without one.
             turns: Actions taken.
-
-        Returns:
-            The episodes that count; those beyond the budget do not.
         """
         self.turns += turns
         counted = list(ended)

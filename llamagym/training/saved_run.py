@@ -66,12 +66,7 @@ class SavedRun:
         self.run_id = run_id or new_run_id()
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
-        """Writes a checkpoint and deletes old ones.
-
-        Args:
-            loop: State of the training loop.
-            turns: Environment steps taken.
-            updates: Statistics of each update.
+        """Writes a checkpoint with the state of the training loop, and deletes old ones.
 
         Raises:
             CheckpointError: The disk is full or cannot be written; older checkpoints are unchanged.
