@@ -68,14 +68,14 @@ def learning(folder: Path, agent: Any = None, env: Any = DiceEnv, episodes: int 
     return agent, train(agent, env, episodes=episodes, **options)
 
 
-def test_a_run_that_is_over_is_extended_when_it_is_resumed(tmp_path):
+def test_resuming_a_finished_run_extends_it(tmp_path):
     _, done = learning(tmp_path)
     _, more = learning(tmp_path, episodes=8, resume=True)
     assert more.returns[:12] == done.returns
     assert len(more.returns) == 20
 
 
-def test_without_a_checkpoint_a_run_begins(tmp_path):
+def test_resume_without_a_checkpoint_starts_a_run(tmp_path):
     _, done = learning(tmp_path / "new", resume=True)
     assert len(done.returns) == 12
     with pytest.raises(ConfigError, match="needs the run_dir or checkpoint_dir"):
@@ -89,14 +89,14 @@ class Fickle(DiceEnv):
         return super().reset(seed=int(np.random.default_rng().integers(2**31)))
 
 
-def test_episodes_that_cannot_be_played_again_begin_anew_and_that_is_said(tmp_path, caplog):
+def test_episodes_that_cannot_be_replayed_restart_and_are_logged(tmp_path, caplog):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 1, env=Fickle)
     learning(tmp_path, env=Fickle, resume=True)
     assert "begin again" in caplog.text
 
 
-def test_an_agent_in_one_s_own_loop_goes_on(tmp_path):
+def test_a_custom_loop_resumes_an_agent(tmp_path):
     def play(agent: Any, turns: int) -> list[Any]:
         said = []
         for turn in range(turns):
@@ -153,7 +153,7 @@ def stop_after_steps(folder: Path, steps: int, number: signal.Signals = signal.S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_step_end_saves_and_exits(tmp_path, number, caplog):
+def test_a_signal_finishes_the_step_saves_and_exits(tmp_path, number, caplog):
     with pytest.raises(SystemExit) as exit_:
         stop_after_steps(tmp_path, 7, number)
     assert exit_.value.code == 130
@@ -181,7 +181,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert sorted(tmp_path.iterdir()) == [path_of(tmp_path, 0)]
 
 
-def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
+def test_handle_signals_false_keeps_the_handlers(tmp_path):
     class Stopped(Interrupting):
         steps = 3
 
@@ -190,7 +190,7 @@ def test_signals_are_left_alone_where_that_is_wanted(tmp_path):
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     """The short version of scripts/reliability/kill_and_resume.py."""
     command = [sys.executable, "-m", "tests.endless_run", str(tmp_path / "run")]
     updates = []
@@ -235,7 +235,7 @@ def broken(**attributes: Any) -> Any:
 
 
 @pytest.mark.parametrize("steps", [1, 9])
-def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_path, steps, caplog):
+def test_a_failing_environment_is_named_and_the_run_resumes_before_the_step(tmp_path, steps, caplog):
     with pytest.raises(ValueError, match="out of cards"):
         learning(tmp_path, env=broken(fails_at=steps))
     assert "failed in environment 1; the last complete state is saved in" in caplog.text
@@ -246,7 +246,7 @@ def test_an_environment_that_fails_is_named_and_the_run_goes_on_from_before(tmp_
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
+def test_a_hanging_environment_is_named_and_the_run_is_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
     with pytest.raises(EnvironmentTimeoutError, match=r"Environments \[0, 1\].*env_timeout=2"):
         learning(
@@ -258,7 +258,7 @@ def test_an_environment_that_hangs_is_named_and_the_run_saved(tmp_path, caplog):
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
+def test_an_environment_that_hangs_during_replay_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
     hangs = type("DiceEnv", (Broken,), {"fails_at": 1, "hangs": True})
@@ -269,7 +269,7 @@ def test_an_environment_that_hangs_while_it_is_played_again_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_copies_in_processes_of_their_own_play_the_same(tmp_path):
+def test_episodes_in_worker_processes_are_the_same(tmp_path):
     agents = [make_agent(ChoiceAgent, ppo=SIZES, context="turn") for _ in range(2)]
     here = train(agents[0], DiceEnv, episodes=8, num_envs=2, seed=0)
     there = train(agents[1], DiceEnv, episodes=8, num_envs=2, seed=0, env_timeout=60.0)
@@ -307,7 +307,7 @@ class LockedError(ValueError):
     ],
     ids=["a format", "a per cent", "other arguments", "not to be pickled"],
 )
-def test_an_error_in_a_process_of_its_own_comes_as_it_is(error, raised, text, caplog, recwarn):
+def test_errors_of_worker_processes_are_unchanged(error, raised, text, caplog, recwarn):
     failing = type("DiceEnv", (Broken,), {"fails_at": 1, "error": error})
     with pytest.raises(raised) as caught:
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), episodes=4, num_envs=1, seed=0, env_timeout=60.0)
@@ -352,7 +352,7 @@ class Failing:
         pass
 
 
-def test_a_tracker_that_fails_ends_nothing(tmp_path, caplog):
+def test_a_failing_tracker_does_not_end_a_run(tmp_path, caplog):
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as jsonl:
         agent = make_agent(ChoiceAgent, ppo=SIZES)
         result = train(agent, DiceEnv, episodes=12, num_envs=2, seed=0, tracker=MultiTracker(Failing(), jsonl))
@@ -368,7 +368,7 @@ def test_a_tracker_that_fails_ends_nothing(tmp_path, caplog):
     )
 
 
-def test_a_tracker_s_lines_come_once(tmp_path):
+def test_a_resumed_run_does_not_duplicate_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with closing(JsonlTracker(path)) as tracker:
         learning(tmp_path / "run", tracker=tracker)

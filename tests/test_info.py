@@ -23,7 +23,7 @@ class Informed(ChoiceAgent):
         return info.get("choices", ["go left", "stay"])
 
 
-def test_methods_that_have_a_parameter_info_are_given_it():
+def test_methods_with_an_info_parameter_receive_it():
     agent = make_agent(Informed)
     agent.act(1, {"word": "this", "choices": ["stay"]})
     assert agent.current_episode_messages[0]["content"] == "1 with this"
@@ -37,7 +37,7 @@ def test_methods_that_have_a_parameter_info_are_given_it():
     assert set(chances) == {"go right", "stay"}
 
 
-def test_a_mixin_s_methods_count_and_methods_without_it_are_called_as_ever():
+def test_info_parameters_of_mixins_are_found():
     class Mixin:
         def format_observation(self, observation, info):
             return info["word"]
@@ -69,7 +69,7 @@ def test_the_info_after_the_last_step_reaches_the_critic():
 
 
 @pytest.mark.parametrize("infos", [[1], [{}, {}], {"word": "x"}])
-def test_infos_that_are_none(infos):
+def test_rejects_invalid_infos(infos):
     with pytest.raises(EpisodeError, match="infos"):
         make_agent(Informed).act_batch([1], infos=infos)
 
@@ -86,7 +86,7 @@ def test_masked_choices_are_not_offered():
     assert len(agent.conversation(0).turns) == 3
 
 
-def test_masks_find_their_choices_in_any_order_and_with_any_start():
+def test_masks_match_choices_in_any_order_and_from_any_start():
     numbers = {"three": 3, "one": 1, "two": 2}
     assert Masking(numbers.__getitem__).possible(list(numbers), [1, 0, 1]) == ["three", "one"]
     # Words that are no whole numbers stand in the order of their actions.
@@ -96,7 +96,7 @@ def test_masks_find_their_choices_in_any_order_and_with_any_start():
     assert Masking(str).possible(pairs, (np.array([1, 1]), np.array([0, 1]))) == ["go down", "run down"]
 
 
-def test_taxi_s_masks_need_no_wrapper():
+def test_taxi_masks_work_without_a_wrapper():
     """No agent or random policy does what the environment rules out; without the mask it would."""
 
     class Driver(ChoiceAgent):
@@ -121,7 +121,7 @@ def test_taxi_s_masks_need_no_wrapper():
         evaluate(lambda observation: 5, make, episodes=1, seed=0)
 
 
-def test_infos_come_out_of_a_vector_environment_as_they_went_in():
+def test_infos_pass_through_a_vector_environment_unchanged():
     envs = gym.vector.SyncVectorEnv([CountdownEnv] * 3)
     infos: dict = {}
     said = [{"a": 1, "deep": {"b": "x"}}, {}, {"a": 2, "c": np.array([1.0, 2.0])}]
@@ -133,7 +133,7 @@ def test_infos_come_out_of_a_vector_environment_as_they_went_in():
     envs.close()
 
 
-def test_what_cannot_leave_a_process_stays_there():
+def test_unpicklable_info_values_are_left_out():
     class Env(CountdownEnv):
         def step(self, action):
             return *super().step(action)[:4], {"word": "kept", "function": lambda: None}

@@ -93,7 +93,7 @@ def make(kind: Any = ChoiceAgent, **options: Any) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_agent_acts_in_one_half_while_the_other_steps(overlap: bool):
+def test_acting_and_stepping_overlap(overlap: bool):
     ACTED.value = 0
     agent = make(CountedAgent, ppo={"batch_size": 1000})
     if overlap:
@@ -120,7 +120,7 @@ def starts_of(agent: Any) -> set[tuple[Any, int]]:
     "options",
     [{"ppo": {"batch_size": 1000}}, {"algorithm": "grpo", "grpo": {"batch_size": 1000, "group_size": 2}}],
 )
-def test_each_conversation_is_its_own_environment_s(options: dict[str, Any]):
+def test_conversations_stay_with_their_environment(options: dict[str, Any]):
     played = []
     for overlap in (True, False):
         agent = make_agent(ChoiceAgent, **options)
@@ -133,7 +133,7 @@ def test_each_conversation_is_its_own_environment_s(options: dict[str, Any]):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
-def test_an_environment_that_fails_leaves_both_halves_where_they_were(tmp_path: Path):
+def test_a_failing_environment_undoes_the_step_in_both_halves(tmp_path: Path):
     where = {"checkpoint_dir": tmp_path, "resume": True, "overlap": True}
     agents = [make(ppo={"batch_size": 1000}) for _ in range(2)]
     with pytest.raises(BrokenError):
@@ -144,7 +144,7 @@ def test_an_environment_that_fails_leaves_both_halves_where_they_were(tmp_path: 
     assert len(starts_of(agents[1])) >= 12
 
 
-def test_halves_are_whole_groups():
+def test_rejects_halves_that_split_a_group():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"group_size": 2})
     with pytest.raises(ConfigError, match="num_envs=2 is one group of 2"):
         run(agent, num_envs=2, overlap=True)

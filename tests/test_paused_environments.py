@@ -27,7 +27,7 @@ class CountedAgent(ChoiceAgent):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("length", "expected"), [(1, 64), (3, 32), (30, 16)])
-def test_as_many_copies_act_as_a_batch_holds_episodes(length, expected):
+def test_a_batch_s_episodes_set_the_number_of_active_environments(length, expected):
     agent = make_agent(CountedAgent, context="turn", ppo={"batch_size": 96, "mini_batch_size": 96})
     result = train(agent, functools.partial(CountdownEnv, length), turns=2000, seed=0)
     assert len(result.updates) >= 3
@@ -35,7 +35,7 @@ def test_as_many_copies_act_as_a_batch_holds_episodes(length, expected):
     assert agent.acted[-1] == expected
 
 
-def test_copies_that_were_asked_for_and_those_of_groups_all_act():
+def test_no_environment_is_paused_with_num_envs_or_groups():
     asked = make_agent(CountedAgent, context="turn", ppo={"batch_size": 96, "mini_batch_size": 96})
     train(asked, functools.partial(CountdownEnv, 30), turns=500, seed=0, num_envs=20)
     assert set(asked.acted) == {20}
@@ -54,14 +54,14 @@ class StepsEnv(DiceEnv):
         return super().step(action)
 
 
-def test_an_evaluation_plays_no_more_than_it_counts():
+def test_evaluation_plays_only_the_episodes_that_it_counts():
     StepsEnv.steps.clear()
     result = evaluate("random", StepsEnv, episodes=21, seed=0, num_envs=6)
     assert len(result.returns) == 21
     assert len(StepsEnv.steps) == round(21 * result.mean_length)
 
 
-def test_an_evaluation_in_a_caller_s_copies_plays_the_same_episodes():
+def test_evaluation_in_a_callers_vector_environment_is_the_same():
     envs = gym.vector.SyncVectorEnv([DiceEnv] * 6)
     assert (
         evaluate("random", envs, episodes=21, seed=0).lengths
@@ -70,7 +70,7 @@ def test_an_evaluation_in_a_caller_s_copies_plays_the_same_episodes():
 
 
 @pytest.mark.parametrize("in_processes", [False, True])
-def test_parts_rest_apart_and_copies_wake(in_processes):
+def test_groups_pause_and_resume_separately(in_processes):
     with open_envs(functools.partial(CountdownEnv, 1), [3, 5], in_processes=in_processes) as parts:
         play = Play(PolicyPlayer("random", parts[0].action_space, 0), parts, list(range(8)), seed=0)
         play.begin()
@@ -83,7 +83,7 @@ def test_parts_rest_apart_and_copies_wake(in_processes):
 
 
 @pytest.mark.parametrize("context", ["turn", pytest.param("episode", marks=pytest.mark.long)])
-def test_a_run_whose_copies_rest_goes_on(tmp_path, context):
+def test_a_run_with_paused_environments_is_resumed_exactly(tmp_path, context):
     def run(folder: str, updates: int, resume: bool = False) -> dict[str, Any]:
         sizes = {"batch_size": 70, "mini_batch_size": 35}
         agent = make(ChoiceAgent, ppo=sizes, context=context)

@@ -66,7 +66,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         ),
     ],
 )
-def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
+def test_a_killed_run_recomputes_its_lost_updates(tmp_path, name):
     """Killed after the fifth update, it goes on from the fourth."""
     whole = learn(made(name), 6, checkpoint_dir=tmp_path / "whole", checkpoint_every=2)
     learn(made(name), 5, checkpoint_dir=tmp_path / "killed", checkpoint_every=2)
@@ -86,7 +86,7 @@ def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
         "free text",
     ],
 )
-def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, name):
+def test_a_run_stopped_within_a_batch_continues_the_batch(tmp_path, name):
     stopped = in_a_batch(made(name), lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
         learn(stopped, 9, checkpoint_dir=tmp_path / "run", checkpoint_every=3)
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [ChoiceAgent, Talker])
-def test_the_embedded_model_goes_on_in_the_processor_s_dtype(tmp_path, kind):
+def test_the_embedded_model_resumes_in_the_cpu_dtype(tmp_path, kind):
     sizes = {**SIZES, "learning_rate": 1e-3}
 
     def loaded() -> Agent:

@@ -73,7 +73,7 @@ def test_rejects_other_choices(tmp_path, before, after, message, is_vector):
     assert len(result.returns) == 8
 
 
-def test_choices_that_depend_on_the_observation_are_the_same(tmp_path):
+def test_accepts_the_same_choices_depending_on_the_observation(tmp_path):
     class Depending(Changing):
         def get_action_choices(self, observation):
             return ["a", "b"] if observation % 2 else (["c", "d", "e"] if observation % 3 else None)
@@ -118,7 +118,7 @@ def test_rejects_other_wrappers(tmp_path, before, after, message):
         going_on(tmp_path, env=made(after), resume=True)
 
 
-def test_wrappers_that_only_record_may_change(tmp_path):
+def test_allows_other_recording_wrappers(tmp_path):
     before_the_end(tmp_path)
     going_on(tmp_path, env=lambda: RecordEpisodeStatistics(DiceEnv()), resume=True)
 
@@ -136,7 +136,7 @@ def test_rejects_another_chat_template(tmp_path, monkeypatch):
         going_on(tmp_path, resume=True)
 
 
-def test_rejects_another_judge_and_starts_episodes_again_if_it_is_allowed(tmp_path):
+def test_rejects_another_judge_or_restarts_episodes_if_allowed(tmp_path):
     before_the_end(tmp_path)
     with pytest.raises(CheckpointError, match="judge was False and is now True"):
         going_on(tmp_path, judge=lambda episode: 5.0, resume=True)
@@ -251,7 +251,7 @@ def test_rejects_changes_that_the_saved_state_does_not_allow(tmp_path, options, 
         going_on(tmp_path, resume=True, allow_changes=[name], **options)
 
 
-def test_names_both_models(tmp_path):
+def test_rejects_another_model_and_names_both(tmp_path):
     make_agent(WordAgent).save_checkpoint(tmp_path / "checkpoint")
     other = make_agent(WordAgent, activated=False)
     before = str(other.state_dict())
