@@ -21,12 +21,7 @@ class RemoteError(Exception):
     """Carries an exception, with its traceback as text, from one process to another."""
 
     def __init__(self, source: RemoteError | tuple[bytes | None, str, int]) -> None:
-        """Wraps what `pack` built; or takes over another RemoteError, since Gymnasium calls the class with the error.
-
-        Args:
-            source: Another RemoteError; or the pickled exception (None if it cannot be pickled), its traceback and the
-                number of its environment.
-        """
+        """Wraps what `pack` built; or copies another RemoteError, since Gymnasium calls the class with the error."""
         super().__init__(source.args[0] if isinstance(source, RemoteError) else source)
 
     @classmethod

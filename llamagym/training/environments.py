@@ -335,11 +335,7 @@ def _require_distinct(envs: SyncVectorEnv) -> None:
 
 
 def _check_vector_env(env: VectorEnv, in_processes: bool) -> None:
-    """Rejects a vector environment that cannot be reset one by one, is closed, or should run in worker processes.
-
-    Raises:
-        ConfigError: It is such a vector environment.
-    """
+    """Rejects a vector environment that cannot be reset one by one, is closed, or should run in worker processes."""
     if not isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
         raise ConfigError(
             f"{env} is a {type(env.unwrapped).__name__}, whose environments cannot be reset one by one. Pass a "
@@ -471,11 +467,7 @@ def _env_makers(
 
 
 def make_env(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
-    """Makes the environment that is registered under an id.
-
-    Args:
-        name: The id, after a module and a colon where the module has to be imported first.
-        **options: Options of the environment.
+    """Makes the environment that is registered in Gymnasium under an id.
 
     Raises:
         ConfigError: The id is unknown, a package is missing, or the environment cannot be constructed.

@@ -316,11 +316,7 @@ class MultiTracker:
         return positions
 
     def rewind(self, position: Sequence[Any]) -> None:
-        """Rewinds each tracker to its position, even if trackers were added, removed or reordered since.
-
-        Args:
-            position: The value that `position` returned.
-        """
+        """Rewinds each tracker to its position, even if trackers were added, removed or reordered since."""
         saved = [entry for entry in position if isinstance(entry, list) and len(entry) == 2]
         if len(saved) != len(position):
             logger.warning(
