@@ -1,4 +1,4 @@
-"""Callbacks: when they are called, what they see, how they end a training, and the best agent kept."""
+"""Callbacks: order of calls, their arguments, how they end a training, and saving the best agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {"context": "turn", "ppo": {"batch_size": 6}}
 
 
 class Recorder(Callback):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self, stop_at: str = "", answer: object = False) -> None:
         self.heard: list[str] = []
@@ -67,7 +67,7 @@ class Recorder(Callback):
 
 
 class Renamed(Recorder):
-    """A callback that the checkpoint does not know."""
+    """A callback without a state in the checkpoint."""
 
 
 def test_callbacks_are_called_in_order_and_add_to_the_statistics():
@@ -125,7 +125,7 @@ def test_false_from_on_update_ends_the_training_and_is_logged(answer, caplog):
     with caplog.at_level(logging.WARNING):
         result = train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, on_update=lambda stats: answer)
     assert len(result.updates) == 1
-    # A comparison that was True at the last update, as earlier versions wanted it, is False at the first.
+    # A comparison that is True at the last update, which ended training in earlier versions, is False at the first.
     assert "on_update returned False, which ends the training" in caplog.text
 
 
@@ -169,7 +169,7 @@ def test_callback_states_are_saved_with_a_checkpoint(tmp_path, caplog):
     train(
         make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=[after], resume=True, **where
     )
-    # What is said at the start comes before the state is loaded.
+    # on_training_start is called before the state is loaded.
     count = len(before.heard)
     assert after.heard[: count + 1] == [*before.heard, "loaded"]
     assert after.heard[count + 1 :] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
@@ -207,7 +207,7 @@ def test_stop_on_return_ends_the_training():
 
 
 class Noise(Callback):
-    """Sends the weights somewhere else after each update, so that one agent after another is worse or better."""
+    """Changes the weights after each update, so that the agent becomes better or worse."""
 
     def __init__(self) -> None:
         self.rng = torch.Generator().manual_seed(0)
@@ -223,7 +223,7 @@ def test_only_the_best_agent_is_saved(tmp_path):
     tiny_base_model("llama").save_pretrained(tmp_path / "base")
     tiny_tokenizer("llama").save_pretrained(tmp_path / "base")
     model, tokenizer, device = load_model_and_tokenizer(tmp_path / "base", "cpu", "float32")
-    # Without a prior, which would speak for one choice in all of them.
+    # Without a prior, which would favor the same choice in all of them.
     options = {"context": "turn", "calibrate_choices": False, "seed": 0}
     agent = ChoiceAgent(model, tokenizer, device, None, {"batch_size": 6}, **options)
     praised: list[float] = []
@@ -240,7 +240,7 @@ def test_only_the_best_agent_is_saved(tmp_path):
     assert len(means) == 6
     assert callback.best_mean == max(means)
     assert callback.best_update == 1 + means.index(max(means))
-    # Which agent is the best one hangs on rounding; that they differ does not.
+    # Which agent is the best depends on rounding; that they differ does not.
     assert len(set(means)) > 2, means
     assert praised == sorted(set(praised))
     assert praised[-1] == max(means)
@@ -345,7 +345,7 @@ def test_a_callback_error_stops_the_run_after_a_checkpoint(method, tmp_path, cap
         )
     at = {"on_step": 2, "on_episode_end": 6, "on_update": 6, "on_training_end": 12}.get(method, 0)
     if method in ("on_episode_end", "on_update"):
-        # The others have been told of the whole step, and the update is logged.
+        # The other callbacks were called for the whole step, and the update is logged.
         assert recorder.heard[-4:] == ["episode 2", "episode 2", "update 1", "broken off"]
         assert logged == [2]
     if method == "on_training_start":
@@ -355,7 +355,7 @@ def test_a_callback_error_stops_the_run_after_a_checkpoint(method, tmp_path, cap
     assert folder is not None
     assert read_state(folder, "state")["loop"]["turns"] == at
     again = Recorder()
-    # The same budget continues where the error left it; a larger one would be granted in full.
+    # The same budget continues where the error stopped it; another one would start from zero.
     result = train(
         make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=again, resume=True, **where
     )

@@ -1,4 +1,4 @@
-"""What is counted: an update is all that is learned from one batch; a budget is a call's own."""
+"""Counters: an update is all that is learned from one batch; each call has its own budget."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_warm_starts_are_not_counted_as_updates(tmp_path):
 
 
 class StopAfter(Callback):
-    """Ends a training after so many updates."""
+    """Ends a training after some updates."""
 
     def __init__(self, updates: int) -> None:
         self.updates = updates
@@ -87,7 +87,7 @@ def test_a_resumed_call_has_its_own_budget(tmp_path, budget):
     second = play(tmp_path, **budget)
     assert len(second.returns) == 32
     assert second.returns[:16] == first.returns
-    # The cooldown is the end of the call, not of the run: the second one begins at the full rate.
+    # The cooldown is at the end of the call, not of the run: the second call begins at the full rate.
     assert rates(second)[4:] == pytest.approx(rates(first))
     assert len(play(tmp_path, episodes=4).returns) == 36
 
@@ -144,7 +144,7 @@ def test_a_resumed_call_logs_its_progress(tmp_path, capsys):
 
 @pytest.mark.long
 def test_a_resumed_run_of_dice_computes_what_it_would_have_computed(tmp_path):
-    """Of episodes that end at different times, the last step may end more than the budget counts."""
+    """If episodes end at different times, the last step may end more episodes than the budget counts."""
 
     def dice(folder: Path, **options: Any) -> Any:
         agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 8})

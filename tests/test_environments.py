@@ -1,4 +1,4 @@
-"""Environments: vector environments of every kind, close(), processes that hang or are killed, observations, infos."""
+"""Vector environments of every kind, close(), worker processes that hang or are killed, observations, infos."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 
 class Counter(gym.Env):
-    """Shows its seed and the number of the step; each episode has one step more than the environment's last one."""
+    """Observations are the seed and the step; each episode has one step more than the one before."""
 
     observation_space = gym.spaces.MultiDiscrete([2**32, 10])
     action_space = gym.spaces.Discrete(3)
@@ -65,7 +65,7 @@ class Counter(gym.Env):
 
 
 class Plain(Counter):
-    """Without infos by names that a vector environment in SAME_STEP takes for its own."""
+    """Has no infos under names that a vector environment in SAME_STEP uses itself."""
 
     def reset(self, *, seed=None, options=None):
         observation, info = super().reset(seed=seed)
@@ -77,7 +77,7 @@ class Plain(Counter):
 
 
 class Seeing(ChoiceAgent):
-    """Remembers what each environment shows, with the info."""
+    """Records each environment's observations and infos."""
 
     def format_observation(self, observation, info=None):
         seen = self.__dict__.setdefault("seen", [])
@@ -86,7 +86,7 @@ class Seeing(ChoiceAgent):
 
 
 class Remembering(Callback):
-    """Keeps the episodes."""
+    """Records the episodes."""
 
     def __init__(self) -> None:
         self.episodes: list[Any] = []
@@ -110,7 +110,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("kind", ["sync", "async shared", "async"])
 def test_episodes_are_the_same_in_every_vector_environment(kind, mode, wrapper, truncates):
-    """Each observation of each episode once and in order, each action done, no reset without a seed."""
+    """Each observation is seen once and in order, each action is taken, each reset has a seed."""
     makers = [functools.partial(Plain, truncates)] * 2
     if kind == "sync":
         base: Any = SyncVectorEnv(makers, autoreset_mode=mode)
@@ -129,7 +129,7 @@ def test_episodes_are_the_same_in_every_vector_environment(kind, mode, wrapper, 
         envs.close()
     assert len(kept.episodes) == 8
     for episode in kept.episodes:
-        # By hand: the length follows from the seed, each step from the one before.
+        # Expected by hand: the length follows from the seed, each step from the one before.
         length = 2 + episode.seed % 3
         assert episode.seed != 0
         assert episode.length == length
@@ -217,7 +217,7 @@ def test_errors_in_a_callers_vector_environment_are_unchanged(kind, method, erro
 
 
 class Shows(CountdownEnv):
-    """Shows one value."""
+    """Returns one value as observation."""
 
     def __init__(self, space: gym.Space, value: Any) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class Hangs(CountdownEnv):
         return super().step(action)
 
     def close(self):
-        # One in this process shows its spaces, and hangs as well.
+        # The one made in this process for its spaces hangs as well.
         if multiprocessing.parent_process() is None:
             time.sleep(600)
         self.wait()
@@ -368,7 +368,7 @@ def test_a_worker_that_ignores_sigterm_is_killed():
 
 
 class WithServer(CountdownEnv):
-    """Starts a program of its own, then hangs at a step or kills itself."""
+    """Starts a subprocess, then hangs at a step or kills itself."""
 
     def __init__(self, folder: Path, is_killed: bool) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def test_processes_started_by_a_worker_end_with_it(is_killed, tmp_path):
 
 
 class Killed(CountdownEnv):
-    """Kills its own process at a step or a reset, as a system does that is out of memory."""
+    """Kills its process at a step or a reset, as a system without free memory does."""
 
     method, at = "step", 4
 
@@ -483,7 +483,7 @@ def test_a_killed_worker_of_a_callers_vector_environment_is_named():
     with pytest.raises(EnvironmentLostError, match=r"have ended: 1 \(SIGKILL\)\. A process"):
         train(make_agent(ChoiceAgent), envs, episodes=4)
     assert not envs.closed
-    # Without waiting for an answer of the one that is no more.
+    # Without waiting for an answer of the killed one.
     for process in envs.unwrapped.processes:
         process.kill()
         process.join()
@@ -491,7 +491,7 @@ def test_a_killed_worker_of_a_callers_vector_environment_is_named():
 
 
 class Disconnected(CountdownEnv):
-    """Loses a connection of its own."""
+    """Loses its own connection."""
 
     def step(self, action):
         raise ConnectionResetError("the game's server")
@@ -517,9 +517,9 @@ from tests.agents import CountdownEnv
 
 class Hangs(CountdownEnv):
     def step(self, action):
-        # In one piece: what two processes print at once may be mixed.
+        # A single write: output of two processes may be interleaved.
         os.write(1, f"{os.getpid()}\\n".encode())
-        # It has the pipe, too.
+        # It inherits the pipe.
         subprocess.Popen(["sleep", "600"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
@@ -615,7 +615,7 @@ def registered():
 
 
 class Settable(CountdownEnv):
-    """Is as long as an attribute says."""
+    """Has as many steps as an attribute says."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__()
@@ -663,7 +663,7 @@ class Level(CountdownEnv):
 
 
 class Outer(gym.Env):
-    """Plays an environment of its own."""
+    """Contains another environment."""
 
     observation_space, action_space = CountdownEnv.observation_space, CountdownEnv.action_space
 
@@ -779,7 +779,7 @@ def test_a_single_environment_is_not_recreated_and_stays_open(registered, env_ti
     result = train(make_agent(ChoiceAgent), env, episodes=2, num_envs=1, env_timeout=env_timeout)
     assert result.turns == 10
     assert closes == []
-    # In a process of its own it is the same environment, but another process's.
+    # A worker process has a copy of the same environment.
     assert env.unwrapped.steps == (10 if env_timeout is None else 0)
 
 

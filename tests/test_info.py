@@ -1,4 +1,4 @@
-"""What environments say as info, on its way to the agent: methods that take it, masks, vector environments."""
+"""Infos on the way from environments to the agent: methods with an info parameter, masks, vector environments."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_masked_choices_are_not_offered():
 def test_masks_match_choices_in_any_order_and_from_any_start():
     numbers = {"three": 3, "one": 1, "two": 2}
     assert Masking(numbers.__getitem__).possible(list(numbers), [1, 0, 1]) == ["three", "one"]
-    # Words that are no whole numbers stand in the order of their actions.
+    # Words that are not whole numbers are in the order of their actions.
     assert Masking(str).possible(["a", "b", "c"], [0, 1, 1]) == ["b", "c"]
     assert Masking(str).possible(["a", "b"], [0, 1, 1]) == ["a", "b"]
     pairs = ["go up", "go down", "run up", "run down"]
@@ -97,7 +97,7 @@ def test_masks_match_choices_in_any_order_and_from_any_start():
 
 
 def test_taxi_masks_work_without_a_wrapper():
-    """No agent or random policy does what the environment rules out; without the mask it would."""
+    """No agent or random policy takes an action that the environment rules out; without the mask it would."""
 
     class Driver(ChoiceAgent):
         choices = ("south", "north", "east", "west", "pick up", "drop off")

@@ -1,4 +1,4 @@
-"""`EvaluationResult.interval`: how often it covers the true mean, and what it cannot know."""
+"""`EvaluationResult.interval`: how often it covers the true mean, and its limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_interval_has_its_nominal_coverage(name, episodes, least):
 
 
 def test_interval_cannot_cover_rare_extreme_returns():
-    """As documented: what was never met is in no interval."""
+    """As documented: the interval does not account for returns that were never observed."""
     assert covered("heavy tail: 100 in one of 50", 20, 100) < 0.5
 
 

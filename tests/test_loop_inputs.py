@@ -1,4 +1,4 @@
-"""What `train` and `evaluate` take: budgets, environments of every kind, policies; and what they close."""
+"""Arguments of `train` and `evaluate`: budgets, environments of every kind, policies; and what they close."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS = ["CartPole-v1", "FrozenLake-v1", "Taxi-v4", "MountainCar-v0"]
 
 
 class Timed(CountdownEnv):
-    """Lasts two or three steps, by its seed; says so, whether it succeeds, and at which step it is."""
+    """Lasts two or three steps, by its seed; infos hold the length, the success and the step."""
 
     made: list[Timed] = []  # noqa: RUF012 - shared on purpose
 
@@ -50,7 +50,7 @@ def _forget():
 
 
 class Noting(ChoiceAgent):
-    """Writes down what it is shown with which info."""
+    """Records observations with their infos."""
 
     def format_observation(self, observation, info=None):
         self.__dict__.setdefault("seen", []).append((int(observation), info["at"]))
@@ -73,7 +73,7 @@ def test_a_callers_vector_environment_is_played_like_made_environments(kind, mod
     assert not envs.closed
     if kind is SyncVectorEnv:
         assert not any(env.closed for env in envs.envs)
-        # Those that were made for the comparison are.
+        # The environments made for the comparison are closed.
         assert sum(env.closed for env in Timed.made) == 3
     envs.close()
 
@@ -159,7 +159,7 @@ class AnyAgent(ChoiceAgent):
 
 @pytest.mark.parametrize("name", IDS)
 def test_both_loops_play_environments_of_gymnasium(name):
-    """As they are, by id, with masks where they give them; beside a random policy on the same episodes."""
+    """By id and with their masks; compared with a random policy on the same episodes."""
     env = gym.make(name, max_episode_steps=12)
     agent = make_agent(AnyAgent, context="turn", ppo={"batch_size": 8}, actions=name_actions(env.action_space))
     updates = 0
@@ -181,7 +181,7 @@ def test_both_loops_play_environments_of_gymnasium(name):
         "random": evaluate("random", env, episodes=2, seed=0, num_envs=2),
     }
     env.close()
-    # Taxi's masks leave out what would earn -10.
+    # Taxi's masks leave out actions that earn -10.
     assert all(result.mean >= -12 for result in results.values())
     assert len(side_by_side(results).splitlines()) == 3
     if name == IDS[0]:
@@ -202,7 +202,7 @@ def test_functions_are_policies_with_an_optional_info_parameter():
     assert set(result.lengths) == {2, 3}
     assert result.invalid_rate == 0.0
     assert evaluate(lambda observation: 2, Timed, episodes=4, seed=0).success_rate == 0.0
-    # The same seed plays the same episodes, whoever plays.
+    # The same seed plays the same episodes with any policy.
     assert evaluate("random", Timed, episodes=4, seed=0, num_envs=1).lengths == result.lengths
     with pytest.raises(ConfigError, match=r"agent='randon'.*Did you mean 'random'"):
         evaluate("randon", Timed, episodes=1)

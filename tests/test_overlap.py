@@ -1,4 +1,4 @@
-"""Slow environments: the agent acts in one half of the copies while the other half steps."""
+"""Slow environments: the agent acts in one half of the environments while the other half steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.faults import BrokenError
 
 # Seconds after which a step that waits for the agent to act elsewhere gives up.
 PATIENCE = 20
-# How often the agent has acted, in a memory that copies in processes of their own share.
+# How often the agent has acted, in memory that worker processes share.
 ACTED = multiprocessing.get_context("fork").Value("i", 0)
 
 
 class SeededEnv(gym.Env):
-    """Shows a number that depends on seed and step; the reward depends on that and on the action."""
+    """The observation depends on seed and step; the reward depends on the observation and the action."""
 
     observation_space = gym.spaces.Discrete(10_000_000)
     action_space = gym.spaces.Discrete(3)
@@ -41,12 +41,12 @@ class SeededEnv(gym.Env):
 
 
 def earned(observation: int, action: int) -> float:
-    """The reward of an action where a number is shown."""
+    """The reward of an action after an observation."""
     return float(observation * 7 % 5 + action)
 
 
 class WaitingEnv(SeededEnv):
-    """A copy's step number k ends once the agent has acted 2k times: in this half, and then in the other one."""
+    """Step number k ends once the agent has acted 2k times: in this half, and then in the other one."""
 
     steps = 0
 
@@ -61,7 +61,7 @@ class WaitingEnv(SeededEnv):
 
 
 class FailingEnv(SeededEnv):
-    """Fails at a copy's fifth step."""
+    """Fails at its fifth step."""
 
     steps = 0
 
@@ -73,7 +73,7 @@ class FailingEnv(SeededEnv):
 
 
 class CountedAgent(ChoiceAgent):
-    """Says how often it has acted."""
+    """Counts how often it has acted."""
 
     def _act(self, *args: Any) -> Any:
         actions = super()._act(*args)
@@ -82,7 +82,7 @@ class CountedAgent(ChoiceAgent):
 
 
 def run(agent: Any, env: Any = SeededEnv, **options: Any) -> Any:
-    """A run in four copies."""
+    """A run in four environments."""
     return train(agent, env, **{"episodes": 12, "num_envs": 4, "seed": 0, **options})
 
 
@@ -104,7 +104,7 @@ def test_acting_and_stepping_overlap(overlap: bool):
 
 
 def starts_of(agent: Any) -> set[tuple[Any, int]]:
-    """Group and first number of the episodes that await an update; each is that of one copy, from its first step on."""
+    """Group and first number of the episodes that await an update; each is from one environment and complete."""
     starts = set()
     for episode in agent._buffer:
         texts = [agent.tokenizer.decode(list(turn.prompt.ids)) for turn in episode.turns]
@@ -139,7 +139,7 @@ def test_a_failing_environment_undoes_the_step_in_both_halves(tmp_path: Path):
     with pytest.raises(BrokenError):
         run(agents[0], FailingEnv, **where)
     assert not agents[0]._conversations
-    # Of the same name, since a run goes on in the environment that it began in.
+    # Of the same name, since a resumed run needs the environment that it began in.
     assert len(run(agents[1], type("FailingEnv", (SeededEnv,), {}), **where).returns) == 12
     assert len(starts_of(agents[1])) >= 12
 

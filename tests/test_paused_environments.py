@@ -1,4 +1,4 @@
-"""Copies of an environment that rest: how many act, what is done in those that do not, and runs that go on."""
+"""Paused environments: how many are active, what happens in the others, and resumed runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.resumed_run import DiceEnv, learn, make
 
 
 class CountedAgent(ChoiceAgent):
-    """Remembers in how many copies it acted at each step."""
+    """Records in how many environments it acted at each step."""
 
     def act_batch(self, observations: Any, *args: Any) -> Any:
         self.__dict__.setdefault("acted", []).append(len(observations))
@@ -45,7 +45,7 @@ def test_no_environment_is_paused_with_num_envs_or_groups():
 
 
 class StepsEnv(DiceEnv):
-    """Counts the steps of all copies."""
+    """Records the steps of all environments."""
 
     steps: ClassVar[list[int]] = []
 
@@ -75,10 +75,10 @@ def test_groups_pause_and_resume_separately(in_processes):
         play = Play(PolicyPlayer("random", parts[0].action_space, 0), parts, list(range(8)), seed=0)
         play.begin()
         play.rest(np.array([False, False, True, False, False, False, True, True]))
-        # What was under way is played to its end.
+        # Running episodes are played to their end.
         assert [play.step().turns for _ in range(6)] == [3, 5, 2, 3, 2, 3]
         play.rest(np.zeros(8, dtype=bool))
-        # The first part is in the middle of a step already.
+        # The first group is in the middle of a step already.
         assert [play.step().turns for _ in range(4)] == [2, 5, 3, 5]
 
 
@@ -92,7 +92,7 @@ def test_a_run_with_paused_environments_is_resumed_exactly(tmp_path, context):
     whole, first, resumed = run("one", 6), run("two", 3), run("two", 3, resume=True)
     assert first["stats"] == whole["stats"][:3]
     assert resumed == whole
-    # So many act by turns, 64 at most, 16 at first.
+    # The number of active environments changes: 16 at first, at most 64.
     acted = {len(actions) for actions in whole["actions"]}
     assert len(acted) > 1
     assert 16 <= min(acted) <= max(acted) < 64

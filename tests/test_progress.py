@@ -44,7 +44,7 @@ def test_prints_a_line_per_update_outside_a_terminal(monkeypatch):
 
 
 def test_prints_a_line_after_a_long_silence(monkeypatch):
-    """A run whose updates take longer than the longest silence still shows that it is alive."""
+    """A run whose updates take longer than the longest silence still prints lines."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress_module, "_MAX_SILENCE_S", 0.05)
@@ -56,7 +56,7 @@ def test_prints_a_line_after_a_long_silence(monkeypatch):
     assert re.fullmatch(
         r"25%, 1 episodes, mean return of the last 1 \+1\.000, \d+ s", stream.getvalue().splitlines()[0]
     )
-    # The clock ends with the run.
+    # The thread ends with the run.
     lines = stream.getvalue()
     time.sleep(0.2)
     assert stream.getvalue() == lines
@@ -74,7 +74,7 @@ def test_shows_the_share_of_a_budget_of_minutes(monkeypatch):
 
 @pytest.mark.parametrize("name", ["skipped_steps", "replay_skipped_steps"])
 def test_skipped_steps_are_shown_and_recorded(monkeypatch, tmp_path, capsys, name):
-    """What a learner counts reaches both; where it counts none, the line says nothing of it."""
+    """The learner's counts reach both; counts of zero are not in the line."""
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 3})
     counts, usual = iter([0.0, 2.0, 0.0]), agent.learner.update
     monkeypatch.setattr(agent.learner, "update", lambda batch: usual(batch) | {name: next(counts)})

@@ -1,4 +1,4 @@
-"""The report of runs: one page, which a browser shows without a network and without an error."""
+"""The report of runs: one page that a browser shows without a network and without errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTILE = 'says </script><script>alert("x")</script> <!-- & </p>'
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two real runs, one of which reads what would break a page that does not take care."""
+    """Two real runs, one with text that would break a page without escaping."""
 
     class Hostile(ChoiceAgent):
         def format_observation(self, observation):
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
 
 
 def dom(page: Path, *options: str, width: int = 390) -> tuple[str, str]:
-    """What a browser makes of a page, and what it has to say about it."""
+    """The DOM that a browser makes of a page, and the browser's log."""
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += ["--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", *options, page.as_uri()]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -62,7 +62,7 @@ def test_a_browser_shows_curves_alarms_and_episodes_without_an_error(runs, tmp_p
     assert "approx_kl jumped to 0.300" in shown
     told = [json.loads(line) for run in runs for line in (run / "transcripts.jsonl").read_text().splitlines()]
     assert f"{len(told)} of {len(told)} episodes" in shown
-    # The first episode is open, and shows what was read as text.
+    # The first episode is open, and shows the observation as text.
     assert shown.count('class="turn"') == 3
     assert "says &lt;/script&gt;&lt;script&gt;alert" in shown
     assert shown.count('class="bar') == 9
@@ -110,7 +110,7 @@ def test_the_report_command_writes_the_page_or_explains_the_error(runs, tmp_path
 
 
 def data_of(page: Path) -> Any:
-    """The data in a page, as a strict parser reads it."""
+    """Returns the data in a page, read by a strict parser."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

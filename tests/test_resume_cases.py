@@ -1,4 +1,4 @@
-"""Runs that are resumed in the middle of something: they compute what they would have computed, bit for bit."""
+"""Runs that are resumed in the middle of a batch or a replay compute, bit for bit, what they would have computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made(name: str) -> Agent:
 
 
 def in_a_batch(agent: Agent, do: Callable[[], Any]) -> Agent:
-    """Let something happen once, at the end of the first step that leaves a batch partly filled after an update."""
+    """Calls a function once, at the end of the first step that leaves a batch partly filled after an update."""
     end, waits = agent.terminate_episodes, [True]
 
     def terminate_episodes(*args: Any, **options: Any) -> Any:
@@ -49,7 +49,7 @@ def state_in(folder: Path) -> dict[str, Any]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs computed the same; of actions, those since the last update but one."""
+    """Whether two runs computed the same; of actions, those since the second last update count."""
     count = min(len(one["actions"]), len(other["actions"]))
     return json.dumps({**one, "actions": one["actions"][-count:]}) == json.dumps(
         {**other, "actions": other["actions"][-count:]}
@@ -67,7 +67,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ],
 )
 def test_a_killed_run_recomputes_its_lost_updates(tmp_path, name):
-    """Killed after the fifth update, it goes on from the fourth."""
+    """Killed after the fifth update, it resumes from the fourth."""
     whole = learn(made(name), 6, checkpoint_dir=tmp_path / "whole", checkpoint_every=2)
     learn(made(name), 5, checkpoint_dir=tmp_path / "killed", checkpoint_every=2)
     lost = newest(tmp_path / "killed")
@@ -94,7 +94,7 @@ def test_a_run_stopped_within_a_batch_continues_the_batch(tmp_path, name):
     assert state["buffer"]
     assert state["under_way"]
     resumed = learn(made(name), 3, checkpoint_dir=tmp_path / "run", checkpoint_every=3, resume=True)
-    # What a checkpoint does in a run that goes on.
+    # A checkpoint has this effect in a run that continues.
     agent = made(name)
     in_a_batch(agent, agent.policy.drop_caches)
     whole = learn(agent, len(resumed["stats"]), checkpoint_dir=tmp_path / "whole", checkpoint_every=3)

@@ -1,4 +1,4 @@
-"""A run that is resumed with something else than it was saved with: rejected with both values, or allowed by name."""
+"""Runs that are resumed with other settings: rejected with both values, or allowed by name."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_rejects_an_environment_made_with_other_options(tmp_path):
     gym.register("Lasting-v0", Lasting)
     try:
         before_the_end(tmp_path, env=gym.make("Lasting-v0", rule=print))
-        # What is not plain data counts by its type.
+        # Objects that are not plain data are compared by their type.
         going_on(tmp_path, env=gym.make("Lasting-v0", rule=len, render_mode="ansi"), resume=True)
         with pytest.raises(CheckpointError, match=r"'max_episode_steps': None.* and is now .*'max_episode_steps': 2"):
             going_on(tmp_path, env=lambda: gym.make("Lasting-v0", rule=len, max_episode_steps=2), resume=True)

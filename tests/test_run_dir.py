@@ -1,4 +1,4 @@
-"""`train(run_dir=...)`: what it writes, how it is resumed, what Ctrl-C leaves; and scores by a function."""
+"""`train(run_dir=...)`: its files, resuming, Ctrl-C; and scores by a function."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_an_interrupt_does_not_end_an_interactive_session(tmp_path, monkeypatch)
 
 
 class Counting(Callback):
-    """Counts trainings that it has prepared."""
+    """Counts the trainings that it has prepared."""
 
     def __init__(self) -> None:
         self.prepared = 0
@@ -195,7 +195,7 @@ def test_rejects_an_interval_of_scores_below_1():
         ScoreCallback(lambda agent: 0.0, every=0)
 
 
-# Faults of users and of their machines
+# Errors of users and of their machines
 
 
 def test_a_score_added_on_resume_can_be_resumed_again(tmp_path):
@@ -235,7 +235,7 @@ def test_an_interrupt_after_the_last_step_ends_the_program(tmp_path, caplog):
     with pytest.raises(SystemExit):
         learning(tmp_path, callbacks=Late())
     assert "Stopped and saved" in caplog.text
-    # Its end was missing, and nothing else.
+    # Only its end was missing.
     resumed = learning(tmp_path, resume=True)
     assert len(resumed.returns) == 12
     assert resumed.report.is_file()

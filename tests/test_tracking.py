@@ -1,4 +1,4 @@
-"""Where statistics go: files, TensorBoard and W&B, written by a real run and read back."""
+"""Trackers: files, TensorBoard and W&B, written by a real run and read back."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_offline_wandb_logs_are_complete_with_a_transcript_table(tmp_path, monke
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     agent, result = trained(tmp_path, project="llamagym", mode="offline")
-    # W&B's own process writes the file, and has written all of it once it has ended.
+    # W&B's process writes the file, which is complete once the process has ended.
     wandb.teardown()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history = []
@@ -144,7 +144,7 @@ def test_transcripts_hold_observations_replies_probabilities_and_rewards(tmp_pat
             assert sum(chances.values()) == pytest.approx(1.0)
             assert math.isfinite(turn["value"])
             assert math.isfinite(turn["advantage"])
-    # Advantages are whitened over a batch, which these two episodes are.
+    # Advantages are whitened over a batch, here these two episodes.
     first = [turn["advantage"] for transcript in told[:2] for turn in transcript["turns"]]
     assert sum(first) == pytest.approx(0.0, abs=1e-5)
 
@@ -220,7 +220,7 @@ def test_the_folder_of_a_service_exists_when_it_starts(tmp_path, monkeypatch):
 
 
 class Full:
-    """A tracker whose disk is full, whatever it is called for."""
+    """A tracker that raises "no space left" in every method."""
 
     def __init__(self, stops=False):
         if stops:
@@ -260,7 +260,7 @@ def test_stops_on_error_ends_the_run_after_a_checkpoint(tmp_path, wrap):
     other = JsonlTracker(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="No space left on device"):
         learning(tmp_path / "run", MultiTracker(wrap(Full(stops=True)), other))
-    # The others have logged the update, and it is in the checkpoint.
+    # The other trackers have logged the update, and it is in the checkpoint.
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [2]
     other.close()
     assert len(learning(tmp_path / "run", None, resume=True).updates) == 2
@@ -429,7 +429,7 @@ def test_a_resumed_run_keeps_metrics_logged_at_its_start(tmp_path):
 
 
 class Unloadable(Callback):
-    """Cannot take its state."""
+    """Cannot load its state."""
 
     def state_dict(self):
         return {"a": 1}

@@ -1,4 +1,4 @@
-"""The visible loop: autoreset, truncation, quotas, what is left behind."""
+"""The training loop: autoreset, truncation, quotas, seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class IndexAgent(ChoiceAgent):
-    """Remembers every observation that it was shown."""
+    """Records its observations."""
 
     def format_observation(self, observation):
         seen = self.__dict__.setdefault("seen", [])
@@ -35,7 +35,7 @@ def test_steps_count_as_turns_and_resets_do_not(tmp_path):
     result = train(agent, functools.partial(CountdownEnv, 3), episodes=4, num_envs=2, seed=0)
     assert len(result.returns) == 4
     assert result.turns == 12
-    # Two copies in step, twice: the observation after the last step belongs to no turn, the next episode's first does.
+    # Two environments, two episodes each: the final observation belongs to no turn, the next episode's first does.
     assert agent.seen == [3, 3, 2, 2, 1, 1] * 2
     assert [len(episode.turns) for episode in agent._buffer] == [3, 3, 3, 3]
     assert sum(episode.total_reward for episode in agent._buffer) == sum(result.returns)
@@ -46,7 +46,7 @@ def test_steps_count_as_turns_and_resets_do_not(tmp_path):
 def test_truncated_episodes_are_valued_at_their_final_observation():
     agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 1000})
     train(agent, functools.partial(CountdownEnv, 2, truncates=True), episodes=2, num_envs=2, seed=0)
-    # 0 is the final observation of each copy; the next episode's first, 2, must not stand in for it.
+    # 0 is the final observation of each environment; the next episode's first, 2, must not replace it.
     assert agent.seen == [2, 2, 1, 1, 0, 0]
     assert all(episode.truncated and episode.final_prompt is not None for episode in agent._buffer)
 
@@ -97,7 +97,7 @@ def test_episodes_of_a_group_begin_alike_and_groups_do_not(resets):
     assert all(len({episode.turns[0].prompt.ids for episode in episodes}) == 1 for episodes in complete)
     assert any(len({len(episode.turns) for episode in episodes}) > 1 for episodes in complete)
     assert len({episodes[0].turns[0].prompt.ids for episodes in complete}) > 10
-    # Copies of a row go through the same seeds in the same order, each at its own pace; the other row through others.
+    # Environments of a row have the same seeds in the same order, each at its own pace; the other row has others.
     copies = {}
     for copy, seed in resets:
         copies.setdefault(copy, []).append(seed)
@@ -109,7 +109,7 @@ def test_episodes_of_a_group_begin_alike_and_groups_do_not(resets):
 
 
 class TalkativeEnv(CountdownEnv):
-    """Says something else about itself each time, of another type in every copy."""
+    """Returns infos that change each time and have another type in every environment."""
 
     made = 0
 
@@ -205,7 +205,7 @@ def test_evaluate_plays_fixed_quotas_and_does_not_affect_training():
     weights = [w.detach().clone() for w in agent.policy.model.parameters()]
     result = evaluate(agent, CountdownEnv, episodes=5, seed=3, num_envs=2)
     assert len(result.returns) == 5
-    # A greedy agent plays every episode of this environment alike.
+    # A greedy agent plays all episodes of this environment in the same way.
     assert result.standard_error == 0.0
     assert result.mean == result.returns[0]
     assert all((a == b).all() for a, b in zip(weights, agent.policy.model.parameters(), strict=True))
@@ -216,7 +216,7 @@ def test_evaluate_plays_fixed_quotas_and_does_not_affect_training():
 
 @pytest.mark.long
 def test_the_agents_seed_determines_a_run():
-    """In processes whose global random numbers differ, with a LoRA that each of them made."""
+    """In processes whose global random numbers differ and which make their own LoRA."""
 
     def run(global_seed: int, *seeds: int) -> list[str]:
         command = [sys.executable, "-m", "tests.seeded_run", str(global_seed), *map(str, seeds)]
@@ -272,7 +272,7 @@ def test_cooldown_reaches_zero_at_the_end_of_a_run(budget, algorithm, cooldown, 
 def test_default_num_envs():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"batch_size": 6, "group_size": 3})
     assert train(agent, CountdownEnv, episodes=1).turns == 63 * 3
-    # One that cannot be copied cannot be played in groups.
+    # One that cannot be recreated cannot be played in groups.
     with pytest.raises(ConfigError, match="num_envs=1 does not divide into groups of 3"):
         train(agent, CountdownEnv(), episodes=1)
     assert train(make_agent(ChoiceAgent), CountdownEnv(), episodes=1).turns == 3
