@@ -91,7 +91,7 @@ class Callbacks:
     """Calls several callbacks in order; all are called, whatever one of them returns or raises."""
 
     def __init__(self, callbacks: Sequence[Callback] | Callback | None) -> None:
-        """Wraps callbacks; None is none.
+        """Wraps callbacks; None means no callbacks.
 
         Raises:
             ConfigError: One is not a callback.

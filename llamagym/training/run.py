@@ -1,9 +1,9 @@
 """Progress of a training run, and when it is over.
 
 A budget limits the episodes, turns or minutes of one call of `train`; the first limit that is reached ends the call.
-A call that resumes a run has its own budget, in addition to what the run used before. With one exception: after an
-interrupt, an error or a kill, a call with the same budget continues the unfinished budget of the call before. Then the
-run computes what it would have computed without the stop, cooldown included.
+A call that resumes a run has its own budget, in addition to what the run used before. There is one exception: after
+an interrupt, an error or a kill, a call with the same budget continues the unfinished budget of the call before. Then
+the run computes what it would have computed without the stop, cooldown included.
 """
 
 from __future__ import annotations
