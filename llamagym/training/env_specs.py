@@ -35,7 +35,7 @@ def can_recreate(env: gymnasium.Env[Any, Any]) -> bool:
     return env.spec is not None and all(wrapper.kwargs is not None for wrapper in env.spec.additional_wrappers)
 
 
-def recreate_from_spec(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]]:
+def maker_from_spec(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]]:
     """Returns a function that makes an environment like `env`; its first call logs attributes that are lost."""
     is_first = True
 

@@ -28,7 +28,7 @@ from ..options import as_json, shortened
 from ..saving.atomic import reason_of
 from .env_errors import raise_remote_errors
 from .env_processes import ProcessEnvs, exit_with_parent, lead_group, report_lost_processes
-from .env_specs import can_recreate, is_recording_wrapper, recreate_from_spec, wrapper_chain
+from .env_specs import can_recreate, is_recording_wrapper, maker_from_spec, wrapper_chain
 from .infos import Info, check_names_of_same_step, restore_final_values, unpack_infos, unpicklable_names
 from .managed_env import PAUSE_OPTION, REPLAY_OPTION, ManagedEnv
 
@@ -463,7 +463,7 @@ def _env_makers(
             "that does not record its arguments (gymnasium.utils.RecordConstructorArgs). Pass a function that makes "
             "one, or num_envs=1."
         )
-    return [recreate_from_spec(env)] * count
+    return [maker_from_spec(env)] * count
 
 
 def make_env(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
