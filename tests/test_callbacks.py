@@ -1,4 +1,4 @@
-"""Callbacks: when they are called, what they see, how they end a training, and the best agent kept."""
+"""Callbacks: order of calls, their arguments, how they end a training, and saving the best agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {"context": "turn", "ppo": {"batch_size": 6}}
 
 
 class Recorder(Callback):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self, stop_at: str = "", answer: object = False) -> None:
         self.heard: list[str] = []
@@ -67,10 +67,10 @@ class Recorder(Callback):
 
 
 class Renamed(Recorder):
-    """A callback that the checkpoint does not know."""
+    """A callback without a state in the checkpoint."""
 
 
-def test_they_hear_of_everything_in_order_and_add_to_the_statistics():
+def test_callbacks_are_called_in_order_and_add_to_the_statistics():
     recorder, logged = Recorder(), []
     result = train(
         make_agent(ChoiceAgent, **SMALL),
@@ -97,7 +97,7 @@ def test_they_hear_of_everything_in_order_and_add_to_the_statistics():
 
 @pytest.mark.parametrize("answer", [False, np.False_])
 @pytest.mark.parametrize(("stop_at", "turns"), [("step 4", 4), ("episode 2", 6), ("update 1", 6)])
-def test_false_ends_the_training_once_all_have_heard(stop_at, turns, answer):
+def test_false_ends_the_training_once_all_callbacks_were_called(stop_at, turns, answer):
     stopper, other = Recorder(stop_at, answer), Recorder()
     result = train(
         make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=100, num_envs=2, seed=0, callbacks=[stopper, other]
@@ -108,7 +108,7 @@ def test_false_ends_the_training_once_all_have_heard(stop_at, turns, answer):
 
 
 @pytest.mark.parametrize("answer", [None, True, 0, 0.0, "", [], {}, np.int64(0), np.zeros(2)], ids=repr)
-def test_nothing_but_false_ends_the_training(answer):
+def test_only_false_ends_the_training(answer):
     recorders = [Recorder(stop_at, answer) for stop_at in ("step 2", "episode 2", "update 1")]
     praised = EvalCallback(CountdownEnv, episodes=1, every=1, on_best=lambda result: answer)
     agent = make_agent(ChoiceAgent, **SMALL)
@@ -125,7 +125,7 @@ def test_false_from_on_update_ends_the_training_and_is_logged(answer, caplog):
     with caplog.at_level(logging.WARNING):
         result = train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, on_update=lambda stats: answer)
     assert len(result.updates) == 1
-    # A comparison that was True at the last update, as earlier versions wanted it, is False at the first.
+    # A comparison that is True at the last update, which ended training in earlier versions, is False at the first.
     assert "on_update returned False, which ends the training" in caplog.text
 
 
@@ -143,7 +143,7 @@ def test_true_from_on_update_which_ended_earlier_versions_is_logged_once(caplog)
     assert train_with(None) == train_with(1) == []
 
 
-def test_one_that_fails_ends_the_training_and_the_others_hear_of_it():
+def test_a_failing_callback_ends_the_training_once_all_were_called():
     class Failing(Callback):
         def on_update(self, run, stats):
             raise OSError("no room")
@@ -161,7 +161,7 @@ def test_one_that_fails_ends_the_training_and_the_others_hear_of_it():
     assert recorder.heard[-1] == "broken off"
 
 
-def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
+def test_callback_states_are_saved_with_a_checkpoint(tmp_path, caplog):
     where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
     before = Recorder()
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=before, **where)
@@ -169,7 +169,7 @@ def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
     train(
         make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=[after], resume=True, **where
     )
-    # What is said at the start comes before the state is loaded.
+    # on_training_start is called before the state is loaded.
     count = len(before.heard)
     assert after.heard[: count + 1] == [*before.heard, "loaded"]
     assert after.heard[count + 1 :] == ["step 8", "step 10", "step 12", "episode 4", "episode 4", "update 2", "end"]
@@ -184,15 +184,15 @@ def test_their_state_is_saved_with_a_checkpoint(tmp_path, caplog):
             **where,
         )
     assert "The checkpoint has no state for Renamed" in caplog.text
-    assert "The checkpoint has a state of Recorder, and no such callback was passed" in caplog.text
+    assert "The checkpoint has a state of Recorder, but no such callback was passed" in caplog.text
 
 
-def test_what_is_no_callback():
+def test_rejects_objects_that_are_not_callbacks():
     with pytest.raises(ConfigError, match="a function of an update's statistics is passed as on_update"):
         train(make_agent(ChoiceAgent), CountdownEnv, episodes=1, callbacks=[print])
 
 
-def test_a_return_that_is_high_enough_ends_the_training():
+def test_stop_on_return_ends_the_training():
     # Returns are between 0 and 6.
     result = train(
         make_agent(ChoiceAgent), CountdownEnv, episodes=40, num_envs=2, seed=0, callbacks=StopOnReturn(0.0, episodes=5)
@@ -207,7 +207,7 @@ def test_a_return_that_is_high_enough_ends_the_training():
 
 
 class Noise(Callback):
-    """Sends the weights somewhere else after each update, so that one agent after another is worse or better."""
+    """Changes the weights after each update, so that the agent becomes better or worse."""
 
     def __init__(self) -> None:
         self.rng = torch.Generator().manual_seed(0)
@@ -219,11 +219,11 @@ class Noise(Callback):
                     weight.normal_(std=3.0, generator=self.rng)
 
 
-def test_the_best_agent_is_kept_and_no_other(tmp_path):
+def test_only_the_best_agent_is_saved(tmp_path):
     tiny_base_model("llama").save_pretrained(tmp_path / "base")
     tiny_tokenizer("llama").save_pretrained(tmp_path / "base")
     model, tokenizer, device = load_model_and_tokenizer(tmp_path / "base", "cpu", "float32")
-    # Without a prior, which would speak for one choice in all of them.
+    # Without a prior, which would favor the same choice in all of them.
     options = {"context": "turn", "calibrate_choices": False, "seed": 0}
     agent = ChoiceAgent(model, tokenizer, device, None, {"batch_size": 6}, **options)
     praised: list[float] = []
@@ -240,7 +240,7 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
     assert len(means) == 6
     assert callback.best_mean == max(means)
     assert callback.best_update == 1 + means.index(max(means))
-    # Which agent is the best one hangs on rounding; that they differ does not.
+    # Which agent is the best depends on rounding; that they differ does not.
     assert len(set(means)) > 2, means
     assert praised == sorted(set(praised))
     assert praised[-1] == max(means)
@@ -249,7 +249,7 @@ def test_the_best_agent_is_kept_and_no_other(tmp_path):
     assert again == [callback.results[callback.best_update - 1][1], callback.results[-1][1]]
 
 
-def test_evaluations_come_after_so_many_updates_or_episodes_and_at_the_end():
+def test_evaluates_at_the_interval_and_at_the_end():
     def updates(episodes: int, **options: int) -> list[int]:
         callback = EvalCallback(CountdownEnv, episodes=1, **options)
         train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=episodes, num_envs=2, seed=0, callbacks=callback)
@@ -263,7 +263,7 @@ def test_evaluations_come_after_so_many_updates_or_episodes_and_at_the_end():
         EvalCallback(CountdownEnv, every=0)
 
 
-def test_evaluating_changes_nothing_that_is_learnt(tmp_path):
+def test_evaluation_does_not_change_what_is_learned(tmp_path):
     def weights(callbacks: list[Callback]) -> list[torch.Tensor]:
         agent = make_agent(ChoiceAgent, **SMALL)
         train(agent, CountdownEnv, episodes=6, num_envs=2, seed=0, callbacks=callbacks)
@@ -274,7 +274,7 @@ def test_evaluating_changes_nothing_that_is_learnt(tmp_path):
         assert torch.equal(one, other)
 
 
-def test_a_resumed_run_remembers_which_was_the_best(tmp_path):
+def test_a_resumed_run_keeps_the_best_result(tmp_path):
     where = {"checkpoint_dir": tmp_path / "run", "checkpoint_every": 1, "seed": 0}
     first = EvalCallback(CountdownEnv, episodes=2, every=1)
     train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=[Noise(), first], **where)
@@ -312,7 +312,7 @@ EVENTS = ["on_training_start", "on_step", "on_episode_end", "on_update", "on_tra
 
 
 @pytest.mark.parametrize("method", EVENTS)
-def test_an_error_of_a_callback_that_must_not_stop_is_logged_once(method, tmp_path, caplog):
+def test_errors_without_stops_on_error_are_logged_once(method, tmp_path, caplog):
     recorder = Recorder()
     where = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "seed": 0}
     callbacks = [Raising(method, stops=False), recorder]
@@ -323,7 +323,7 @@ def test_an_error_of_a_callback_that_must_not_stop_is_logged_once(method, tmp_pa
 
 
 @pytest.mark.parametrize("method", EVENTS)
-def test_an_error_of_a_callback_stops_after_a_checkpoint(method, tmp_path, caplog):
+def test_a_callback_error_stops_the_run_after_a_checkpoint(method, tmp_path, caplog):
     recorder, logged = Recorder(), []
 
     class Keeping:
@@ -345,7 +345,7 @@ def test_an_error_of_a_callback_stops_after_a_checkpoint(method, tmp_path, caplo
         )
     at = {"on_step": 2, "on_episode_end": 6, "on_update": 6, "on_training_end": 12}.get(method, 0)
     if method in ("on_episode_end", "on_update"):
-        # The others have been told of the whole step, and the update is logged.
+        # The other callbacks were called for the whole step, and the update is logged.
         assert recorder.heard[-4:] == ["episode 2", "episode 2", "update 1", "broken off"]
         assert logged == [2]
     if method == "on_training_start":
@@ -355,7 +355,7 @@ def test_an_error_of_a_callback_stops_after_a_checkpoint(method, tmp_path, caplo
     assert folder is not None
     assert read_state(folder, "state")["loop"]["turns"] == at
     again = Recorder()
-    # The same budget continues where the error left it; a larger one would be granted in full.
+    # The same budget continues where the error stopped it; another one would start from zero.
     result = train(
         make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, num_envs=2, callbacks=again, resume=True, **where
     )
@@ -392,7 +392,7 @@ def test_a_run_that_fails_at_its_last_step_is_not_over():
     assert recorder.heard[-1] == "broken off"
 
 
-def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end(caplog):
+def test_callback_errors_at_the_end_do_not_replace_the_training_error(caplog):
     def fail(stats):
         raise ZeroDivisionError("first")
 
@@ -402,7 +402,7 @@ def test_the_error_of_the_training_is_raised_whatever_callbacks_raise_at_its_end
     assert "A callback has failed as well: OSError('no room')" in caplog.text
 
 
-def test_the_error_of_the_training_is_raised_though_the_state_cannot_be_saved(tmp_path, monkeypatch, caplog):
+def test_a_failing_save_does_not_replace_the_training_error(tmp_path, monkeypatch, caplog):
     def fail(stats):
         monkeypatch.setattr("llamagym.agent.checkpoint.write_state", full)
         raise ZeroDivisionError("first")
@@ -470,7 +470,7 @@ class Stated(Callback):
     ],
     ids=range(16),
 )
-def test_a_state_that_cannot_be_saved_is_named(state, message, tmp_path):
+def test_an_unsaveable_callback_state_is_named(state, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         train(
             make_agent(ChoiceAgent, **SMALL),
@@ -483,7 +483,7 @@ def test_a_state_that_cannot_be_saved_is_named(state, message, tmp_path):
     assert newest(tmp_path) is not None
 
 
-def test_a_callback_without_a_state_takes_none_from_others_of_its_class():
+def test_a_stateless_callback_takes_no_state_of_another_instance():
     class Broken(Stated):
         stops_on_error = False
 
@@ -499,7 +499,7 @@ def test_a_callback_without_a_state_takes_none_from_others_of_its_class():
     assert second.loaded == {"n": 2}
 
 
-def test_states_and_positions_of_the_deepest_level_are_saved(tmp_path):
+def test_states_and_positions_of_maximum_depth_are_saved(tmp_path):
     class Deep(MultiTracker):
         def position(self):
             return nested(97)
@@ -552,7 +552,7 @@ def test_states_may_hold_arrays_and_tensors(tmp_path):
         ({3: 1.0}, r"must be a string, got 3 \(int\)"),
     ],
 )
-def test_statistics_that_are_not_numbers_or_strings_are_named(stats, message, tmp_path):
+def test_rejects_statistics_that_are_not_numbers_or_strings(stats, message, tmp_path):
     where = {"checkpoint_dir": tmp_path, "seed": 0}
     with pytest.raises(ConfigError, match=rf"Stated\.on_update\(\) set .*{message}"):
         train(
@@ -572,7 +572,7 @@ class Removing(Callback):
         stats.clear()
 
 
-def test_callbacks_cannot_change_what_the_loop_needs(tmp_path, caplog):
+def test_callbacks_cannot_change_the_statistics_of_the_loop(tmp_path, caplog):
     def run(**options: Any) -> Any:
         return train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=4, seed=0, **options)
 
@@ -582,7 +582,7 @@ def test_callbacks_cannot_change_what_the_loop_needs(tmp_path, caplog):
     assert newest(tmp_path) is not None
 
 
-def test_callbacks_may_change_what_others_have_added():
+def test_callbacks_may_change_statistics_of_other_callbacks():
     both = [Stated({}, {"mine": 1}), Stated({}, {"mine": 2})]
     result = train(make_agent(ChoiceAgent, **SMALL), CountdownEnv, episodes=2, num_envs=2, callbacks=both)
     assert result.updates[0]["mine"] == 2

@@ -240,7 +240,7 @@ def broken(**attributes: Any) -> Any:
 def test_a_failing_environment_is_named_and_the_run_resumes_before_the_step(tmp_path, steps, caplog):
     with pytest.raises(ValueError, match="out of cards"):
         learning(tmp_path, env=broken(fails_at=steps))
-    assert "failed in copy 1 of the environment; the last complete state is saved in" in caplog.text
+    assert "failed in environment 1; the last complete state is saved in" in caplog.text
     _, resumed = learning(tmp_path, resume=True)
     _, whole = learning(tmp_path / "whole")
     assert resumed.returns == whole.returns
@@ -250,7 +250,7 @@ def test_a_failing_environment_is_named_and_the_run_resumes_before_the_step(tmp_
 @pytest.mark.long
 def test_a_hanging_environment_is_named_and_the_run_is_saved(tmp_path, caplog):
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
-    with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*env_timeout=2"):
+    with pytest.raises(EnvironmentTimeoutError, match=r"Environments \[0, 1\].*env_timeout=2"):
         learning(
             tmp_path, agent, lambda: type("DiceEnv", (Broken,), {"fails_at": 6, "hangs": True})(1), env_timeout=2.0
         )
@@ -264,7 +264,7 @@ def test_an_environment_that_hangs_during_replay_is_named(tmp_path):
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 3)
     hangs = type("DiceEnv", (Broken,), {"fails_at": 1, "hangs": True})
-    with pytest.raises(EnvironmentTimeoutError, match=r"Copies \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
+    with pytest.raises(EnvironmentTimeoutError, match=r"Environments \[0, 1\].*within 4.5 seconds.*env_timeout=1.5"):
         learning(tmp_path, env=lambda: hangs(1), env_timeout=1.5, resume=True)
     # Nothing was lost by that.
     assert len(learning(tmp_path, resume=True)[1].returns) == 12
@@ -315,7 +315,7 @@ def test_errors_of_worker_processes_are_unchanged(error, raised, text, caplog, r
         train(make_agent(ChoiceAgent, ppo=SIZES), lambda: failing(1), episodes=4, num_envs=1, seed=0, env_timeout=60.0)
     assert type(caught.value) is raised
     assert text in str(caught.value)
-    assert "failed in copy 0 of the environment" in caplog.text
+    assert "failed in environment 0" in caplog.text
     # Where it was raised, in the other process.
     assert "in step" in str(caught.value.__cause__)
     assert not recwarn.list
@@ -583,7 +583,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"No space left.*Older checkpoints are as they were"):
+    with pytest.raises(CheckpointError, match=r"No space left.*Older checkpoints are unchanged"):
         learning(tmp_path / "run", episodes=20, resume=True)
     with pytest.raises(CheckpointError, match=rf"cannot write the checkpoint '{before}'.*No space left"):
         agent.save_checkpoint(before)
@@ -605,7 +605,7 @@ def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, limit):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"(?i)too large.*Older checkpoints are as they were"):
+        with pytest.raises(CheckpointError, match=r"(?i)too large.*Older checkpoints are unchanged"):
             learning(tmp_path / "run", agent, episodes=30, resume=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,4 +1,4 @@
-"""What is counted: an update is all that is learned from one batch; a budget is a call's own."""
+"""Counters: an update is all that is learned from one batch; each call has its own budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {"batch_size": 12, "warmup_steps": 1, "target_kl": None, "cooldown": 0.5
 # Updates
 
 
-def test_replay_belongs_to_its_update(tmp_path):
+def test_replay_is_part_of_its_update(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6}, **REPLAY)
     updates = train(agent, CountdownEnv, episodes=40, num_envs=2, seed=0, run_dir=tmp_path).updates
     assert len(updates) == 20
@@ -36,7 +36,7 @@ def test_replay_belongs_to_its_update(tmp_path):
     assert sorted({json.loads(line)["update"] for line in lines}) == [*range(1, 17), 18, 20]
 
 
-def test_replay_s_learning_rate_falls_with_the_learner_s():
+def test_replay_learning_rate_follows_the_learners():
     agent = make_agent(ChoiceAgent, context="turn", ppo={**SIZES, "learning_rate": 0.0}, **REPLAY)
     rates, steps = [], collector_of(agent).replay.optimizer
     note = lambda _: rates.append(steps.param_groups[0]["lr"])  # noqa: E731
@@ -45,7 +45,7 @@ def test_replay_s_learning_rate_falls_with_the_learner_s():
     assert rates == pytest.approx([1e-2 * scale for scale in expected])
 
 
-def test_a_warm_start_is_not_an_update(tmp_path):
+def test_warm_starts_are_not_counted_as_updates(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
     path = tmp_path / "demonstrations.jsonl"
     said = [{"role": "user", "content": "Observation 3"}, {"role": "assistant", "content": "stay"}]
@@ -60,7 +60,7 @@ def test_a_warm_start_is_not_an_update(tmp_path):
 
 
 class StopAfter(Callback):
-    """Ends a training after so many updates."""
+    """Ends a training after some updates."""
 
     def __init__(self, updates: int) -> None:
         self.updates = updates
@@ -82,20 +82,20 @@ def rates(result: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("budget", [{"episodes": 16}, {"turns": 48}])
-def test_a_resumed_call_has_a_budget_of_its_own(tmp_path, budget):
+def test_a_resumed_call_has_its_own_budget(tmp_path, budget):
     first = play(tmp_path, resume=False, **budget)
     assert len(first.returns) == 16
     second = play(tmp_path, **budget)
     assert len(second.returns) == 32
     assert second.returns[:16] == first.returns
-    # The cooldown is the end of the call, not of the run: the second one begins at the full rate.
+    # The cooldown is at the end of the call, not of the run: the second call begins at the full rate.
     assert rates(second)[4:] == pytest.approx(rates(first))
     assert len(play(tmp_path, episodes=4).returns) == 36
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("budget", [{"episodes": 24}, {"turns": 72}])
-def test_the_same_call_again_continues_a_budget_that_is_not_used_up(tmp_path, budget):
+def test_the_same_call_continues_an_unfinished_budget(tmp_path, budget):
     whole = play(tmp_path / "whole", **budget)
     stopped = play(tmp_path / "run", callbacks=StopAfter(4), **budget)
     assert len(stopped.updates) == 4
@@ -109,7 +109,7 @@ def test_another_budget_is_granted_in_full(tmp_path):
     assert len(play(tmp_path, episodes=8).returns) == 8 + 8
 
 
-def test_minutes_are_those_of_the_call(monkeypatch):
+def test_minutes_count_from_the_call(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(run_module.time, "perf_counter", lambda: now[0])
     agent = make_agent(ChoiceAgent)
@@ -137,7 +137,7 @@ def test_minutes_are_those_of_the_call(monkeypatch):
     assert (again.minutes, rest.minutes) == (1.5, 1.0)
 
 
-def test_a_resumed_call_logs_what_it_continues(tmp_path, capsys):
+def test_a_resumed_call_logs_its_progress(tmp_path, capsys):
     play(tmp_path, callbacks=StopAfter(2), episodes=16)
     play(tmp_path, episodes=16)
     assert "resumed after 8 episodes, 24 turns" in capsys.readouterr().err
@@ -145,7 +145,7 @@ def test_a_resumed_call_logs_what_it_continues(tmp_path, capsys):
 
 @pytest.mark.long
 def test_a_resumed_run_of_dice_computes_what_it_would_have_computed(tmp_path):
-    """Of episodes that end at different times, the last step may end more than the budget counts."""
+    """If episodes end at different times, the last step may end more episodes than the budget counts."""
 
     def dice(folder: Path, **options: Any) -> Any:
         agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 8})

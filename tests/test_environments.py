@@ -1,4 +1,4 @@
-"""Environments: vector environments of every kind, close(), processes that hang or are killed, observations, infos."""
+"""Vector environments of every kind, close(), worker processes that hang or are killed, observations, infos."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from llamagym import (
     evaluate,
     train,
 )
-from llamagym.training.wrapper import Copy
+from llamagym.training.managed_env import ManagedEnv
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 # Vector environments of every kind
 
 
 class Counter(gym.Env):
-    """Shows its seed and the number of the step; each episode has one step more than the environment's last one."""
+    """Observations are the seed and the step; each episode has one step more than the one before."""
 
     observation_space = gym.spaces.MultiDiscrete([2**32, 10])
     action_space = gym.spaces.Discrete(3)
@@ -65,7 +65,7 @@ class Counter(gym.Env):
 
 
 class Plain(Counter):
-    """Without infos by names that a vector environment in SAME_STEP takes for its own."""
+    """Has no infos under names that a vector environment in SAME_STEP uses itself."""
 
     def reset(self, *, seed=None, options=None):
         observation, info = super().reset(seed=seed)
@@ -77,7 +77,7 @@ class Plain(Counter):
 
 
 class Seeing(ChoiceAgent):
-    """Remembers what each environment shows, with the info."""
+    """Records each environment's observations and infos."""
 
     def format_observation(self, observation, info=None):
         seen = self.__dict__.setdefault("seen", [])
@@ -86,7 +86,7 @@ class Seeing(ChoiceAgent):
 
 
 class Remembering(Callback):
-    """Keeps the episodes."""
+    """Records the episodes."""
 
     def __init__(self) -> None:
         self.episodes: list[Any] = []
@@ -109,8 +109,8 @@ WRAPPERS = {
 )
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("kind", ["sync", "async shared", "async"])
-def test_plays_every_vector_environment_as_its_episodes_are(kind, mode, wrapper, truncates):
-    """Each observation of each episode once and in order, each action done, no reset without a seed."""
+def test_episodes_are_the_same_in_every_vector_environment(kind, mode, wrapper, truncates):
+    """Each observation is seen once and in order, each action is taken, each reset has a seed."""
     makers = [functools.partial(Plain, truncates)] * 2
     if kind == "sync":
         base: Any = SyncVectorEnv(makers, autoreset_mode=mode)
@@ -129,7 +129,7 @@ def test_plays_every_vector_environment_as_its_episodes_are(kind, mode, wrapper,
         envs.close()
     assert len(kept.episodes) == 8
     for episode in kept.episodes:
-        # By hand: the length follows from the seed, each step from the one before.
+        # Expected by hand: the length follows from the seed, each step from the one before.
         length = 2 + episode.seed % 3
         assert episode.seed != 0
         assert episode.length == length
@@ -143,7 +143,7 @@ def test_plays_every_vector_environment_as_its_episodes_are(kind, mode, wrapper,
 
 
 @pytest.mark.parametrize("options", [{}, {"env_timeout": 60}], ids=["here", "in processes"])
-def test_infos_named_as_gymnasiums_are_the_users(options):
+def test_infos_may_use_names_of_gymnasium(options):
     agent = make_agent(Seeing, context="turn", ppo={"batch_size": 1000})
     kept = Remembering()
     result = train(agent, Counter, episodes=4, num_envs=2, seed=0, callbacks=kept, **options)
@@ -160,7 +160,7 @@ def test_infos_named_as_gymnasiums_are_the_users(options):
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP], ids=lambda mode: mode.name)
-def test_final_observations_are_gymnasiums_in_same_step_only(mode):
+def test_final_obs_is_reserved_in_same_step_only(mode):
     agent = make_agent(Seeing, context="turn", ppo={"batch_size": 1000})
     kept = Remembering()
     assert (
@@ -171,7 +171,7 @@ def test_final_observations_are_gymnasiums_in_same_step_only(mode):
 
 
 @pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
-def test_rejects_infos_of_a_reset_that_would_replace_the_final_ones(kind):
+def test_rejects_reset_infos_that_would_replace_final_ones(kind):
     envs = kind([Counter] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
     with pytest.raises(ConfigError, match=r"reset\(\) returns final_obs as info.*SAME_STEP.*DISABLED"):
         train(make_agent(Seeing), envs, episodes=4)
@@ -188,7 +188,7 @@ class Named(CountdownEnv):
 
 
 @pytest.mark.parametrize("env", [Named, lambda: SyncVectorEnv([Named] * 2)], ids=["own", "caller's"])
-def test_names_of_infos_may_be_of_any_type(env):
+def test_info_names_may_have_any_type(env):
     kept = Remembering()
     env = env if env is Named else env()
     train(make_agent(ChoiceAgent), env, episodes=4, num_envs=2, callbacks=kept)
@@ -208,7 +208,7 @@ def fails_with(error: Exception, method: str) -> type[CountdownEnv]:
 @pytest.mark.parametrize(
     "error", [ValueError("illegal move e2e5"), KeyError("board"), AssertionError("no king"), TypeError("no board")]
 )
-def test_an_error_of_an_environment_in_a_callers_vector_environment_is_its_own(kind, method, error):
+def test_errors_in_a_callers_vector_environment_are_unchanged(kind, method, error):
     envs = kind([fails_with(error, method)] * 2)
     with pytest.raises(type(error), match=error.args[0]) as caught:
         train(make_agent(ChoiceAgent), envs, episodes=4)
@@ -217,7 +217,7 @@ def test_an_error_of_an_environment_in_a_callers_vector_environment_is_its_own(k
 
 
 class Shows(CountdownEnv):
-    """Shows one value."""
+    """Returns one value as observation."""
 
     def __init__(self, space: gym.Space, value: Any) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Shows(CountdownEnv):
         (gym.spaces.Tuple([gym.spaces.Discrete(3)] * 2), (1,), "observations do not fit Tuple"),
     ],
 )
-def test_rejects_observations_that_would_be_changed(space, value, match):
+def test_rejects_observations_that_their_space_would_change(space, value, match):
     with pytest.raises(ConfigError, match=match):
         evaluate("random", lambda: Shows(space, value), episodes=2, num_envs=2)
 
@@ -261,11 +261,11 @@ def test_rejects_observations_that_would_be_changed(space, value, match):
         (gym.spaces.Text(3), "abc"),
     ],
 )
-def test_observations_may_have_another_type_that_holds_the_same(space, value):
+def test_accepts_observations_of_another_type_with_equal_values(space, value):
     assert len(evaluate("random", lambda: Shows(space, value), episodes=2, num_envs=2).returns) == 2
 
 
-def test_infos_that_cannot_be_sent_are_logged_once(caplog):
+def test_unpicklable_infos_are_logged_once(caplog):
     class Unpicklable(CountdownEnv):
         def step(self, action):
             return *super().step(action)[:4], {"board": lambda: 1, "success": True}
@@ -299,7 +299,7 @@ def test_an_error_in_close_keeps_the_result(env_timeout, caplog):
         assert len(evaluate("random", FailsToClose, episodes=4, seed=0, num_envs=2).returns) == 4
 
 
-def test_an_error_in_close_does_not_replace_the_error_before():
+def test_an_error_in_close_does_not_replace_an_earlier_error():
     class Fails(FailsToClose):
         def step(self, action):
             raise ZeroDivisionError("first")
@@ -323,14 +323,14 @@ class Hangs(CountdownEnv):
         return super().step(action)
 
     def close(self):
-        # One in this process shows its spaces, and hangs as well.
+        # The one made in this process for its spaces hangs as well.
         if multiprocessing.parent_process() is None:
             time.sleep(600)
         self.wait()
 
 
-def test_a_close_that_hangs_in_this_process_is_left_behind(caplog):
-    env = Copy(Hangs(), 3, in_child=False, close_timeout=0.05)
+def test_a_hanging_close_in_this_process_times_out(caplog):
+    env = ManagedEnv(Hangs(), 3, in_child=False, close_timeout=0.05)
     env.close()
     assert "Environment 3 did not close in this process within 0.05 seconds (env_timeout)" in caplog.text
 
@@ -346,7 +346,7 @@ def test_an_exit_in_close_keeps_the_result(env_timeout):
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_in_close_is_named_and_killed(caplog):
+def test_a_hanging_close_in_a_worker_is_named_and_killed(caplog):
     started = time.monotonic()
     result = train(make_agent(ChoiceAgent), Hangs, episodes=4, num_envs=2, seed=0, env_timeout=1.5)
     assert len(result.returns) == 4
@@ -359,7 +359,7 @@ def test_an_environment_that_hangs_in_close_is_named_and_killed(caplog):
 
 
 @pytest.mark.long
-def test_an_environment_that_ignores_sigterm_is_killed():
+def test_a_worker_that_ignores_sigterm_is_killed():
     with pytest.raises(EnvironmentTimeoutError, match=r"did not answer within 1\.5 seconds"):
         train(
             make_agent(ChoiceAgent), type("Hangs", (Hangs,), {"at_step": True}), episodes=4, num_envs=2, env_timeout=1.5
@@ -368,7 +368,7 @@ def test_an_environment_that_ignores_sigterm_is_killed():
 
 
 class WithServer(CountdownEnv):
-    """Starts a program of its own, then hangs at a step or kills itself."""
+    """Starts a subprocess, then hangs at a step or kills itself."""
 
     def __init__(self, folder: Path, is_killed: bool) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["killed", "hangs"])
-def test_what_an_environments_process_has_started_ends_with_it(is_killed, tmp_path):
+def test_processes_started_by_a_worker_end_with_it(is_killed, tmp_path):
     error, timeout = (EnvironmentLostError, 30) if is_killed else (EnvironmentTimeoutError, 1)
     with pytest.raises(error):
         train(
@@ -410,7 +410,7 @@ def test_what_an_environments_process_has_started_ends_with_it(is_killed, tmp_pa
 
 
 class Killed(CountdownEnv):
-    """Kills its own process at a step or a reset, as a system does that is out of memory."""
+    """Kills its process at a step or a reset, as a system without free memory does."""
 
     method, at = "step", 4
 
@@ -431,7 +431,7 @@ class Killed(CountdownEnv):
 
 @pytest.mark.parametrize("options", [{"env_timeout": 30}, {"overlap": True}], ids=["with a limit", "overlapping"])
 @pytest.mark.parametrize(("method", "at"), [("step", 1), ("step", 4), ("reset", 2)])
-def test_a_process_that_is_killed_is_named(method, at, options, tmp_path, caplog):
+def test_a_killed_worker_is_named(method, at, options, tmp_path, caplog):
     kind = type("Killed", (Killed,), {"method": method, "at": at})
     with pytest.raises(
         EnvironmentLostError, match=r"have ended: \d.*\(SIGKILL\)\. All others have been stopped.*num_envs"
@@ -451,7 +451,7 @@ class KillsOne(Callback):
 
 
 @pytest.mark.parametrize("options", [{"env_timeout": 30}, {"overlap": True}], ids=["with a limit", "overlapping"])
-def test_a_process_that_is_killed_between_steps_is_named(options, tmp_path, caplog):
+def test_a_worker_killed_between_steps_is_named(options, tmp_path, caplog):
     with pytest.raises(EnvironmentLostError, match=r"have ended: \d.*\(SIGKILL\)\. All others"):
         train(
             make_agent(ChoiceAgent),
@@ -466,7 +466,7 @@ def test_a_process_that_is_killed_between_steps_is_named(options, tmp_path, capl
     assert multiprocessing.active_children() == []
 
 
-def test_a_process_that_ends_while_its_environment_is_made_is_named():
+def test_a_worker_that_exits_while_making_its_environment_is_named():
     def make() -> gym.Env:
         if multiprocessing.parent_process() is not None:
             os._exit(7)
@@ -477,13 +477,13 @@ def test_a_process_that_ends_while_its_environment_is_made_is_named():
     assert multiprocessing.active_children() == []
 
 
-def test_a_killed_process_of_a_callers_vector_environment_is_named():
+def test_a_killed_worker_of_a_callers_vector_environment_is_named():
     kind = type("Killed", (Killed,), {"at": 2})
     envs = RecordEpisodeStatistics(AsyncVectorEnv([CountdownEnv, kind], autoreset_mode=AutoresetMode.DISABLED))
     with pytest.raises(EnvironmentLostError, match=r"have ended: 1 \(SIGKILL\)\. A process"):
         train(make_agent(ChoiceAgent), envs, episodes=4)
     assert not envs.closed
-    # Without waiting for an answer of the one that is no more.
+    # Without waiting for an answer of the killed one.
     for process in envs.unwrapped.processes:
         process.kill()
         process.join()
@@ -491,7 +491,7 @@ def test_a_killed_process_of_a_callers_vector_environment_is_named():
 
 
 class Disconnected(CountdownEnv):
-    """Loses a connection of its own."""
+    """Loses its own connection."""
 
     def step(self, action):
         raise ConnectionResetError("the game's server")
@@ -499,7 +499,7 @@ class Disconnected(CountdownEnv):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
 @pytest.mark.parametrize("is_callers", [False, True])
-def test_an_environments_own_connection_error_is_its_own(is_callers):
+def test_a_connection_error_of_an_environment_is_unchanged(is_callers):
     envs: Any = Disconnected
     options: dict[str, Any] = {"num_envs": 2, "env_timeout": 30}
     if is_callers:
@@ -517,16 +517,16 @@ from tests.agents import CountdownEnv
 
 class Hangs(CountdownEnv):
     def step(self, action):
-        # In one piece: what two processes print at once may be mixed.
+        # A single write: output of two processes may be interleaved.
         os.write(1, f"{os.getpid()}\\n".encode())
-        # It has the pipe, too.
+        # It inherits the pipe.
         subprocess.Popen(["sleep", "600"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
 
 if __name__ == "__main__":
-    from llamagym.training.environments import opened
-    with opened(Hangs, [2], in_processes=True) as (copies,):
+    from llamagym.training.environments import open_envs
+    with open_envs(Hangs, [2], in_processes=True) as (copies,):
         copies.reset([0, 1])
         copies.send([0, 0])
         time.sleep(600)
@@ -534,7 +534,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_no_process_outlives_a_run_that_is_killed(tmp_path):
+def test_no_worker_outlives_a_killed_run(tmp_path):
     (tmp_path / "orphans.py").write_text(_ORPHANS)
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root)}
@@ -571,7 +571,7 @@ class WithHint(CountdownEnv):
 
 
 @pytest.mark.parametrize("run", [train, evaluate])
-def test_rejects_parts_of_an_observation_that_its_space_lacks(run):
+def test_rejects_observation_parts_that_the_space_lacks(run):
     with pytest.raises(
         ConfigError, match=r"lacks observation\['pair'\]\[1\], observation\['hint'\].*Add them to the space"
     ):
@@ -601,7 +601,7 @@ def test_an_exception_that_is_a_frozen_dataclass_keeps_its_text(method, env_time
     assert not isinstance(caught.value, LlamaGymError)
     if env_timeout is None:
         assert isinstance(caught.value.__cause__, FrozenError)
-    assert method == "reset" or "failed in copy" in caplog.text
+    assert method == "reset" or "failed in environment" in caplog.text
 
 
 # One environment, or several from its spec
@@ -615,7 +615,7 @@ def registered():
 
 
 class Settable(CountdownEnv):
-    """Is as long as an attribute says."""
+    """Has as many steps as an attribute says."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__()
@@ -641,7 +641,7 @@ def changed(env: Any, **attributes: Any) -> Any:
 
 
 @pytest.mark.parametrize("attributes", [{"length": 5}, {"words": ["b"]}, {"extra": 1}, {"hook": lambda: 1}])
-def test_attributes_that_copies_do_not_have_are_logged(registered, attributes, caplog):
+def test_attributes_lost_in_recreated_environments_are_logged(registered, attributes, caplog):
     env = changed(gym.make(registered), **attributes)
     train(make_agent(ChoiceAgent), env, episodes=2, num_envs=2)
     (name,) = attributes
@@ -663,7 +663,7 @@ class Level(CountdownEnv):
 
 
 class Outer(gym.Env):
-    """Plays an environment of its own."""
+    """Contains another environment."""
 
     observation_space, action_space = CountdownEnv.observation_space, CountdownEnv.action_space
 
@@ -715,7 +715,7 @@ def with_statistics(registered: str) -> gym.Env:
         (with_statistics, {"_update_running_mean", "obs_rms"}),
     ],
 )
-def test_attributes_of_every_kind_that_copies_do_not_have_are_logged(registered, make, names, caplog):
+def test_lost_attributes_of_every_kind_are_logged(registered, make, names, caplog):
     env = make(registered)
     evaluate("random", env, episodes=2, num_envs=2)
     (text,) = re.findall("its attributes (.*) are not the same in them", caplog.text)
@@ -761,7 +761,7 @@ def with_functions(registered: str) -> gym.Env:
 
 @pytest.mark.parametrize("make", [plain, wrapped, outer, with_functions])
 @pytest.mark.parametrize("is_used", [False, True], ids=["as it was made", "after a reset"])
-def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, make, caplog, is_used):
+def test_an_unchanged_environment_is_recreated_without_a_warning(registered, make, caplog, is_used):
     env = make(registered)
     if is_used:
         env.reset(seed=3)
@@ -772,18 +772,18 @@ def test_an_environment_as_it_was_made_is_copied_without_a_warning(registered, m
 
 
 @pytest.mark.parametrize("env_timeout", [None, 30])
-def test_a_single_environment_is_used_itself_and_stays_open(registered, env_timeout):
+def test_a_single_environment_is_not_recreated_and_stays_open(registered, env_timeout):
     env = changed(gym.make(registered), length=5)
     closes: list[int] = []
     env.unwrapped.close = lambda: closes.append(os.getpid())
     result = train(make_agent(ChoiceAgent), env, episodes=2, num_envs=1, env_timeout=env_timeout)
     assert result.turns == 10
     assert closes == []
-    # In a process of its own it is the same environment, but another process's.
+    # A worker process has a copy of the same environment.
     assert env.unwrapped.steps == (10 if env_timeout is None else 0)
 
 
-def test_an_environment_in_a_users_wrapper_is_used_itself(registered):
+def test_an_environment_in_a_users_wrapper_is_not_recreated(registered):
     env = Doubled(gym.make(registered))
     result = train(make_agent(ChoiceAgent), env, episodes=2, seed=0)
     assert env.unwrapped.steps == result.turns == 6
@@ -791,7 +791,7 @@ def test_an_environment_in_a_users_wrapper_is_used_itself(registered):
         train(make_agent(ChoiceAgent), env, episodes=2, num_envs=2)
 
 
-def test_an_environment_that_cannot_be_made_again_says_so(registered):
+def test_rejects_environments_that_cannot_be_recreated(registered):
     class Local(gym.Wrapper, gym.utils.RecordConstructorArgs):
         def __init__(self, env):
             gym.utils.RecordConstructorArgs.__init__(self)
@@ -802,7 +802,7 @@ def test_an_environment_that_cannot_be_made_again_says_so(registered):
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 9)], ids=["itself", "wrapped"])
-def test_rejects_a_function_that_returns_one_environment_again_and_again(wrap):
+def test_rejects_a_function_that_returns_the_same_environment_twice(wrap):
     env = CountdownEnv()
     message = r"4 environments were made, .*expected 4 objects, got 1\. Pass a function that makes a new"
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""What environments say as info, on its way to the agent: methods that take it, masks, vector environments."""
+"""Infos on the way from environments to the agent: methods with an info parameter, masks, vector environments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from llamagym import ConfigError, EpisodeError, evaluate, train
 from llamagym.agent.action_masks import ActionMasks
-from llamagym.training.infos import split
+from llamagym.training.infos import unpack_infos
 from tests.agents import ChoiceAgent, CountdownEnv, actor_of, make_agent
 
 
@@ -23,7 +23,7 @@ class Informed(ChoiceAgent):
         return info.get("choices", ["go left", "stay"])
 
 
-def test_methods_that_have_a_parameter_info_are_given_it():
+def test_methods_with_an_info_parameter_receive_it():
     agent = make_agent(Informed)
     agent.act(1, {"word": "this", "choices": ["stay"]})
     assert agent.current_episode_messages[0]["content"] == "1 with this"
@@ -37,7 +37,7 @@ def test_methods_that_have_a_parameter_info_are_given_it():
     assert set(chances) == {"go right", "stay"}
 
 
-def test_a_mixin_s_methods_count_and_methods_without_it_are_called_as_ever():
+def test_info_parameters_of_mixins_are_found():
     class Mixin:
         def format_observation(self, observation, info):
             return info["word"]
@@ -69,7 +69,7 @@ def test_the_info_after_the_last_step_reaches_the_critic():
 
 
 @pytest.mark.parametrize("infos", [[1], [{}, {}], {"word": "x"}])
-def test_infos_that_are_none(infos):
+def test_rejects_invalid_infos(infos):
     with pytest.raises(EpisodeError, match="infos"):
         make_agent(Informed).act_batch([1], infos=infos)
 
@@ -86,18 +86,18 @@ def test_masked_choices_are_not_offered():
     assert len(actor_of(agent).conversation(0).turns) == 3
 
 
-def test_masks_find_their_choices_in_any_order_and_with_any_start():
+def test_masks_match_choices_in_any_order_and_from_any_start():
     numbers = {"three": 3, "one": 1, "two": 2}
     assert ActionMasks(numbers.__getitem__).possible(list(numbers), [1, 0, 1]) == ["three", "one"]
-    # Words that are no whole numbers stand in the order of their actions.
+    # Words that are not whole numbers are in the order of their actions.
     assert ActionMasks(str).possible(["a", "b", "c"], [0, 1, 1]) == ["b", "c"]
     assert ActionMasks(str).possible(["a", "b"], [0, 1, 1]) == ["a", "b"]
     pairs = ["go up", "go down", "run up", "run down"]
     assert ActionMasks(str).possible(pairs, (np.array([1, 1]), np.array([0, 1]))) == ["go down", "run down"]
 
 
-def test_taxi_s_masks_need_no_wrapper():
-    """No agent or random policy does what the environment rules out; without the mask it would."""
+def test_taxi_masks_work_without_a_wrapper():
+    """No agent or random policy takes an action that the environment rules out; without the mask it would."""
 
     class Driver(ChoiceAgent):
         choices = ("south", "north", "east", "west", "pick up", "drop off")
@@ -121,19 +121,19 @@ def test_taxi_s_masks_need_no_wrapper():
         evaluate(lambda observation: 5, make, episodes=1, seed=0)
 
 
-def test_infos_come_out_of_a_vector_environment_as_they_went_in():
+def test_infos_pass_through_a_vector_environment_unchanged():
     envs = gym.vector.SyncVectorEnv([CountdownEnv] * 3)
     infos: dict = {}
     said = [{"a": 1, "deep": {"b": "x"}}, {}, {"a": 2, "c": np.array([1.0, 2.0])}]
     for index, info in enumerate(said):
         envs._add_info(infos, info, index)
-    out = split(infos, 3)
+    out = unpack_infos(infos, 3)
     np.testing.assert_array_equal(out[2].pop("c"), said[2].pop("c"))
     assert out == said
     envs.close()
 
 
-def test_what_cannot_leave_a_process_stays_there():
+def test_unpicklable_info_values_are_left_out():
     class Env(CountdownEnv):
         def step(self, action):
             return *super().step(action)[:4], {"word": "kept", "function": lambda: None}

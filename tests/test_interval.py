@@ -1,4 +1,4 @@
-"""`EvaluationResult.interval`: how often it covers the true mean, and what it cannot know."""
+"""`EvaluationResult.interval`: how often it covers the true mean, and its limits."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def covered(name: str, episodes: int, repetitions: int = 300) -> float:
         ("won or lost, 0.95", 64, 0.88),
     ],
 )
-def test_covers_the_mean_about_as_often_as_it_says(name, episodes, least):
+def test_interval_has_its_nominal_coverage(name, episodes, least):
     assert covered(name, episodes) >= least
 
 
-def test_a_rare_episode_that_decides_the_mean_is_beyond_it():
-    """As documented: what was never met is in no interval."""
+def test_interval_cannot_cover_rare_extreme_returns():
+    """As documented: the interval does not account for returns that were never observed."""
     assert covered("heavy tail: 100 in one of 50", 20, 100) < 0.5
 
 
-def test_two_returns_are_not_taken_for_all_there_is():
+def test_two_returns_are_not_treated_as_the_only_values():
     assert covered("normal", 2) >= 0.9
 
 
@@ -55,14 +55,14 @@ def test_equal_returns_have_no_width_unless_they_are_successes_or_failures():
     assert EvaluationResult([0.0] * 64).interval == pytest.approx((0.0, 1 - low))
 
 
-def test_the_interval_of_two_values_is_that_of_their_share():
+def test_the_interval_of_two_values_is_a_scaled_wilson_interval():
     low, high = EvaluationResult([1.0] * 9 + [0.0]).interval
     shifted = EvaluationResult([5.0] * 9 + [-5.0]).interval
     assert shifted == pytest.approx((10 * low - 5, 10 * high - 5))
     assert 0 < low < 0.9 < high < 1
 
 
-def test_the_committed_measurement_says_what_the_documentation_does():
+def test_the_committed_coverage_matches_the_documentation():
     measured = json.loads(RESULT.read_text())["measured"]
     assert set(measured) == set(DISTRIBUTIONS)
     for name, by_episodes in measured.items():

@@ -81,7 +81,7 @@ def test_a_judge_sees_the_episode_and_its_rewards_are_learnt_from():
 @pytest.mark.parametrize("given", [math.nan, [1.0], [1.0, 2.0, math.inf], "good", None, {"a": 1}])
 def test_rejects_invalid_judges(given):
     agent = make_agent(ChoiceAgent)
-    with pytest.raises(ConfigError, match=r"The judge gave .* to an episode of 3 turns"):
+    with pytest.raises(ConfigError, match=r"The judge returned .* for an episode of 3 turns"):
         train(agent, CountdownEnv, episodes=1, num_envs=1, seed=0, judge=lambda episode: given)
     assert collector_of(agent).buffer == []
 

@@ -1,4 +1,4 @@
-"""What `train` and `evaluate` take: budgets, environments of every kind, policies; and what they close."""
+"""Arguments of `train` and `evaluate`: budgets, environments of every kind, policies; and what they close."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = ["CartPole-v1", "FrozenLake-v1", "Taxi-v4", "MountainCar-v0"]
 
 
 class Timed(CountdownEnv):
-    """Lasts two or three steps, by its seed; says so, whether it succeeds, and at which step it is."""
+    """Lasts two or three steps, by its seed; infos hold the length, the success and the step."""
 
     made: list[Timed] = []  # noqa: RUF012 - shared on purpose
 
@@ -51,7 +51,7 @@ def _forget():
 
 
 class Noting(ChoiceAgent):
-    """Writes down what it is shown with which info."""
+    """Records observations with their infos."""
 
     def format_observation(self, observation, info=None):
         self.__dict__.setdefault("seen", []).append((int(observation), info["at"]))
@@ -59,7 +59,7 @@ class Noting(ChoiceAgent):
 
 
 @pytest.mark.pairwise(kind=[SyncVectorEnv, AsyncVectorEnv], mode=list(AutoresetMode), truncates=[False, True])
-def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode, truncates):
+def test_a_callers_vector_environment_is_played_like_made_environments(kind, mode, truncates):
     """Every mode gives the same observations, infos, returns and ends, and none is closed."""
 
     def played(env: Any, count: int | None = None) -> tuple[Any, ...]:
@@ -74,12 +74,12 @@ def test_a_ready_vector_environment_is_played_like_copies_of_our_own(kind, mode,
     assert not envs.closed
     if kind is SyncVectorEnv:
         assert not any(env.closed for env in envs.envs)
-        # Those that were made for the comparison are.
+        # The environments made for the comparison are closed.
         assert sum(env.closed for env in Timed.made) == 3
     envs.close()
 
 
-def test_groups_begin_alike_in_a_vector_environment_too():
+def test_groups_share_reset_seeds_in_a_vector_environment():
     agent = make_agent(Noting, context="turn", algorithm="grpo", grpo={"batch_size": 1000, "group_size": 2})
     envs = SyncVectorEnv([Timed] * 4)
     train(agent, envs, episodes=8, seed=0)
@@ -90,19 +90,19 @@ def test_groups_begin_alike_in_a_vector_environment_too():
     assert all(len(lengths) == 1 for lengths in groups.values())
 
 
-def test_wrappers_around_a_vector_environment_may_stay():
+def test_accepts_wrapped_vector_environments():
     envs = DictInfoToList(RecordEpisodeStatistics(SyncVectorEnv([Timed] * 2)))
     agent = make_agent(Noting, context="turn", ppo={"batch_size": 1000})
     assert len(train(agent, envs, episodes=4, seed=0).returns) == 4
     assert {at for _, at in agent.seen} == {0, 1, 2}
 
 
-def test_vector_environments_that_cannot_be_used():
+def test_rejects_unusable_vector_environments():
     agent = make_agent(ChoiceAgent)
     envs = SyncVectorEnv([CountdownEnv] * 2)
     with pytest.raises(ConfigError, match=r"num_envs=3, but .* has 2 environments"):
         train(agent, envs, episodes=1, num_envs=3)
-    with pytest.raises(ConfigError, match="env_timeout and overlap are for copies that are made here"):
+    with pytest.raises(ConfigError, match="env_timeout and overlap do not work with a vector environment"):
         train(agent, envs, episodes=1, env_timeout=5)
     envs.close()
     with pytest.raises(ConfigError, match="is closed"):
@@ -113,7 +113,7 @@ def test_vector_environments_that_cannot_be_used():
     native.close()
 
 
-def test_an_environment_that_was_passed_stays_open_and_one_that_was_made_does_not():
+def test_closes_only_environments_that_it_made():
     mine = Timed()
     train(make_agent(ChoiceAgent), mine, episodes=1)
     evaluate("random", mine, episodes=1)
@@ -122,7 +122,7 @@ def test_an_environment_that_was_passed_stays_open_and_one_that_was_made_does_no
     assert [env.closed for env in Timed.made[1:]] == [True, True]
 
 
-def test_copies_are_closed_after_an_error_too():
+def test_environments_are_closed_after_an_error():
     with pytest.raises(ActionParseError, match="returned None"):
         evaluate(lambda observation: None, Timed, episodes=1)
     assert Timed.made[0].closed
@@ -131,12 +131,12 @@ def test_copies_are_closed_after_an_error_too():
 @pytest.mark.parametrize(
     ("budget", "turns"), [({"turns": 8}, 8), ({"turns": 7}, 8), ({"turns": 8, "episodes": 2}, 6), ({"episodes": 4}, 12)]
 )
-def test_the_first_budget_that_is_spent_ends_the_training(budget, turns):
+def test_the_first_exhausted_budget_ends_the_training(budget, turns):
     assert train(make_agent(ChoiceAgent), CountdownEnv, num_envs=2, seed=0, **budget).turns == turns
 
 
 @pytest.mark.parametrize("budget", [{}, {"turns": 0}, {"episodes": 0}, {"minutes": -1}, {"turns": 1.5}])
-def test_budgets_that_are_none(budget):
+def test_rejects_invalid_budgets(budget):
     with pytest.raises(ConfigError, match="|".join(budget) or "needs a budget"):
         train(make_agent(ChoiceAgent), CountdownEnv, **budget)
 
@@ -159,8 +159,8 @@ class AnyAgent(ChoiceAgent):
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_the_readme_s_loop_and_the_library_s_play_gymnasium_s_environments(name):
-    """As they are, by id, with masks where they give them; beside a random policy on the same episodes."""
+def test_both_loops_play_environments_of_gymnasium(name):
+    """By id and with their masks; compared with a random policy on the same episodes."""
     env = gym.make(name, max_episode_steps=12)
     agent = make_agent(AnyAgent, context="turn", ppo={"batch_size": 8}, actions=name_actions(env.action_space))
     updates = 0
@@ -182,14 +182,14 @@ def test_the_readme_s_loop_and_the_library_s_play_gymnasium_s_environments(name)
         "random": evaluate("random", env, episodes=2, seed=0, num_envs=2),
     }
     env.close()
-    # Taxi's masks leave out what would earn -10.
+    # Taxi's masks leave out actions that earn -10.
     assert all(result.mean >= -12 for result in results.values())
     assert len(side_by_side(results).splitlines()) == 3
     if name == IDS[0]:
         assert len(train(agent, name, episodes=1, num_envs=1, seed=0).returns) == 1
 
 
-def test_any_function_is_a_policy_and_sees_the_info_that_it_asks_for():
+def test_functions_are_policies_with_an_optional_info_parameter():
     def by_info(observation: Any, info: dict[str, Any]) -> int:
         assert info["at"] == seen[-1] + 1 if info["at"] else True
         seen.append(info["at"])
@@ -203,13 +203,13 @@ def test_any_function_is_a_policy_and_sees_the_info_that_it_asks_for():
     assert set(result.lengths) == {2, 3}
     assert result.invalid_rate == 0.0
     assert evaluate(lambda observation: 2, Timed, episodes=4, seed=0).success_rate == 0.0
-    # The same seed plays the same episodes, whoever plays.
+    # The same seed plays the same episodes with any policy.
     assert evaluate("random", Timed, episodes=4, seed=0, num_envs=1).lengths == result.lengths
     with pytest.raises(ConfigError, match=r"agent='randon'.*Did you mean 'random'"):
         evaluate("randon", Timed, episodes=1)
 
 
-def test_an_agent_s_successes_and_invalid_replies_are_counted():
+def test_counts_successes_and_invalid_replies():
     class Odd(ChoiceAgent):
         def extract_action(self, response):
             return None if response == "go left" else super().extract_action(response)
@@ -240,7 +240,7 @@ def test_the_interval_holds_the_mean_and_shrinks_with_the_sample():
     assert large.interval == large.interval
 
 
-def test_free_text_without_a_fallback_is_told_at_the_start(caplog):
+def test_warns_at_the_start_of_free_text_without_a_fallback(caplog):
     class Talker(WordAgent):
         def extract_action(self, response):
             return len(response) % 3 if response else None
@@ -266,7 +266,7 @@ def test_free_text_without_a_fallback_is_told_at_the_start(caplog):
 
 
 @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "Mastermind-v0"])
-def test_our_own_environments_are_known_by_id(name):
+def test_environments_of_the_library_are_registered(name):
     env = gym.make(f"llamagym/{name}")
     assert isinstance(env.reset(seed=0)[0], str)
     env.close()
@@ -276,7 +276,7 @@ def test_our_own_environments_are_known_by_id(name):
 
 
 @pytest.mark.long
-def test_the_code_on_the_page_about_training_runs(tmp_path, monkeypatch, capsys):
+def test_code_in_the_training_page_runs(tmp_path, monkeypatch, capsys):
     class BlackjackAgent(ChoiceAgent):
         choices = ("stick", "hit")
 

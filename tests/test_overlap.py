@@ -1,4 +1,4 @@
-"""Slow environments: the agent acts in one half of the copies while the other half steps."""
+"""Slow environments: the agent acts in one half of the environments while the other half steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.faults import BrokenError
 
 # Seconds after which a step that waits for the agent to act elsewhere gives up.
 PATIENCE = 20
-# How often the agent has acted, in a memory that copies in processes of their own share.
+# How often the agent has acted, in memory that worker processes share.
 ACTED = multiprocessing.get_context("fork").Value("i", 0)
 
 
 class SeededEnv(gym.Env):
-    """Shows a number that depends on seed and step; the reward depends on that and on the action."""
+    """The observation depends on seed and step; the reward depends on the observation and the action."""
 
     observation_space = gym.spaces.Discrete(10_000_000)
     action_space = gym.spaces.Discrete(3)
@@ -42,12 +42,12 @@ class SeededEnv(gym.Env):
 
 
 def earned(observation: int, action: int) -> float:
-    """The reward of an action where a number is shown."""
+    """The reward of an action after an observation."""
     return float(observation * 7 % 5 + action)
 
 
 class WaitingEnv(SeededEnv):
-    """A copy's step number k ends once the agent has acted 2k times: in this half, and then in the other one."""
+    """Step number k ends once the agent has acted 2k times: in this half, and then in the other one."""
 
     steps = 0
 
@@ -62,7 +62,7 @@ class WaitingEnv(SeededEnv):
 
 
 class FailingEnv(SeededEnv):
-    """Fails at a copy's fifth step."""
+    """Fails at its fifth step."""
 
     steps = 0
 
@@ -74,7 +74,7 @@ class FailingEnv(SeededEnv):
 
 
 class CountedAgent(ChoiceAgent):
-    """Says how often it has acted."""
+    """Counts how often it has acted."""
 
     def _act(self, *args: Any) -> Any:
         actions = super()._act(*args)
@@ -83,7 +83,7 @@ class CountedAgent(ChoiceAgent):
 
 
 def run(agent: Any, env: Any = SeededEnv, **options: Any) -> Any:
-    """A run in four copies."""
+    """A run in four environments."""
     return train(agent, env, **{"episodes": 12, "num_envs": 4, "seed": 0, **options})
 
 
@@ -94,7 +94,7 @@ def make(kind: Any = ChoiceAgent, **options: Any) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_agent_acts_in_one_half_while_the_other_steps(overlap: bool):
+def test_acting_and_stepping_overlap(overlap: bool):
     ACTED.value = 0
     agent = make(CountedAgent, ppo={"batch_size": 1000})
     if overlap:
@@ -105,7 +105,7 @@ def test_the_agent_acts_in_one_half_while_the_other_steps(overlap: bool):
 
 
 def starts_of(agent: Any) -> set[tuple[Any, int]]:
-    """Group and first number of the episodes that await an update; each is that of one copy, from its first step on."""
+    """Group and first number of the episodes that await an update; each is from one environment and complete."""
     starts = set()
     for episode in collector_of(agent).buffer:
         texts = [agent.tokenizer.decode(list(turn.prompt.ids)) for turn in episode.turns]
@@ -121,7 +121,7 @@ def starts_of(agent: Any) -> set[tuple[Any, int]]:
     "options",
     [{"ppo": {"batch_size": 1000}}, {"algorithm": "grpo", "grpo": {"batch_size": 1000, "group_size": 2}}],
 )
-def test_each_conversation_is_its_own_environment_s(options: dict[str, Any]):
+def test_conversations_stay_with_their_environment(options: dict[str, Any]):
     played = []
     for overlap in (True, False):
         agent = make_agent(ChoiceAgent, **options)
@@ -134,18 +134,18 @@ def test_each_conversation_is_its_own_environment_s(options: dict[str, Any]):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium logs the errors of its processes.
-def test_an_environment_that_fails_leaves_both_halves_where_they_were(tmp_path: Path):
+def test_a_failing_environment_undoes_the_step_in_both_halves(tmp_path: Path):
     where = {"checkpoint_dir": tmp_path, "resume": True, "overlap": True}
     agents = [make(ppo={"batch_size": 1000}) for _ in range(2)]
     with pytest.raises(BrokenError):
         run(agents[0], FailingEnv, **where)
     assert not actor_of(agents[0]).conversations
-    # Of the same name, since a run goes on in the environment that it began in.
+    # Of the same name, since a resumed run needs the environment that it began in.
     assert len(run(agents[1], type("FailingEnv", (SeededEnv,), {}), **where).returns) == 12
     assert len(starts_of(agents[1])) >= 12
 
 
-def test_halves_are_whole_groups():
+def test_rejects_halves_that_split_a_group():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"group_size": 2})
     with pytest.raises(ConfigError, match="num_envs=2 is one group of 2"):
         run(agent, num_envs=2, overlap=True)

@@ -35,7 +35,7 @@ def run(monkeypatch, stream: io.StringIO) -> str:
     return stream.getvalue()
 
 
-def test_outside_a_terminal_an_update_is_a_line(monkeypatch):
+def test_prints_a_line_per_update_outside_a_terminal(monkeypatch):
     update, note = run(monkeypatch, io.StringIO()).splitlines()
     assert re.fullmatch(
         r"update 1: 75%, 3 episodes, mean return of the last 2 -0\.500, entropy 0\.5, approx_kl 0\.0123, \d+ s", update
@@ -43,11 +43,11 @@ def test_outside_a_terminal_an_update_is_a_line(monkeypatch):
     assert note == "said so"
 
 
-def test_breaks_long_silences_with_a_line(monkeypatch):
-    """A run whose updates take longer than the longest silence still shows that it is alive."""
+def test_prints_a_line_after_a_long_silence(monkeypatch):
+    """A run whose updates take longer than the longest silence still prints lines."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress_module, "_LONGEST_SILENCE_S", 0.05)
+    monkeypatch.setattr(progress_module, "_MAX_SILENCE_S", 0.05)
     with Progress(4) as progress:
         progress.advance([1.0], {})
         deadline = time.monotonic() + 10
@@ -56,7 +56,7 @@ def test_breaks_long_silences_with_a_line(monkeypatch):
     assert re.fullmatch(
         r"25%, 1 episodes, mean return of the last 1 \+1\.000, \d+ s", stream.getvalue().splitlines()[0]
     )
-    # The clock ends with the run.
+    # The thread ends with the run.
     lines = stream.getvalue()
     time.sleep(0.2)
     assert stream.getvalue() == lines
@@ -73,8 +73,8 @@ def test_shows_the_share_of_a_budget_of_minutes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["skipped_steps", "replay_skipped_steps"])
-def test_steps_that_were_skipped_are_in_the_line_and_in_the_file(monkeypatch, tmp_path, capsys, name):
-    """What a learner counts reaches both; where it counts none, the line says nothing of it."""
+def test_skipped_steps_are_shown_and_recorded(monkeypatch, tmp_path, capsys, name):
+    """The learner's counts reach both; counts of zero are not in the line."""
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 3})
     counts, usual = iter([0.0, 2.0, 0.0]), agent.learner.update
     monkeypatch.setattr(agent.learner, "update", lambda batch: usual(batch) | {name: next(counts)})
@@ -87,7 +87,7 @@ def test_steps_that_were_skipped_are_in_the_line_and_in_the_file(monkeypatch, tm
     assert [line[name] for line in logged] == [0.0, 2.0, 0.0]
 
 
-def test_a_step_that_is_not_finite_is_in_the_line_and_in_the_file(monkeypatch, tmp_path, capsys):
+def test_non_finite_steps_are_shown_and_recorded(monkeypatch, tmp_path, capsys):
     agent = make_agent(ChoiceAgent, ppo={"batch_size": 3, "mini_batch_size": 3})
     backward = agent.learner.accelerator.backward
     losses = itertools.count()
@@ -102,14 +102,14 @@ def test_a_step_that_is_not_finite_is_in_the_line_and_in_the_file(monkeypatch, t
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["skipped_steps"] == 1.0
 
 
-def test_in_a_terminal_it_is_a_bar(monkeypatch):
+def test_shows_a_bar_in_a_terminal(monkeypatch):
     shown = run(monkeypatch, Terminal())
     assert "100%" in shown
     assert "said so\n" in shown
     assert "update 1:" not in shown
 
 
-def test_bitsandbytes_says_nothing_of_a_kernel_that_is_not_used(caplog):
+def test_drops_warnings_of_bitsandbytes_about_unused_kernels(caplog):
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
     logger.warning("something else")

@@ -1,4 +1,4 @@
-"""The report of runs: one page, which a browser shows without a network and without an error."""
+"""The report of runs: one page that a browser shows without a network and without errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTILE = 'says </script><script>alert("x")</script> <!-- & </p>'
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two real runs, one of which reads what would break a page that does not take care."""
+    """Two real runs, one with text that would break a page without escaping."""
 
     class Hostile(ChoiceAgent):
         def format_observation(self, observation):
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
 
 
 def dom(page: Path, *options: str, width: int = 390) -> tuple[str, str]:
-    """What a browser makes of a page, and what it has to say about it."""
+    """The DOM that a browser makes of a page, and the browser's log."""
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += ["--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", *options, page.as_uri()]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -62,20 +62,20 @@ def test_a_browser_shows_curves_alarms_and_episodes_without_an_error(runs, tmp_p
     assert "approx_kl jumped to 0.300" in shown
     told = [json.loads(line) for run in runs for line in (run / "transcripts.jsonl").read_text().splitlines()]
     assert f"{len(told)} of {len(told)} episodes" in shown
-    # The first episode is open, and shows what was read as text.
+    # The first episode is open, and shows the observation as text.
     assert shown.count('class="turn"') == 3
     assert "says &lt;/script&gt;&lt;script&gt;alert" in shown
     assert shown.count('class="bar') == 9
     assert shown.count("<script") == 2
 
 
-def test_the_page_names_no_other_address(runs, tmp_path):
+def test_the_page_links_to_no_other_address(runs, tmp_path):
     page = write_report(runs[:1], tmp_path / "report.html").read_text()
     assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in page
 
 
-def test_what_cannot_be_reported_is_said(tmp_path):
+def test_rejects_runs_that_cannot_be_reported(tmp_path):
     with pytest.raises(ConfigError, match="holds no metrics"):
         write_report([tmp_path], tmp_path / "report.html")
     metrics = tmp_path / "metrics.jsonl"
@@ -90,7 +90,7 @@ def test_what_cannot_be_reported_is_said(tmp_path):
     assert write_report([tmp_path], tmp_path / "report.html").exists()
 
 
-def test_the_command_writes_the_page_and_says_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
+def test_the_report_command_writes_the_page_or_explains_the_error(runs, tmp_path, monkeypatch, capsys):
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["llamagym", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -110,7 +110,7 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(runs, tmp_path, monk
 
 
 def data_of(page: Path) -> Any:
-    """The data in a page, as a strict parser reads it."""
+    """Returns the data in a page, read by a strict parser."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -172,7 +172,7 @@ def test_damaged_settings_do_not_prevent_a_report(tmp_path, settings):
 @pytest.mark.parametrize(
     "name", ["__DATA__", "__TITLE__", "</title><script>alert(1)</script>", "a&b", "\udcff", "x" * 200]
 )
-def test_a_run_s_name_is_only_text(tmp_path, name):
+def test_run_names_are_escaped(tmp_path, name):
     run = tmp_path / name.replace("/", "\N{FRACTION SLASH}")
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
@@ -183,7 +183,7 @@ def test_a_run_s_name_is_only_text(tmp_path, name):
     assert text.count("<title>") == 1
 
 
-def test_links_to_files_elsewhere_are_not_shown(tmp_path):
+def test_linked_files_are_not_shown(tmp_path):
     (tmp_path / "secret").write_text('{"token": 12345}\n')
     run = tmp_path / "run"
     for name in ("metrics.jsonl", "transcripts.jsonl", "config.json"):
@@ -234,7 +234,7 @@ def test_a_page_of_huge_files_stays_small(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "transcripts.jsonl"])
-def test_files_that_may_not_be_read_are_named(runs, tmp_path, monkeypatch, name):
+def test_unreadable_files_are_named(runs, tmp_path, monkeypatch, name):
     usual = Path.open
 
     def closed(path: Path, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs that are resumed in the middle of something: they compute what they would have computed, bit for bit."""
+"""Runs that are resumed in the middle of a batch or a replay compute, bit for bit, what they would have computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made(name: str) -> Agent:
 
 
 def in_a_batch(agent: Agent, do: Callable[[], Any]) -> Agent:
-    """Let something happen once, at the end of the first step that leaves a batch partly filled after an update."""
+    """Calls a function once, at the end of the first step that leaves a batch partly filled after an update."""
     end, waits = agent.terminate_episodes, [True]
 
     def terminate_episodes(*args: Any, **options: Any) -> Any:
@@ -50,7 +50,7 @@ def state_in(folder: Path) -> dict[str, Any]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs computed the same; of actions, those since the last update but one."""
+    """Whether two runs computed the same; of actions, those since the second last update count."""
     count = min(len(one["actions"]), len(other["actions"]))
     return json.dumps({**one, "actions": one["actions"][-count:]}) == json.dumps(
         {**other, "actions": other["actions"][-count:]}
@@ -67,8 +67,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         ),
     ],
 )
-def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
-    """Killed after the fifth update, it goes on from the fourth."""
+def test_a_killed_run_recomputes_its_lost_updates(tmp_path, name):
+    """Killed after the fifth update, it resumes from the fourth."""
     whole = learn(made(name), 6, checkpoint_dir=tmp_path / "whole", checkpoint_every=2)
     learn(made(name), 5, checkpoint_dir=tmp_path / "killed", checkpoint_every=2)
     lost = newest(tmp_path / "killed")
@@ -87,7 +87,7 @@ def test_a_run_that_lost_updates_plays_them_again(tmp_path, name):
         "free text",
     ],
 )
-def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, name):
+def test_a_run_stopped_within_a_batch_continues_the_batch(tmp_path, name):
     stopped = in_a_batch(made(name), lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
         learn(stopped, 9, checkpoint_dir=tmp_path / "run", checkpoint_every=3)
@@ -95,7 +95,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, 
     assert state["buffer"]
     assert state["under_way"]
     resumed = learn(made(name), 3, checkpoint_dir=tmp_path / "run", checkpoint_every=3, resume=True)
-    # What a checkpoint does in a run that goes on.
+    # A checkpoint has this effect in a run that continues.
     agent = made(name)
     in_a_batch(agent, agent.policy.drop_caches)
     whole = learn(agent, len(resumed["stats"]), checkpoint_dir=tmp_path / "whole", checkpoint_every=3)
@@ -105,7 +105,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_a_batch_goes_on_in_it(tmp_path, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [ChoiceAgent, Talker])
-def test_the_embedded_model_goes_on_in_the_processor_s_dtype(tmp_path, kind):
+def test_the_embedded_model_resumes_in_the_cpu_dtype(tmp_path, kind):
     sizes = {**SIZES, "learning_rate": 1e-3}
 
     def loaded() -> Agent:

@@ -1,4 +1,4 @@
-"""A run that is resumed with something else than it was saved with: rejected with both values, or allowed by name."""
+"""Runs that are resumed with other settings: rejected with both values, or allowed by name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rejects_other_choices(tmp_path, before, after, message, is_vector):
     assert len(result.returns) == 8
 
 
-def test_choices_that_depend_on_the_observation_are_the_same(tmp_path):
+def test_accepts_the_same_choices_depending_on_the_observation(tmp_path):
     class Depending(Changing):
         def get_action_choices(self, observation):
             return ["a", "b"] if observation % 2 else (["c", "d", "e"] if observation % 3 else None)
@@ -119,7 +119,7 @@ def test_rejects_other_wrappers(tmp_path, before, after, message):
         going_on(tmp_path, env=made(after), resume=True)
 
 
-def test_wrappers_that_only_record_may_change(tmp_path):
+def test_allows_other_recording_wrappers(tmp_path):
     before_the_end(tmp_path)
     going_on(tmp_path, env=lambda: RecordEpisodeStatistics(DiceEnv()), resume=True)
 
@@ -137,7 +137,7 @@ def test_rejects_another_chat_template(tmp_path, monkeypatch):
         going_on(tmp_path, resume=True)
 
 
-def test_rejects_another_judge_and_starts_episodes_again_if_it_is_allowed(tmp_path):
+def test_rejects_another_judge_or_restarts_episodes_if_allowed(tmp_path):
     before_the_end(tmp_path)
     with pytest.raises(CheckpointError, match="judge was False and is now True"):
         going_on(tmp_path, judge=lambda episode: 5.0, resume=True)
@@ -199,7 +199,7 @@ def test_rejects_an_environment_made_with_other_options(tmp_path):
     gym.register("Lasting-v0", Lasting)
     try:
         before_the_end(tmp_path, env=gym.make("Lasting-v0", rule=print))
-        # What is not plain data counts by its type.
+        # Objects that are not plain data are compared by their type.
         going_on(tmp_path, env=gym.make("Lasting-v0", rule=len, render_mode="ansi"), resume=True)
         with pytest.raises(CheckpointError, match=r"'max_episode_steps': None.* and is now .*'max_episode_steps': 2"):
             going_on(tmp_path, env=lambda: gym.make("Lasting-v0", rule=len, max_episode_steps=2), resume=True)
@@ -252,7 +252,7 @@ def test_rejects_changes_that_the_saved_state_does_not_allow(tmp_path, options, 
         going_on(tmp_path, resume=True, allow_changes=[name], **options)
 
 
-def test_names_both_models(tmp_path):
+def test_rejects_another_model_and_names_both(tmp_path):
     make_agent(WordAgent).save_checkpoint(tmp_path / "checkpoint")
     other = make_agent(WordAgent, activated=False)
     before = str(collector_of(other).state_dict())

@@ -1,4 +1,4 @@
-"""`train(run_dir=...)`: what it writes, how it is resumed, what Ctrl-C leaves; and scores by a function."""
+"""`train(run_dir=...)`: its files, resuming, Ctrl-C; and scores by a function."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_rejects_the_folder_of_another_run(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_call_that_fails_at_once_leaves_no_files(tmp_path):
+def test_an_invalid_call_leaves_no_files(tmp_path):
     with pytest.raises(ConfigError, match="cannot be made"):
         learning(tmp_path / "run", env="NoSuchEnvironment-v0")
     assert not (tmp_path / "run").exists()
 
 
-def test_an_interrupted_run_is_resumed_as_if_it_had_not_been_interrupted(tmp_path, caplog):
+def test_an_interrupted_run_is_resumed_exactly(tmp_path, caplog):
     whole = learning(tmp_path / "whole", callbacks=Callback())
     with pytest.raises(SystemExit) as exit_:
         learning(tmp_path / "run", callbacks=InterruptAfter(7))
@@ -115,7 +115,7 @@ def test_an_interrupt_does_not_end_an_interactive_session(tmp_path, monkeypatch)
 
 
 class Counting(Callback):
-    """Counts trainings that it has prepared."""
+    """Counts the trainings that it has prepared."""
 
     def __init__(self) -> None:
         self.prepared = 0
@@ -130,7 +130,7 @@ class Counting(Callback):
         self.prepared = state["prepared"]
 
 
-def test_what_callbacks_prepared_is_saved_before_the_first_step(tmp_path):
+def test_callback_states_are_saved_before_the_first_step(tmp_path):
     class Failing(DiceEnv):
         def step(self, action: int) -> Any:
             raise BlockingIOError("no dice")
@@ -176,7 +176,7 @@ def test_the_last_update_is_scored_once():
     assert len(calls) == 4
 
 
-def test_a_score_by_evaluate_brings_its_standard_error():
+def test_a_score_of_evaluate_adds_its_standard_error():
     callback, updates = scored(lambda agent: EvaluationResult([0.0, 1.0]))
     assert callback.after == Score(0.5, 0.5)
     assert [stats["standard_error"] for stats in updates] == [0.5, 0.5, 0.5]
@@ -195,7 +195,7 @@ def test_rejects_an_interval_of_scores_below_1():
         ScoreCallback(lambda agent: 0.0, every=0)
 
 
-# Faults of users and of their machines
+# Errors of users and of their machines
 
 
 def test_a_score_added_on_resume_can_be_resumed_again(tmp_path):
@@ -207,7 +207,7 @@ def test_a_score_added_on_resume_can_be_resumed_again(tmp_path):
     assert score.after == Score(1.0)
 
 
-def test_callbacks_in_another_order_find_their_states(tmp_path):
+def test_reordered_callbacks_get_their_own_states(tmp_path):
     learning(tmp_path, callbacks=[Counting(), ScoreCallback(lambda agent: 1.0)])
     counting, score = Counting(), ScoreCallback(lambda agent: 2.0)
     learning(tmp_path, callbacks=[score, counting], resume=True)
@@ -231,11 +231,11 @@ class Late(Callback):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_after_the_last_step_ends_the_program_too(tmp_path, caplog):
+def test_an_interrupt_after_the_last_step_ends_the_program(tmp_path, caplog):
     with pytest.raises(SystemExit):
         learning(tmp_path, callbacks=Late())
     assert "Stopped and saved" in caplog.text
-    # Its end was missing, and nothing else.
+    # Only its end was missing.
     resumed = learning(tmp_path, resume=True)
     assert len(resumed.returns) == 12
     assert resumed.report.is_file()

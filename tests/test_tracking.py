@@ -1,4 +1,4 @@
-"""Where statistics go: files, TensorBoard and W&B, written by a real run and read back."""
+"""Trackers: files, TensorBoard and W&B, written by a real run and read back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def needs(package):
 
 @pytest.mark.long
 @needs("tensorboard")
-def test_tensorboard_logs_read_back_as_they_were(tmp_path):
+def test_tensorboard_logs_are_complete(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, result = trained(tmp_path, log_with=["tensorboard", "csv"])
@@ -73,13 +73,13 @@ def wandb_records(path):
 
 @pytest.mark.long
 @needs("wandb")
-def test_offline_wandb_logs_read_back_with_transcripts_as_a_table(tmp_path, monkeypatch):
+def test_offline_wandb_logs_are_complete_with_a_transcript_table(tmp_path, monkeypatch):
     import wandb
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     agent, result = trained(tmp_path, project="llamagym", mode="offline")
-    # W&B's own process writes the file, and has written all of it once it has ended.
+    # W&B's process writes the file, which is complete once the process has ended.
     wandb.teardown()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history = []
@@ -98,7 +98,7 @@ def test_offline_wandb_logs_read_back_with_transcripts_as_a_table(tmp_path, monk
     assert ("Observation 3", collector_of(agent).transcripts[0]["turns"][0]["reply"]) in told
 
 
-def test_an_unknown_tracker_and_a_missing_package_are_named(tmp_path):
+def test_rejects_unknown_trackers_and_names_missing_packages(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
         default_tracker(tmp_path, {}, log_with=["tensorbord"])
     assert tmp_path.is_dir()
@@ -109,7 +109,7 @@ def test_an_unknown_tracker_and_a_missing_package_are_named(tmp_path):
 
 @needs("wandb")
 @pytest.mark.parametrize("is_passed", [True, False])
-def test_a_project_that_a_service_rejects_is_named_and_leaves_no_file(tmp_path, monkeypatch, is_passed):
+def test_a_rejected_project_is_named_and_leaves_no_file(tmp_path, monkeypatch, is_passed):
     if not is_passed:
         monkeypatch.setenv("WANDB_PROJECT", "x/y")
     with pytest.raises(ConfigError, match=r"'wandb' cannot start with the project 'x/y': UsageError: .*Pass another"):
@@ -117,7 +117,7 @@ def test_a_project_that_a_service_rejects_is_named_and_leaves_no_file(tmp_path, 
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_table_grows_columns_and_is_rewound(tmp_path):
+def test_a_csv_table_adds_columns_and_is_rewound(tmp_path):
     path = tmp_path / "metrics.csv"
     tracker = CsvTracker(path)
     tracker.log({"a": 1.0}, 1)
@@ -129,7 +129,7 @@ def test_a_table_grows_columns_and_is_rewound(tmp_path):
     assert path.read_text() == "step,a,b\n1,1.0,\n2,2.0,x\n"
 
 
-def test_transcripts_hold_what_was_read_said_thought_and_earned(tmp_path):
+def test_transcripts_hold_observations_replies_probabilities_and_rewards(tmp_path):
     _, result = trained(tmp_path)
     told = lines(tmp_path / "transcripts.jsonl")
     assert [transcript["update"] for transcript in told] == [1, 1, 2, 2, 3, 3, 4, 4]
@@ -145,12 +145,12 @@ def test_transcripts_hold_what_was_read_said_thought_and_earned(tmp_path):
             assert sum(chances.values()) == pytest.approx(1.0)
             assert math.isfinite(turn["value"])
             assert math.isfinite(turn["advantage"])
-    # Advantages are whitened over a batch, which these two episodes are.
+    # Advantages are whitened over a batch, here these two episodes.
     first = [turn["advantage"] for transcript in told[:2] for turn in transcript["turns"]]
     assert sum(first) == pytest.approx(0.0, abs=1e-5)
 
 
-def test_free_text_has_no_choices(tmp_path):
+def test_transcripts_of_free_text_have_no_choices(tmp_path):
     class Free(WordAgent):
         def extract_action(self, response):
             return 1
@@ -160,7 +160,7 @@ def test_free_text_has_no_choices(tmp_path):
 
 
 @pytest.mark.long
-def test_long_episodes_and_long_runs_stay_small(tmp_path):
+def test_transcripts_of_long_episodes_and_runs_stay_small(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 50})
     train(agent, lambda: CountdownEnv(60), episodes=9, num_envs=3, seed=0)
     assert len(collector_of(agent).transcripts) == 3
@@ -175,7 +175,7 @@ def test_long_episodes_and_long_runs_stay_small(tmp_path):
     assert len(recorded) == 16 + 6 * 8
 
 
-def test_a_resumed_run_drops_the_transcripts_that_it_writes_again(tmp_path):
+def test_a_resumed_run_does_not_duplicate_transcripts(tmp_path):
     agent, _ = trained(tmp_path, episodes=2)
     tracker = TranscriptTracker(tmp_path / "transcripts.jsonl", agent)
     written = tracker.position()
@@ -186,7 +186,7 @@ def test_a_resumed_run_drops_the_transcripts_that_it_writes_again(tmp_path):
     assert len(lines(tmp_path / "transcripts.jsonl")) == 2
 
 
-def test_an_update_that_fails_leaves_the_sample_as_it_was(monkeypatch):
+def test_a_failed_update_does_not_change_the_transcripts(monkeypatch):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 2})
     monkeypatch.setattr(agent.learner, "update", lambda batch: 1 / 0)
     agent.act("x")
@@ -221,7 +221,7 @@ def test_the_folder_of_a_service_exists_when_it_starts(tmp_path, monkeypatch):
 
 
 class Full:
-    """A tracker whose disk is full, whatever it is called for."""
+    """A tracker that raises "no space left" in every method."""
 
     def __init__(self, stops=False):
         if stops:
@@ -240,7 +240,7 @@ def learning(folder, tracker, episodes=4, **options):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-def test_a_full_disk_of_a_tracker_stops_nothing(tmp_path, caplog):
+def test_a_full_disk_in_a_tracker_does_not_stop_training(tmp_path, caplog):
     (tmp_path / "metrics").symlink_to("/dev/full")
     with closing(MultiTracker(JsonlTracker(tmp_path / "metrics"))) as tracker:
         assert len(learning(tmp_path / "run", tracker).updates) == 2
@@ -248,7 +248,7 @@ def test_a_full_disk_of_a_tracker_stops_nothing(tmp_path, caplog):
     assert "JsonlTracker cannot log: OSError(28, 'No space left on device')" in caplog.text
 
 
-def test_a_tracker_that_always_fails_stops_nothing(tmp_path, caplog):
+def test_a_failing_tracker_does_not_stop_training(tmp_path, caplog):
     assert len(learning(tmp_path, Full()).updates) == 2
     assert len(learning(tmp_path, Full(), 2, resume=True).updates) == 3
     assert caplog.text.count("Full cannot log") == 2
@@ -257,17 +257,17 @@ def test_a_tracker_that_always_fails_stops_nothing(tmp_path, caplog):
 @pytest.mark.parametrize(
     "wrap", [lambda tracker: tracker, MultiTracker, lambda tracker: MultiTracker(MultiTracker(tracker))]
 )
-def test_a_tracker_may_stop_the_run_after_a_checkpoint(tmp_path, wrap):
+def test_stops_on_error_ends_the_run_after_a_checkpoint(tmp_path, wrap):
     other = JsonlTracker(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="No space left on device"):
         learning(tmp_path / "run", MultiTracker(wrap(Full(stops=True)), other))
-    # The others have logged the update, and it is in the checkpoint.
+    # The other trackers have logged the update, and it is in the checkpoint.
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [2]
     other.close()
     assert len(learning(tmp_path / "run", None, resume=True).updates) == 2
 
 
-def test_a_tracker_is_rewound_though_the_resumed_run_has_a_folder_of_its_own(tmp_path):
+def test_a_tracker_is_rewound_in_a_resumed_run_with_another_folder(tmp_path):
     with closing(JsonlTracker(tmp_path / "own.jsonl")) as own:
         learning(tmp_path / "checkpoints", own)
         shutil.rmtree(newest(tmp_path / "checkpoints"))
@@ -278,7 +278,7 @@ def test_a_tracker_is_rewound_though_the_resumed_run_has_a_folder_of_its_own(tmp
     assert steps == sorted(set(steps))
 
 
-def test_positions_belong_to_trackers_by_class_and_file(tmp_path):
+def test_positions_match_trackers_by_class_and_file(tmp_path):
     names = ("a.jsonl", "b.jsonl", "c.csv")
 
     def trackers(folder):
@@ -314,15 +314,15 @@ def test_positions_belong_to_trackers_by_class_and_file(tmp_path):
 
 
 @pytest.mark.parametrize("position", [{"size": 0, "path": "x"}, [None, {"size": 0}], [["JsonlTracker", 3]]])
-def test_positions_without_a_tracker_drop_nothing(tmp_path, position, caplog):
+def test_positions_without_a_tracker_delete_nothing(tmp_path, position, caplog):
     with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as tracker:
         tracker.log({"seen": 1.0}, 1)
         MultiTracker(tracker).rewind(position)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
-    assert "nothing is dropped" in caplog.text.lower()
+    assert "nothing is deleted" in caplog.text.lower()
 
 
-def test_a_position_that_cannot_be_saved_stops_nothing(tmp_path, caplog):
+def test_an_unsaveable_position_does_not_stop_training(tmp_path, caplog):
     class Odd(JsonlTracker):
         def position(self):
             return {"seen": {1}}
@@ -332,7 +332,7 @@ def test_a_position_that_cannot_be_saved_stops_nothing(tmp_path, caplog):
     assert "Odd cannot report its position" in caplog.text
 
 
-def test_an_error_of_one_tracker_leaves_no_other_open(tmp_path):
+def test_all_trackers_are_closed_after_an_error_of_one(tmp_path):
     other = JsonlTracker(tmp_path / "metrics.jsonl")
     MultiTracker(Full(), other).close()
     assert other._file.closed
@@ -349,7 +349,7 @@ def test_a_report_that_cannot_be_written_keeps_the_result(tmp_path, monkeypatch,
 # Paths of users
 
 
-def test_a_tilde_is_the_home_folder_everywhere(tmp_path, monkeypatch):
+def test_paths_expand_the_home_folder(tmp_path, monkeypatch):
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     home.mkdir()
     elsewhere.mkdir()
@@ -392,7 +392,7 @@ def test_an_environment_may_change_the_working_directory(tmp_path, monkeypatch):
     assert not list((tmp_path / "elsewhere").glob("*/*"))
 
 
-def test_an_interrupted_run_is_saved_where_it_began(tmp_path, monkeypatch):
+def test_an_interrupted_run_is_saved_in_the_initial_working_directory(tmp_path, monkeypatch):
     class Wandering(CountdownEnv):
         def step(self, action):
             os.chdir(tmp_path / "elsewhere")
@@ -421,7 +421,7 @@ class Starting(Callback):
         self.heard.append("over" if run.is_over else "failed")
 
 
-def test_a_resumed_run_keeps_what_callbacks_log_at_its_start(tmp_path):
+def test_a_resumed_run_keeps_metrics_logged_at_its_start(tmp_path):
     with closing(JsonlTracker(tmp_path / "own.jsonl")) as own:
         learning(tmp_path / "run", own, callbacks=[Starting(own)])
         shutil.rmtree(newest(tmp_path / "run"))
@@ -430,7 +430,7 @@ def test_a_resumed_run_keeps_what_callbacks_log_at_its_start(tmp_path):
 
 
 class Unloadable(Callback):
-    """Cannot take its state."""
+    """Cannot load its state."""
 
     def state_dict(self):
         return {"a": 1}
@@ -439,7 +439,7 @@ class Unloadable(Callback):
         raise OSError("no state")
 
 
-def test_a_resume_that_fails_at_its_start_drops_no_lines(tmp_path):
+def test_a_failed_resume_deletes_no_lines(tmp_path):
     with closing(JsonlTracker(tmp_path / "a.jsonl")) as a:
         trackers = MultiTracker(a, CsvTracker(tmp_path / "b.csv"))
         learning(tmp_path / "run", trackers, callbacks=[Unloadable()])
@@ -485,7 +485,7 @@ class Lost(Unplaced):
         return {"size": 1}
 
 
-def test_callbacks_that_were_started_are_told_the_end_of_a_failed_resume(tmp_path):
+def test_started_callbacks_are_notified_of_a_failed_resume(tmp_path):
     with closing(JsonlTracker(tmp_path / "own.jsonl")) as own:
         learning(tmp_path / "run", Lost(), callbacks=[Unloadable()])
         shutil.rmtree(newest(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""The visible loop: autoreset, truncation, quotas, what is left behind."""
+"""The training loop: autoreset, truncation, quotas, seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class IndexAgent(ChoiceAgent):
-    """Remembers every observation that it was shown."""
+    """Records its observations."""
 
     def format_observation(self, observation):
         seen = self.__dict__.setdefault("seen", [])
@@ -31,12 +31,12 @@ class IndexAgent(ChoiceAgent):
         return str(observation)
 
 
-def test_every_step_is_a_turn_and_resets_are_not(tmp_path):
+def test_steps_count_as_turns_and_resets_do_not(tmp_path):
     agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 1000})
     result = train(agent, functools.partial(CountdownEnv, 3), episodes=4, num_envs=2, seed=0)
     assert len(result.returns) == 4
     assert result.turns == 12
-    # Two copies in step, twice: the observation after the last step belongs to no turn, the next episode's first does.
+    # Two environments, two episodes each: the final observation belongs to no turn, the next episode's first does.
     assert agent.seen == [3, 3, 2, 2, 1, 1] * 2
     assert [len(episode.turns) for episode in collector_of(agent).buffer] == [3, 3, 3, 3]
     assert sum(episode.total_reward for episode in collector_of(agent).buffer) == sum(result.returns)
@@ -47,12 +47,12 @@ def test_every_step_is_a_turn_and_resets_are_not(tmp_path):
 def test_truncated_episodes_are_valued_at_their_final_observation():
     agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 1000})
     train(agent, functools.partial(CountdownEnv, 2, truncates=True), episodes=2, num_envs=2, seed=0)
-    # 0 is the final observation of each copy; the next episode's first, 2, must not stand in for it.
+    # 0 is the final observation of each environment; the next episode's first, 2, must not replace it.
     assert agent.seen == [2, 2, 1, 1, 0, 0]
     assert all(episode.truncated and episode.final_prompt is not None for episode in collector_of(agent).buffer)
 
 
-def test_updates_reach_the_callback_and_the_tracker(tmp_path):
+def test_updates_reach_on_update_and_the_tracker(tmp_path):
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
     seen = []
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
@@ -98,7 +98,7 @@ def test_episodes_of_a_group_begin_alike_and_groups_do_not(resets):
     assert all(len({episode.turns[0].prompt.ids for episode in episodes}) == 1 for episodes in complete)
     assert any(len({len(episode.turns) for episode in episodes}) > 1 for episodes in complete)
     assert len({episodes[0].turns[0].prompt.ids for episodes in complete}) > 10
-    # Copies of a row go through the same seeds in the same order, each at its own pace; the other row through others.
+    # Environments of a row have the same seeds in the same order, each at its own pace; the other row has others.
     copies = {}
     for copy, seed in resets:
         copies.setdefault(copy, []).append(seed)
@@ -110,7 +110,7 @@ def test_episodes_of_a_group_begin_alike_and_groups_do_not(resets):
 
 
 class TalkativeEnv(CountdownEnv):
-    """Says something else about itself each time, of another type in every copy."""
+    """Returns infos that change each time and have another type in every environment."""
 
     made = 0
 
@@ -127,13 +127,13 @@ class TalkativeEnv(CountdownEnv):
 
 
 @pytest.mark.parametrize("env_timeout", [None, 60])
-def test_infos_may_be_anything(env_timeout):
+def test_infos_may_hold_any_object(env_timeout):
     assert (
         len(train(make_agent(ChoiceAgent), TalkativeEnv, episodes=2, num_envs=2, env_timeout=env_timeout).returns) == 2
     )
 
 
-def test_every_episode_has_a_seed_of_its_own_and_another_run_plays_others(resets):
+def test_reset_seeds_differ_between_episodes_and_runs(resets):
     played = []
     for seed in (0, 0, 1):
         agent = make_agent(IndexAgent, context="turn", ppo={"batch_size": 10_000})
@@ -149,7 +149,7 @@ def test_every_episode_has_a_seed_of_its_own_and_another_run_plays_others(resets
     assert not set(played[2]) & set(played[3])
 
 
-def test_copies_that_do_not_divide_into_groups_are_refused():
+def test_rejects_num_envs_that_is_not_a_multiple_of_group_size():
     agent = make_agent(IndexAgent, algorithm="grpo", grpo={"group_size": 4})
     with pytest.raises(ConfigError, match="num_envs=6 does not divide into groups of 4"):
         train(agent, SeededEnv, episodes=1, num_envs=6)
@@ -190,7 +190,7 @@ def test_warns_of_an_environment_that_ignores_its_seed(kind, size, warns, made, 
     assert caplog.text.count("Two episodes with one reset seed began differently") == int(warns)
 
 
-def test_an_environment_given_by_id_is_copied():
+def test_an_environment_id_makes_several_environments():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1000})
     agent.choices = ("a", "b", "c", "d")
     env = gym.make("FrozenLake-v1", max_episode_steps=2)
@@ -199,14 +199,14 @@ def test_an_environment_given_by_id_is_copied():
         train(agent, CountdownEnv(), episodes=1, num_envs=2)
 
 
-def test_evaluate_plays_fixed_quotas_and_leaves_training_alone():
+def test_evaluate_plays_fixed_quotas_and_does_not_affect_training():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 1})
     agent.act("under way")
     agent.assign_reward(1.0)
     weights = [w.detach().clone() for w in agent.policy.model.parameters()]
     result = evaluate(agent, CountdownEnv, episodes=5, seed=3, num_envs=2)
     assert len(result.returns) == 5
-    # A greedy agent plays every episode of this environment alike.
+    # A greedy agent plays all episodes of this environment in the same way.
     assert result.standard_error == 0.0
     assert result.mean == result.returns[0]
     assert all((a == b).all() for a, b in zip(weights, agent.policy.model.parameters(), strict=True))
@@ -216,8 +216,8 @@ def test_evaluate_plays_fixed_quotas_and_leaves_training_alone():
 
 
 @pytest.mark.long
-def test_the_agent_s_seed_alone_fixes_a_run():
-    """In processes whose global random numbers differ, with a LoRA that each of them made."""
+def test_the_agents_seed_determines_a_run():
+    """In processes whose global random numbers differ and which make their own LoRA."""
 
     def run(global_seed: int, *seeds: int) -> list[str]:
         command = [sys.executable, "-m", "tests.seeded_run", str(global_seed), *map(str, seeds)]
@@ -230,7 +230,7 @@ def test_the_agent_s_seed_alone_fixes_a_run():
         assert one != another
 
 
-def test_the_callback_can_end_the_training():
+def test_on_update_can_end_the_training():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
     result = train(agent, CountdownEnv, episodes=100, num_envs=2, on_update=lambda stats: stats["updates"] < 2)
     assert len(result.updates) == 2
@@ -249,7 +249,7 @@ def test_wandb_is_off_unless_a_project_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("algorithm", "cooldown", "falls"), [("ppo", 0.5, True), ("grpo", 0.5, True), ("ppo", 0, False)]
 )
-def test_rates_and_bonus_fall_to_0_at_the_end_of_a_run(budget, algorithm, cooldown, falls):
+def test_cooldown_reaches_zero_at_the_end_of_a_run(budget, algorithm, cooldown, falls):
     options = {"batch_size": 12, "warmup_steps": 1, "target_kl": None, "cooldown": cooldown, "entropy_coef": 0.01}
     options |= {"group_size": 4} if algorithm == "grpo" else {}
     agent = make_agent(ChoiceAgent, context="turn", algorithm=algorithm, **{algorithm: options})
@@ -270,16 +270,16 @@ def test_rates_and_bonus_fall_to_0_at_the_end_of_a_run(budget, algorithm, cooldo
     assert agent.learner.cooldown.scale == 1, "what comes after the run is not its end"
 
 
-def test_copies_where_no_number_is_given():
+def test_default_num_envs():
     agent = make_agent(ChoiceAgent, algorithm="grpo", grpo={"batch_size": 6, "group_size": 3})
     assert train(agent, CountdownEnv, episodes=1).turns == 63 * 3
-    # One that cannot be copied cannot be played in groups.
+    # One that cannot be recreated cannot be played in groups.
     with pytest.raises(ConfigError, match="num_envs=1 does not divide into groups of 3"):
         train(agent, CountdownEnv(), episodes=1)
     assert train(make_agent(ChoiceAgent), CountdownEnv(), episodes=1).turns == 3
 
 
-def test_something_says_how_long_to_train():
+def test_rejects_training_without_a_budget():
     with pytest.raises(ConfigError, match="Pass minutes=10, episodes=20_000 or turns=100_000"):
         train(make_agent(ChoiceAgent), CountdownEnv)
     with pytest.raises(ConfigError, match="minutes=0"):

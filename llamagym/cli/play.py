@@ -11,7 +11,7 @@ import gymnasium
 
 from ..agent.agent import Agent, collector_of
 from ..errors import ActionParseError
-from ..training.environments import made
+from ..training.environments import make_env
 from .runs import UserPath, load_agent, printable
 
 ChooseAction = Callable[[Agent, Any, Mapping[str, Any]], Any]
@@ -57,11 +57,11 @@ def play(
 
 def _make_rendered_env(env_id: str) -> gymnasium.Env[Any, Any]:
     """Makes an environment that renders as text, if it supports that."""
-    env = made(env_id)
+    env = make_env(env_id)
     if "ansi" not in env.metadata.get("render_modes", ()):
         return env
     env.close()
-    return made(env_id, render_mode="ansi")
+    return make_env(env_id, render_mode="ansi")
 
 
 def _play_episode(

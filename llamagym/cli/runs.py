@@ -30,7 +30,7 @@ from ..options import shortened
 from ..saving.atomic import verify
 from ..saving.paths import file_inside
 from ..saving.state_files import read_state
-from ..training.environments import made
+from ..training.environments import make_env
 from .prompts import agent_class
 
 
@@ -135,7 +135,7 @@ def load_agent(folder: Path, env_id: str | None, prompt: Path | None, trust: boo
         env_id = _env_of_run(folder, settings, trust)
     if prompt is None and settings.get("prompt") is not None:
         prompt = _prompt_of_run(folder, settings["prompt"], trust)
-    env = made(env_id)
+    env = make_env(env_id)
     selected_class = agent_class(env, prompt)
     env.close()
     saved_class = read_state(saved, STATE).get("class")

@@ -18,7 +18,7 @@ from ..models.registry import EMBEDDED_NAME
 from ..saving.atomic import replace_file, require_replaceable
 from ..saving.checkpoints import check_options, newest, require_no_checkpoints
 from ..saving.paths import user_folder
-from ..training.environments import copies_for, made
+from ..training.environments import make_env, resolve_num_envs
 from ..training.run import require_budget
 from ..training.run_folder import require_run_folder, require_same_run
 from ..training.tracking import default_tracker
@@ -90,7 +90,7 @@ def train(
     else:
         require_no_checkpoints(checkpoint_dir)
     require_same_prompt(prompt, run_dir)
-    env = made(env_id)
+    env = make_env(env_id)
     selected_class = agent_class(env, prompt)
     context = context or default_context(env)
     env.close()
@@ -147,4 +147,4 @@ def _require_same_options(
         return
     own = collector_of(agent).identity
     check_options(path, "options", own, ignored={"seed", "max_tokens_per_pass"}, fixed={"context"})
-    check_options(path, "train", {"num_envs": copies_for(env_id, num_envs), "seed": seed}, fixed={"seed"})
+    check_options(path, "train", {"num_envs": resolve_num_envs(env_id, num_envs), "seed": seed}, fixed={"seed"})

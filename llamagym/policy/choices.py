@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..engine.choice_trie import ChoiceTrie, Ids
+from ..engine.choice_trie import ChoiceTrie, Ids, branch_points
 from .calibration import Calibration
 from .read_plan import ReadPlan
 

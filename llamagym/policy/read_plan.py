@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..engine.choice_trie import END, Branch
+from ..engine.choice_trie import END, Branch, branch_points
 from ..engine.token_tree import Decision, TokenTree
 
 

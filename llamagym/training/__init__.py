@@ -1,11 +1,11 @@
-"""The visible loop: training, evaluation, callbacks, and checkpoints to resume a run from."""
+"""Training and evaluation loops, callbacks, trackers, and checkpoints of a run."""
 
 from .callbacks import Callback, StopOnReturn
 from .environments import EnvSource
+from .episodes import PlayedEpisode
 from .eval_callback import EvalCallback
 from .evaluation import EvaluationResult, evaluate, side_by_side
 from .loop import TrainingResult, train
-from .played import PlayedEpisode
 from .progress import Progress
 from .report import write_report
 from .run import Run

@@ -1,4 +1,4 @@
-"""Evaluations in the course of a training, of which the best agent is kept."""
+"""Evaluates the agent during training and saves the best one."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class EvalCallback(Callback):
-    """Evaluates the agent every so many updates or episodes, and keeps the best.
+    """Evaluates the agent at regular intervals and saves the best one.
 
-    Weights change at updates only, so that is where it evaluates: after `every` of them, or at the first update after
-    `every_episodes` more episodes; and once more at the end of a training, unless the last update has been evaluated.
-    The statistics of the update get `eval_return`, `eval_standard_error`, `eval_length`, `eval_invalid_rate` and, where
-    it is known, `eval_success_rate`.
+    Weights change at updates only, so it evaluates after updates: every `every` updates, or at the first update after
+    `every_episodes` more episodes; and at the end of the training unless the last update has been evaluated. The
+    statistics of the update get `eval_return`, `eval_standard_error`, `eval_length`, `eval_invalid_rate` and, where it
+    is known, `eval_success_rate`.
 
     Attributes:
-        results: What was measured, by the number of the update: (update, result).
-        best_mean: The best mean return so far; -inf before the first evaluation.
-        best_update: The update that it was measured after.
+        results: Evaluations of this process as (number of the update, result).
+        best_mean: Best mean return so far; -inf before the first evaluation.
+        best_update: Number of the update after which it was measured.
     """
 
     @explains_wrong_calls(positional=2)
@@ -51,22 +51,21 @@ class EvalCallback(Callback):
         greedy: bool = True,
         on_best: Callable[[EvaluationResult], bool | None] | None = None,
     ) -> None:
-        """Prepare to evaluate.
+        """Sets when and where to evaluate.
 
         Args:
-            env: As for `evaluate`; not the very object that is trained in.
-            episodes: How many an evaluation plays, the same ones each time.
-            every: Updates from one evaluation to the next; None with `every_episodes`, else 10.
-            every_episodes: Episodes instead.
-            best_dir: Where the best agent is kept, as `agent.save` writes it: new, empty or an agent's; None keeps
-                none.
-            seed: Of the episodes; see `evaluate`.
+            env: As for `evaluate`; not the object that the agent is trained in.
+            episodes: Episodes per evaluation, the same ones each time.
+            every: Updates between two evaluations; None is 10, unless `every_episodes` is set.
+            every_episodes: Episodes between two evaluations.
+            best_dir: Folder for the best agent, as `agent.save` writes it: new, empty or an agent's; None saves none.
+            seed: Seed of the episodes; see `evaluate`.
             num_envs: As for `evaluate`.
             greedy: As for `evaluate`.
             on_best: Called with each result that is better than all before; returning False ends the training.
 
         Raises:
-            ConfigError: An argument is of the wrong type or out of range, or both intervals are given.
+            ConfigError: An argument has the wrong type or is out of range, or both intervals are set.
             CheckpointError: `best_dir` holds something else.
         """
         check_arguments(EvalCallback.__init__, locals())
@@ -74,23 +73,30 @@ class EvalCallback(Callback):
         require_positive(episodes=episodes, every=every, every_episodes=every_episodes, num_envs=num_envs)
         if every is not None and every_episodes is not None:
             raise ConfigError(f"every={every} and every_episodes={every_episodes}. Pass one of them.")
-        self._env, self._episodes, self._seed, self._num_envs = env, episodes, as_seed(seed), num_envs
-        self._greedy, self._on_best = greedy, on_best
-        self._best_dir = None if best_dir is None else user_folder(best_dir, "best_dir")
-        if self._best_dir is not None:
+        self._env = env
+        self._episodes = episodes
+        self._seed = as_seed(seed)
+        self._num_envs = num_envs
+        self._greedy = greedy
+        self._on_best = on_best
+        self._best_dir: Path | None = None
+        if best_dir is not None:
+            self._best_dir = user_folder(best_dir, "best_dir")
             require_replaceable(self._best_dir, KIND)
-        self._every = 10 if every is None else every
+        self._every = every or 10
         self._every_episodes = every_episodes
         self.on_training_start(None)
 
     def on_training_start(self, run: Run | None) -> None:
-        """Begin again."""
+        """Forgets all results; `load_state_dict` restores those of a resumed run."""
         self.results: list[tuple[int, EvaluationResult]] = []
-        self.best_mean, self.best_update = -math.inf, 0
-        self._last_update = self._last_episodes = 0
+        self.best_mean = -math.inf
+        self.best_update = 0
+        self._last_update = 0
+        self._last_episodes = 0
 
     def on_update(self, run: Run, stats: Stats) -> bool | None:
-        """Evaluate if it is time."""
+        """Evaluates if it is due, and adds the result to the statistics."""
         if self._every_episodes is None:
             is_due = len(run.updates) - self._last_update >= self._every
         else:
@@ -98,22 +104,25 @@ class EvalCallback(Callback):
         if not is_due:
             return None
         result, is_best = self._evaluate(run)
-        measured = {
+        values = {
             "eval_return": result.mean,
             "eval_standard_error": result.standard_error,
             "eval_length": result.mean_length,
             "eval_invalid_rate": result.invalid_rate,
             "eval_success_rate": result.success_rate,
         }
-        stats |= {name: value for name, value in measured.items() if value is not None and math.isfinite(value)}
-        return self._on_best(result) if is_best and self._on_best is not None else None
+        stats |= {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        if is_best and self._on_best is not None:
+            return self._on_best(result)
+        return None
 
     def on_training_end(self, run: Run) -> None:
-        """Evaluate what the last updates made."""
+        """Evaluates the trained agent, unless its last update has been evaluated."""
         if run.is_over and run.updates and self._last_update < len(run.updates):
             self._evaluate(run)
 
     def _evaluate(self, run: Run) -> tuple[EvaluationResult, bool]:
+        """Evaluates the agent and saves it if it is the best; returns the result, and whether it is the best."""
         result = evaluate(
             run.agent,
             self._env,
@@ -122,23 +131,25 @@ class EvalCallback(Callback):
             num_envs=self._num_envs,
             greedy=self._greedy,
         )
-        self._last_update, self._last_episodes = len(run.updates), len(run.returns)
+        self._last_update = len(run.updates)
+        self._last_episodes = len(run.returns)
         self.results.append((self._last_update, result))
         logger.info("after update %d: %s", self._last_update, result)
         is_best = result.mean > self.best_mean
         if is_best:
             if self._best_dir is not None:
                 run.agent.save(self._best_dir)
-            self.best_mean, self.best_update = result.mean, self._last_update
+            self.best_mean = result.mean
+            self.best_update = self._last_update
         return result, is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """How good the best was, and when the last evaluation was."""
+        """Returns the best result, and when the last evaluation was."""
         best = None if self.best_mean == -math.inf else self.best_mean
         return {"best": [best, self.best_update], "last": [self._last_update, self._last_episodes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; `results` are those of this process.
+        """Restores what `state_dict` returned; `results` stays empty.
 
         Raises:
             CheckpointError: The state is damaged.

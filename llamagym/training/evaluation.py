@@ -14,9 +14,9 @@ from gymnasium.vector import VectorEnv
 from ..agent.agent import Agent, collector_of
 from ..errors import ConfigError, excerpt
 from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
-from .environments import EnvSource, copies_for, opened
+from .environments import EnvSource, open_envs, resolve_num_envs
+from .episodes import Judge, success_rate
 from .play import Play
-from .played import Judge, success_rate
 from .players import AgentPlayer, Player, Policy, PolicyPlayer
 
 # A fixed seed, so that computing an interval again gives the same.
@@ -209,7 +209,7 @@ def evaluate(
     require_positive(episodes=episodes, num_envs=num_envs)
     base_seed = np.random.SeedSequence(as_seed(seed)).entropy
     assert isinstance(base_seed, int)
-    num_envs = copies_for(env, num_envs)
+    num_envs = resolve_num_envs(env, num_envs)
     if not isinstance(env, VectorEnv):
         num_envs = min(num_envs, episodes)
     ids = [("evaluate", index) for index in range(num_envs)]
@@ -217,7 +217,7 @@ def evaluate(
     # Return, length, invalid turns and success by environment; the episodes themselves, with their texts, are dropped.
     outcomes: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
     mode = _evaluation_mode(agent, ids, greedy, base_seed) if isinstance(agent, Agent) else nullcontext()
-    with opened(env, [num_envs]) as parts, mode:
+    with open_envs(env, [num_envs]) as parts, mode:
         player: Player
         if isinstance(agent, Agent):
             player = AgentPlayer(agent)

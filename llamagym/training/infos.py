@@ -1,4 +1,4 @@
-"""What environments say as info, on its way through vector environments, which make one dictionary of many."""
+"""Infos of environments in vector environments, which merge the infos of all environments into one dictionary."""
 
 from __future__ import annotations
 
@@ -12,57 +12,61 @@ from ..errors import ConfigError
 
 Info = dict[str, Any]
 
-# Under which a copy's info travels as one object.
+# The only key that our environments give a vector environment; its value is the whole info.
 _KEY = "llamagym_info"
 
 
-class _Whole:
-    """An info as it is: those of several copies may differ in what one array cannot hold."""
+class _PackedInfo:
+    """An info as one object, since the values of several environments may not fit into one array."""
 
-    def __init__(self, info: Info, lost: Sequence[str] = ()) -> None:
+    def __init__(self, info: Info, unpicklable: Sequence[str] = ()) -> None:
         self.info = info
-        # Names of what could not be sent from another process.
-        self.lost = lost
+        # Names of values that could not be sent from another process.
+        self.unpicklable = unpicklable
 
-    def __reduce__(self) -> tuple[type[_Whole], tuple[Info, list[str]]]:
+    def __reduce__(self) -> tuple[type[_PackedInfo], tuple[Info, list[str]]]:
         kept = {name: value for name, value in self.info.items() if _is_picklable((name, value))}
-        lost = [str(name) for name in self.info if name not in kept]
-        return _Whole, (kept, lost)
+        unpicklable = [str(name) for name in self.info if name not in kept]
+        return _PackedInfo, (kept, unpicklable)
 
 
-def whole(info: Info) -> Info:
-    """An info that `split` gives back as it was."""
-    return {_KEY: _Whole(info)}
+def pack_info(info: Info) -> Info:
+    """Packs an info so that it passes through a vector environment unchanged; `unpack_infos` unpacks it."""
+    return {_KEY: _PackedInfo(info)}
 
 
-def split(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
-    """Each copy's info, out of a vector environment's; empty for those that said nothing.
+def unpack_infos(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
+    """Returns the info of each environment in a vector environment; empty where it had none.
 
-    >>> split({"lives": np.array([3, 0]), "_lives": np.array([True, False])}, 2) == [{"lives": 3}, {}]
+    Args:
+        infos: Infos as the vector environment returned them.
+        count: Number of environments.
+
+    >>> unpack_infos({"lives": np.array([3, 0]), "_lives": np.array([True, False])}, 2) == [{"lives": 3}, {}]
     True
     """
     if not isinstance(infos, Mapping):
-        # As gymnasium's wrapper DictInfoToList makes them.
+        # Gymnasium's wrapper DictInfoToList returns such a list.
         return [dict(info) for info in infos]
-    said: list[Info] = [{} for _ in range(count)]
+    unpacked: list[Info] = [{} for _ in range(count)]
     masks = {f"_{name}" for name in infos}
     for name, values in infos.items():
         if name in masks:
             continue
-        parts = split(values, count) if isinstance(values, Mapping) else values
-        is_there = infos.get(f"_{name}", np.ones(count, dtype=bool))
-        for index in np.flatnonzero(is_there).tolist():
+        per_env = unpack_infos(values, count) if isinstance(values, Mapping) else values
+        is_present = infos.get(f"_{name}", np.ones(count, dtype=bool))
+        for index in np.flatnonzero(is_present).tolist():
             if name == _KEY:
-                said[index] = parts[index].info
+                unpacked[index] = per_env[index].info
             else:
-                said[index][name] = parts[index]
-    return said
+                unpacked[index][name] = per_env[index]
+    return unpacked
 
 
-def lost_names(infos: Mapping[str, Any] | Sequence[Info]) -> set[str]:
-    """Names of what could not be sent from an environment's process."""
-    sent = infos.get(_KEY, ()) if isinstance(infos, Mapping) else ()
-    return {name for info in sent if info is not None for name in info.lost}
+def unpicklable_names(infos: Mapping[str, Any] | Sequence[Info]) -> set[str]:
+    """Returns the names of values that could not be sent from an environment's process."""
+    packed = infos.get(_KEY, ()) if isinstance(infos, Mapping) else ()
+    return {name for info in packed if info is not None for name in info.unpicklable}
 
 
 def check_names_of_same_step(infos: Sequence[Info]) -> None:
@@ -83,18 +87,21 @@ def check_names_of_same_step(infos: Sequence[Info]) -> None:
         )
 
 
-def put_finals(observations: list[Any], infos: list[Info], ended: Sequence[bool]) -> None:
-    """Put an episode's last observation and info where a vector environment gives the next episode's first ones.
+def restore_final_values(observations: list[Any], infos: list[Info], ended: Sequence[bool]) -> None:
+    """Puts an ended episode's last observation and info in place of the next episode's first ones.
+
+    A vector environment in autoreset mode SAME_STEP returns the latter.
 
     Args:
-        observations: One per environment.
-        infos: One per environment.
-        ended: Whether the environment's episode has ended.
+        observations: One per environment; changed in place.
+        infos: One per environment; changed in place.
+        ended: True where the environment's episode has ended.
     """
     for index, has_ended in enumerate(ended):
         if has_ended:
             info = infos[index]
-            observations[index], infos[index] = info["final_obs"], info["final_info"]
+            observations[index] = info["final_obs"]
+            infos[index] = info["final_info"]
 
 
 def _is_picklable(value: object) -> bool:

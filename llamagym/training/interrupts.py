@@ -11,33 +11,38 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 130
-"""What a shell reports of a program that was stopped by Ctrl-C."""
+"""Exit status of a program that Ctrl-C stopped, as shells report it."""
 
 
 class Interrupts:
-    """While open, remembers that it was asked to stop. Only a process's main thread can listen to signals."""
+    """While open, the first Ctrl-C or SIGTERM only sets `stops`. Python delivers signals to the main thread only.
+
+    Attributes:
+        stops: Whether a signal asked to stop.
+    """
 
     def __init__(self, listens: bool) -> None:
-        """Listen to signals, or leave them as they are."""
+        """Prepares to handle signals; with `listens=False`, or outside the main thread, leaves them as they are."""
         self._listens = listens and threading.current_thread() is threading.main_thread()
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
         self.stops = False
 
     def __enter__(self) -> Interrupts:
-        """Begin to listen."""
+        """Installs the handlers."""
         if self._listens:
-            self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous_handlers[number] = signal.signal(number, self._request_stop)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave signals as they were."""
+        """Restores the previous handlers."""
         self._restore()
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self.stops = True
-        # Handlers that were there before act on the next one.
+        # The previous handlers act on the next signal.
         self._restore()
         logger.warning(
             "%s: stopping after the current step and saving. Press Ctrl-C again to stop immediately.",
@@ -45,6 +50,6 @@ class Interrupts:
         )
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}

@@ -22,11 +22,11 @@ from ..options import as_seed, check_arguments, explains_wrong_calls, require_po
 from ..saving.checkpoints import require_no_checkpoints
 from ..saving.paths import user_folder
 from .callbacks import Callback, Callbacks, is_false, make_plain_
-from .environments import EnvSource, copies_for, opened
+from .environments import EnvSource, open_envs, resolve_num_envs
+from .episodes import Judge, success_rate
 from .evaluation import own_conversations
 from .interrupts import EXIT_CODE, Interrupts
 from .play import Play, StepResult
-from .played import Judge, success_rate
 from .players import AgentPlayer
 from .progress import Progress
 from .report import write_report
@@ -185,7 +185,7 @@ def train(
             "it out here, and set it in the agent's learner=GRPOConfig(group_size=...)."
         )
     adapts_num_envs = num_envs is None and size == 1 and not overlap
-    num_envs = copies_for(env, num_envs, size)
+    num_envs = resolve_num_envs(env, num_envs, size)
     _check_environments(num_envs, size, env_timeout, overlap)
     folders = _checked_folders(run_dir, checkpoint_dir, log_with, resume)
     agent.train()
@@ -194,7 +194,7 @@ def train(
     half = num_envs // size // 2 * size
     part_sizes = [half, num_envs - half] if overlap else [num_envs]
     with (
-        opened(env, part_sizes, env_timeout, overlap) as parts,
+        open_envs(env, part_sizes, env_timeout, overlap) as parts,
         own_conversations(agent, ids),
         run.paces_learner(),
         # A judge rewards turns only at the end of their episode.

@@ -1,4 +1,4 @@
-"""Checks the state of a training loop that a checkpoint holds, before anything uses it."""
+"""Checks the state of a training loop in a checkpoint, before anything uses it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def check_loop_state(loop: Mapping[str, Any], num_envs: int, starts_again: bool)
     """Rejects a loop's state that lacks a part, or has one of another type or length.
 
     Args:
-        loop: What `load_checkpoint` returned.
+        loop: The state that `load_checkpoint` returned.
         num_envs: Number of environments that are resumed.
         starts_again: Whether their episodes start again, since they are other environments.
 
     Raises:
-        CheckpointError: It is such a state; the message names the part.
+        CheckpointError: A part is missing or invalid; the message names it.
     """
     _check_run(loop)
     require_part(_is_list(loop, "tracker"), loop, "tracker", "a list")
@@ -33,19 +33,18 @@ def check_loop_state(loop: Mapping[str, Any], num_envs: int, starts_again: bool)
     require_part(is_valid, loop, "callbacks", "names and states")
     play = loop.get("play")
     if not isinstance(play, Mapping):
-        raise _fault(loop, "play", "a dictionary")
+        raise _invalid_part(loop, "play", "a dictionary")
     _check_play(play, num_envs, starts_again)
 
 
 def _check_run(loop: Mapping[str, Any]) -> None:
-    """Checks what `Run.load_state_dict` takes."""
+    """Checks the state that `Run.load_state_dict` uses."""
     require_part(is_count(loop.get("turns")), loop, "turns", "a count")
     require_part(_is_number(loop.get("seconds")), loop, "seconds", "a finite number")
     require_part(_is_list(loop, "returns") and all(map(is_real, loop["returns"])), loop, "returns", "numbers")
     episodes = len(loop["returns"])
-    require_part(
-        _is_list(loop, "updates") and all(map(_are_statistics, loop["updates"])), loop, "updates", "statistics"
-    )
+    is_valid = _is_list(loop, "updates") and all(map(_are_statistics, loop["updates"]))
+    require_part(is_valid, loop, "updates", "statistics")
     is_valid = _is_list(loop, "successes", episodes) and all(map(_is_flag_or_none, loop["successes"]))
     require_part(is_valid, loop, "successes", f"{episodes} flags")
     uncounted = loop.get("uncounted", -1)
@@ -56,10 +55,11 @@ def _check_run(loop: Mapping[str, Any]) -> None:
 
 
 def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> None:
-    """Checks what `Play.resume` takes."""
+    """Checks the state that `Play.resume` uses."""
     require = partial(require_part, where="play/")
-    entropy = play.get("entropy")
-    require(isinstance(entropy, int) and not isinstance(entropy, bool) and entropy >= 0, play, "entropy", "a seed")
+    base_seed = play.get("entropy")
+    is_valid = isinstance(base_seed, int) and not isinstance(base_seed, bool) and base_seed >= 0
+    require(is_valid, play, "entropy", "a seed")
     require(is_count(play.get("ranks")), play, "ranks", "a count")
     require(is_count(play.get("next_group")), play, "next_group", "a count")
     # With other environments, list lengths may differ.
@@ -71,9 +71,9 @@ def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> N
     require(is_valid, play, "texts", "a text for each environment")
     is_valid = _are_choices(play.get("choices"), len(play["texts"]))
     require(is_valid, play, "choices", "lists of choices, and an index for each environment")
-    # Only environments that cannot be played again have the beginnings of their episodes.
+    # Only the environments of a caller, which cannot replay actions, have the beginnings of their episodes.
     first = play.get("first")
-    is_valid = "first" in play and (first is None or _is_beginnings(first, len(play["texts"])))
+    is_valid = "first" in play and (first is None or _are_beginnings(first, len(play["texts"])))
     require(is_valid, play, "first", "texts and choices, or None")
     is_valid = _is_list(play, "told_to_rest", length)
     is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
@@ -88,16 +88,16 @@ def require_part(is_valid: bool, state: Mapping[str, Any], name: str, expected: 
         state: The state.
         name: Name of the part.
         expected: Description of a valid part.
-        where: Path of the state in the training loop's, with a slash at its end.
+        where: Path of the state in the training loop's state, with a slash at its end.
 
     Raises:
-        CheckpointError: It is not valid.
+        CheckpointError: The part is not valid.
     """
     if not is_valid:
-        raise _fault(state, name, expected, where)
+        raise _invalid_part(state, name, expected, where)
 
 
-def _fault(state: Mapping[str, Any], name: str, expected: str, where: str = "") -> CheckpointError:
+def _invalid_part(state: Mapping[str, Any], name: str, expected: str, where: str = "") -> CheckpointError:
     found = shortened(state[name]) if name in state else "nothing"
     return CheckpointError(f"The state of the training loop has {found} at {where + name!r}; expected {expected}.")
 
@@ -113,8 +113,9 @@ def is_count(value: object) -> bool:
 
 
 def is_real(value: object) -> bool:
-    """Whether a value is a number that a float holds, finite or not."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000)
+    """Whether a value is a number that a float can hold, finite or not."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, float) or (is_int and abs(value) < 2**1000)
 
 
 def _is_number(value: Any) -> bool:
@@ -130,14 +131,14 @@ def _is_text_or_none(value: object) -> bool:
 
 
 def _are_statistics(stats: object) -> bool:
-    """Whether these are the statistics of an update, whose mean return each checkpoint holds."""
+    """Whether these are the statistics of an update; each has a mean return."""
     if not isinstance(stats, Mapping) or not is_real(stats.get("return_mean")):
         return False
     return all(isinstance(value, (str, bool)) or is_real(value) for value in stats.values())
 
 
 def _is_callback(entry: object) -> bool:
-    """Whether this is the name of a callback and its state, None if it could not be saved."""
+    """Whether this is the name of a callback and its state; None as the state if it could not be saved."""
     if not isinstance(entry, Sequence) or len(entry) != 2:
         return False
     name, state = entry
@@ -147,7 +148,8 @@ def _is_callback(entry: object) -> bool:
 def _is_budget(budget: object) -> bool:
     if not isinstance(budget, Mapping) or not isinstance(budget.get("is_finished"), bool):
         return False
-    limits, before = budget.get("limits"), budget.get("before")
+    limits = budget.get("limits")
+    before = budget.get("before")
     if not isinstance(limits, Mapping) or not isinstance(before, Mapping):
         return False
     names = {"episodes", "turns", "minutes"}
@@ -157,7 +159,7 @@ def _is_budget(budget: object) -> bool:
     return are_limits and all(map(_is_number, before.values()))
 
 
-def _is_beginnings(first: object, length: int) -> bool:
+def _are_beginnings(first: object, length: int) -> bool:
     """Whether these are the text and the choices that each environment's episode began with."""
     if not isinstance(first, Mapping) or not _is_list(first, "texts", length):
         return False

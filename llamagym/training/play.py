@@ -28,9 +28,9 @@ from ..errors import CheckpointError
 from ..learners.base import Stats
 from ..options import shortened
 from ..saving.checkpoints import describe_change
-from .environments import Copies
+from .environments import EnvGroup
+from .episodes import Judge, PlayedEpisode, judge_rewards
 from .infos import Info
-from .played import Judge, PlayedEpisode, verdict
 from .players import Player
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class _PendingStep:
         undo: Undoes the step's turns when it exits with an exception.
     """
 
-    envs: Copies
+    envs: EnvGroup
     actions: dict[int, Any]
     undo: ExitStack
 
@@ -86,7 +86,7 @@ class Play:
     def __init__(
         self,
         player: Player,
-        parts: Sequence[Copies],
+        parts: Sequence[EnvGroup],
         ids: Sequence[Hashable],
         seed: int | None,
         group_size: int = 1,
@@ -191,7 +191,7 @@ class Play:
                 self._pending.pop().undo.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _act(self, envs: Copies) -> None:
+    def _act(self, envs: EnvGroup) -> None:
         """Starts new episodes in a part where one has ended, and sends the player's actions."""
         player = self._player
         rows = envs.rows
@@ -298,7 +298,7 @@ class Play:
         """
         if self._judge is None:
             return episode
-        added = verdict(self._judge, episode)
+        added = judge_rewards(self._judge, episode)
         env_id = self._ids[episode.copy]
         conversation = self._player.conversation(env_id)
         if conversation is not None:

@@ -121,7 +121,7 @@ class RandomPolicy:
     """Draws uniformly from an action space, among the actions that `info["action_mask"]` allows if it is given."""
 
     def __init__(self, space: gymnasium.Space[Any], seed: int | None) -> None:
-        """Copies a space and seeds the copy."""
+        """EnvGroup a space and seeds the copy."""
         self._space = copy.deepcopy(space)
         self._space.seed(seed)
 

@@ -1,4 +1,4 @@
-"""Shows how far a run has come: a bar in a terminal or a notebook, plain lines on stderr elsewhere."""
+"""Shows the progress of a run: a bar in a terminal or a notebook, plain lines on stderr elsewhere."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .. import distributed
 from ..models.quiet import is_terminal
 from ..options import check_arguments, require_positive
 
-# A line is printed after this many seconds without one: an update of a large model may take a minute.
-_LONGEST_SILENCE_S = 10.0
-# A bar's clock moves on its own, so that nobody takes a long update for a hang.
+# A line is printed after this many seconds without one, since an update of a large model may take a minute.
+_MAX_SILENCE_S = 10.0
+# The bar is redrawn this often, so that nobody takes a long update for a hang.
 _BAR_REFRESH_S = 1.0
 _NOTEBOOK_COLUMNS = 100
 _BAR_FORMAT = "{percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}{postfix}"
-# Statistics in an update's line; the second group is shown only if it is not zero.
+# Statistics in an update's line; counts are shown only if they are not zero.
 _SHOWN_STATS = ("expected_return", "eval_return", "entropy", "approx_kl")
 _SHOWN_COUNTS = ("skipped_steps", "replay_skipped_steps")
 
 
 class Progress:
-    """Shows how far a run has come; `train` uses it, and so can a loop of your own.
+    """Shows the progress of a run, in `train` or in a loop of your own.
 
     In a terminal and in a notebook's cell it is one bar. Elsewhere (a file, a pipe, CI) it is one line per update, and
     one whenever ten seconds have passed without a line. Of several processes only the main one shows anything.
@@ -47,13 +47,13 @@ class Progress:
         window: int = 100,
         share: Callable[[], float] | None = None,
     ) -> None:
-        """Begin at zero.
+        """Starts at zero.
 
         Args:
             episodes: Total number of episodes; None if unknown.
             unit: Name of an episode in the output, such as "hand".
             window: Number of latest episodes in the mean return.
-            share: Returns the share of the run's budget that is used up, 0 to 1; None is the share of `episodes`.
+            share: Function that returns the used share of the run's budget, 0 to 1; None counts `episodes`.
 
         Raises:
             ConfigError: An argument has the wrong type, or a number is below 1.
@@ -71,35 +71,35 @@ class Progress:
         self._is_shown = distributed.is_main_process()
         self._bar = _make_bar() if self._is_shown else tqdm(disable=True)
         self._has_bar = not self._bar.disable
-        # The clock's thread and the run both write.
+        # The thread and the run both write.
         self._lock = threading.RLock()
         self._is_closed = threading.Event()
-        self._clock = threading.Thread(target=self._run_clock, name="llamagym-progress", daemon=True)
+        self._thread = threading.Thread(target=self._refresh, name="llamagym-progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        """Start the clock that breaks long silences."""
+        """Starts the thread that redraws the bar, or prints a line after a long silence."""
         if self._is_shown:
-            self._clock.start()
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the clock and leave the bar as it stands."""
+        """Stops the thread; the bar stays as it is."""
         self._is_closed.set()
-        if self._clock.is_alive():
-            self._clock.join()
+        if self._thread.is_alive():
+            self._thread.join()
         if self._has_bar:
             self._draw_bar()
         self._bar.close()
 
     def resume(self, returns: Sequence[float], updates: int) -> None:
-        """Count the episodes and updates that a resumed run had done before."""
+        """Counts the episodes and updates of a resumed run before its checkpoint."""
         self._updates = updates
         self.advance(returns, {})
 
     def advance(self, returns: Sequence[float], stats: Mapping[str, float]) -> None:
-        """Count finished episodes, and an update if there are statistics of one.
+        """Counts finished episodes, and an update if there are statistics of one.
 
         Args:
             returns: Return of each episode that ended since the last call.
@@ -112,10 +112,10 @@ class Progress:
             if self._has_bar and stats:
                 self._draw_bar()
             elif stats:
-                self.note(f"update {self._updates}: {self._summary()}{_named(stats)}, {self._seconds()} s")
+                self.note(f"update {self._updates}: {self._summary()}{_shown(stats)}, {self._seconds()} s")
 
     def note(self, line: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         if not self._is_shown:
             return
         with self._lock:
@@ -123,13 +123,13 @@ class Progress:
             if self._has_bar:
                 self._bar.write(line, file=sys.stderr)
                 return
-            # A run does not end because nobody reads it any more: a closed pipe, or no stderr at all.
+            # A closed pipe or a missing stderr must not end the run.
             with suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(line + "\n")
                 sys.stderr.flush()
 
     def _summary(self) -> str:
-        """Share of the budget, number of episodes and mean return, as far as they are known."""
+        """Returns the share of the budget, the number of episodes and the mean return, as far as they are known."""
         parts = []
         share = self._share()
         if share is not None and not self._has_bar:
@@ -142,7 +142,7 @@ class Progress:
         return ", ".join(parts)
 
     def _share(self) -> float | None:
-        """Share of the budget that is used up; None if there is no budget."""
+        """Returns the used share of the budget; None if there is no budget."""
         if self._share_of_budget is not None:
             return self._share_of_budget()
         return min(1.0, self._done / self._total) if self._total else None
@@ -155,30 +155,35 @@ class Progress:
     def _seconds(self) -> str:
         return f"{time.perf_counter() - self._started:.0f}"
 
-    def _run_clock(self) -> None:
-        """Refresh the bar, or print a line where none was printed for long, until the run is over."""
-        pause = _BAR_REFRESH_S if self._has_bar else _LONGEST_SILENCE_S
+    def _refresh(self) -> None:
+        """Redraws the bar, or prints a line after a long silence, until the run is over."""
+        pause = _BAR_REFRESH_S if self._has_bar else _MAX_SILENCE_S
         while not self._is_closed.wait(pause):
             with self._lock:
                 silence = time.perf_counter() - self._last_line
                 if self._has_bar:
                     self._draw_bar()
-                elif silence >= _LONGEST_SILENCE_S:
+                elif silence >= _MAX_SILENCE_S:
                     self.note(f"{self._summary()}, {self._seconds()} s")
                     silence = 0.0
             if not self._has_bar:
-                pause = max(0.1, _LONGEST_SILENCE_S - silence)
+                pause = max(0.1, _MAX_SILENCE_S - silence)
 
 
-def _named(stats: Mapping[str, float]) -> str:
-    """The statistics that a line shows, each after a comma."""
-    shown = [f", {name} {stats[name]:.3g}" for name in _SHOWN_STATS if name in stats]
-    shown += [f", {name} {stats[name]:.0f}" for name in _SHOWN_COUNTS if stats.get(name)]
-    return "".join(shown)
+def _shown(stats: Mapping[str, float]) -> str:
+    """Returns the statistics for a line, each after a comma."""
+    text = ""
+    for name in _SHOWN_STATS:
+        if name in stats:
+            text += f", {name} {stats[name]:.3g}"
+    for name in _SHOWN_COUNTS:
+        if stats.get(name):
+            text += f", {name} {stats[name]:.0f}"
+    return text
 
 
 def _make_bar() -> Any:
-    """A bar of percents in a notebook or a terminal; elsewhere a disabled one."""
+    """Returns a bar in percent for a notebook or a terminal; elsewhere a disabled one."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     # IPython in a terminal has no kernel.
     if hasattr(shell, "kernel"):
@@ -189,19 +194,20 @@ def _make_bar() -> Any:
 
 
 class _CellOutput:
-    """A file that shows the last line written to it in one output of a notebook's cell, which is updated in place.
+    """A file whose last line is the only output in a notebook's cell, updated in place.
 
-    A stream would show a bar again after everything that is printed in between, and a widget needs ipywidgets.
+    With a stream the bar would appear again after each line that is printed in between; a widget needs ipywidgets.
     """
 
     def __init__(self, display: Any) -> None:
-        """Open an output by IPython's `display`."""
+        """Opens an output with IPython's `display`."""
         self._output = display({"text/plain": ""}, raw=True, display_id=True)
 
     def write(self, text: str) -> None:
-        """Show a line, unless it is empty."""
-        if line := text.strip():
+        """Shows a line, unless it is empty."""
+        line = text.strip()
+        if line:
             self._output.update({"text/plain": line}, raw=True)
 
     def flush(self) -> None:
-        """Nothing is pending."""
+        """Does nothing, since nothing is buffered."""

@@ -1,4 +1,4 @@
-"""The folder of a run: how it is recognized as ours, and which run it belongs to.
+"""The folder of a run: how it is recognized, and which run it belongs to.
 
 `config.json` holds a mark with the run's id. The run's checkpoints hold the same id, so checkpoints of one run are not
 continued in the folder of another.
@@ -24,16 +24,16 @@ MARK = "llamagym"
 """The setting by which a run's folder is recognized."""
 
 _ID_PATTERN = re.compile(r"[0-9a-f]{16}")
-# The version is one of Python packages, or unknown; a user's setting of the same name has other words.
+# With the version of the package, or "unknown"; a user's setting of the same name does not match.
 _MARK_PATTERN = re.compile(rf"(?:unknown|\d[\w.!+]*) run ({_ID_PATTERN.pattern})")
-# What a run and the examples write.
+# Files that a run and the examples write.
 _FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "summary.json")
 # Folders that a run, the command line and services write below the run's folder.
 _FOLDERS = ("checkpoints", "agent", "llamagym", "wandb")
 
 
 def new_run_id() -> str:
-    """An id for a new run."""
+    """Returns an id for a new run."""
     return secrets.token_hex(8)
 
 
@@ -43,21 +43,23 @@ def is_run_id(value: object) -> TypeGuard[str]:
 
 
 def mark_of(run_id: str) -> str:
-    """The mark in the settings of a run."""
+    """Returns the mark for the settings of a run."""
     return f"{llamagym_version()} run {run_id}"
 
 
 def run_id_of(folder: Path) -> str | None:
-    """The id of the run that a folder belongs to; None if the folder has no mark."""
+    """Returns the id of the run that a folder belongs to; None if the folder has no mark."""
     path = folder / CONFIG
     settings: Any = None
     with suppress(OSError, ValueError, RecursionError):
         if path.is_file() and not path.is_symlink():
             settings = json.loads(path.read_text(encoding="utf-8"))
     mark = settings.get(MARK) if isinstance(settings, dict) else None
-    # A section of this name may be the user's.
-    found = _MARK_PATTERN.fullmatch(mark) if isinstance(mark, str) else None
-    return None if found is None else found[1]
+    # A setting of this name may be the user's.
+    if not isinstance(mark, str):
+        return None
+    match = _MARK_PATTERN.fullmatch(mark)
+    return None if match is None else match[1]
 
 
 def require_run_folder(folder: Path) -> None:
@@ -67,14 +69,14 @@ def require_run_folder(folder: Path) -> None:
         folder: The folder, as `user_folder` returns it.
 
     Raises:
-        ConfigError: It is neither new, nor empty, nor that of a run, or cannot be read.
+        ConfigError: The folder is neither new, nor empty, nor that of a run, or it cannot be read.
     """
     try:
-        found = sorted(os.listdir(folder)) if folder.exists() else []
+        all_names = sorted(os.listdir(folder)) if folder.exists() else []
     except OSError as error:
         raise ConfigError(f"run_dir={str(folder)!r} cannot be read: {error}. Pass another folder.") from error
-    names = [name for name in found if not is_scratch_file(name)]
-    # A run may come from somebody else: what is written to a link would end up elsewhere.
+    names = [name for name in all_names if not is_scratch_file(name)]
+    # A run may come from somebody else, and writing to a link would write elsewhere.
     for name in names:
         if name in _FILES + _FOLDERS and (folder / name).is_symlink():
             raise ConfigError(
@@ -82,16 +84,22 @@ def require_run_folder(folder: Path) -> None:
                 "run_dir. Checkpoints elsewhere are passed as checkpoint_dir."
             )
     if names and not _is_run_folder(folder, names):
+        shown = ", ".join(map(repr, names[:3]))
+        if len(names) > 3:
+            shown += f" and {len(names) - 3} more"
         raise ConfigError(
-            f"run_dir={str(folder)!r} contains files that llamagym did not write ({', '.join(map(repr, names[:3]))}"
-            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}). Pass a new or empty folder."
+            f"run_dir={str(folder)!r} contains files that llamagym did not write ({shown}). Pass a new or empty folder."
         )
     for name in names:
         path = folder / name
-        if (name in _FILES and not path.is_file()) or (name in _FOLDERS and not path.is_dir()):
+        expected = ""
+        if name in _FILES and not path.is_file():
+            expected = "file"
+        elif name in _FOLDERS and not path.is_dir():
+            expected = "folder"
+        if expected:
             raise ConfigError(
-                f"{str(path)!r} is not a {'file' if name in _FILES else 'folder'}, which is expected there. "
-                "Move it away, or pass another run_dir."
+                f"{str(path)!r} is not a {expected}, which is expected there. Move it away, or pass another run_dir."
             )
 
 
@@ -103,19 +111,20 @@ def _is_run_folder(folder: Path, names: list[str]) -> bool:
 
 
 def require_same_run(run_dir: Path, checkpoint_dir: Path) -> None:
-    """Rejects checkpoints of another run than the one that a folder belongs to.
+    """Rejects checkpoints of a run that a folder does not belong to.
 
     Args:
         run_dir: The folder to write to.
         checkpoint_dir: The folder of the checkpoints to continue from.
 
     Raises:
-        ConfigError: Both belong to a run, and these differ.
+        ConfigError: Both belong to a run, and the runs differ.
     """
-    own = run_id_of(run_dir)
-    saved = [manifest.get("run") for _, manifest in manifests(checkpoint_dir)]
-    if own is not None and saved and saved[-1] != own:
+    folder_id = run_id_of(run_dir)
+    checkpoint_ids = [manifest.get("run") for _, manifest in manifests(checkpoint_dir)]
+    if folder_id is not None and checkpoint_ids and checkpoint_ids[-1] != folder_id:
         raise ConfigError(
-            f"run_dir={str(run_dir)!r} belongs to run {own}, but the newest checkpoint in {str(checkpoint_dir)!r} "
-            f"belongs to run {str(saved[-1])[:80]}. Pass the run_dir of that run, or a new one."
+            f"run_dir={str(run_dir)!r} belongs to run {folder_id}, but the newest checkpoint in "
+            f"{str(checkpoint_dir)!r} belongs to run {str(checkpoint_ids[-1])[:80]}. "
+            "Pass the run_dir of that run, or a new one."
         )

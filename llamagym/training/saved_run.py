@@ -1,4 +1,4 @@
-"""A run's checkpoints: the agent's state and the loop's, in one folder that appears whole or not at all."""
+"""Checkpoints of a run: the states of the agent and the training loop, in one folder that is written atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..saving.atomic import require_replaceable, verify
 from ..saving.checkpoints import KIND, check_options, checkpoint_path, newest, prune
 from ..saving.paths import file_inside
 from ..saving.state_files import as_checkpoint_error
-from .copy_errors import failed_copy
+from .env_errors import failed_env_number
 from .loop_state import check_loop_state
 from .play import Play
 from .run_folder import is_run_id, new_run_id
@@ -46,28 +46,31 @@ class SavedRun:
         allow_changes: Collection[str] = (),
         run_id: str = "",
     ) -> None:
-        """Keep the newest `keep` checkpoints, and the best, in a folder.
+        """Sets where checkpoints are and what they belong to.
 
         Args:
-            root: The folder.
-            keep: Number of checkpoints kept.
-            agent: The learning agent.
-            play: The environments it plays in.
-            options: What the run must be resumed with.
-            allow_changes: Names of what may differ all the same; see `train`.
-            run_id: Id of the run, unless checkpoints have one; empty draws one.
+            root: The folder of the checkpoints.
+            keep: Number of newest checkpoints to keep, besides the best one.
+            agent: The agent that learns.
+            play: The environments that it acts in.
+            options: Options that must be the same when the run is resumed.
+            allow_changes: Names of options that may differ nevertheless; see `train`.
+            run_id: Id of a new run; empty draws one. A resumed run has the id in its checkpoint.
         """
         self.root = root
-        self._keep, self._agent, self._play, self._options = keep, agent, play, as_json(options)
+        self._keep = keep
+        self._agent = agent
+        self._play = play
+        self._options = as_json(options)
         self._allow_changes = allow_changes
         self.state_file: Path | None = None
         self.run_id = run_id or new_run_id()
 
     def write(self, loop: dict[str, Any], turns: int, updates: Sequence[Stats]) -> None:
-        """Writes a checkpoint and deletes those that are not kept.
+        """Writes a checkpoint with the state of the training loop, and deletes old ones.
 
         Raises:
-            CheckpointError: The disk is full or cannot be written; older checkpoints are as they were.
+            CheckpointError: The disk is full or cannot be written; older checkpoints are unchanged.
         """
         facts = {
             "turns": turns,
@@ -77,7 +80,7 @@ class SavedRun:
             "return_mean": updates[-1]["return_mean"] if updates else None,
         }
         path = checkpoint_path(self.root, turns)
-        # A run may come from somebody else: a link would lead to a checkpoint of another one.
+        # A run may come from somebody else, and a link could lead to the checkpoint of another run.
         file_inside(self.root, path.name)
         if distributed.is_main_process():
             _move_damaged_aside(path)
@@ -85,13 +88,13 @@ class SavedRun:
             self._agent.save_checkpoint(path, {**loop, "play": self._play.state_dict()}, facts)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} Older checkpoints are as they were; make room, or pass another checkpoint_dir."
+                f"{error} Older checkpoints are unchanged; make room, or pass another checkpoint_dir."
             ) from error
         if distributed.is_main_process():
             prune(self.root, self._keep, path, self.run_id)
 
     def read(self, resuming: ExitStack) -> dict[str, Any] | None:
-        """Brings agent and environments to the newest checkpoint, and returns the loop's state; None without one.
+        """Restores agent and environments from the newest checkpoint; returns the loop's state, None without one.
 
         Args:
             resuming: Exit stack; unwinding it with an exception restores the agent's own state.
@@ -108,7 +111,8 @@ class SavedRun:
         restarting = ("num_envs", "group_size", "environment", "judge")
         starts_again = any(name.split(".")[0] in restarting for name in changed)
         saved_id = verify(path, KIND, checksums=False).get("run")
-        self.run_id = saved_id if is_run_id(saved_id) else self.run_id
+        if is_run_id(saved_id):
+            self.run_id = saved_id
         loading = loading_checkpoint(
             collector_of(self._agent), path, keep_episodes=not starts_again, allow_changes=tuple(self._allow_changes)
         )
@@ -126,14 +130,14 @@ class SavedRun:
 
 
 def _move_damaged_aside(path: Path) -> None:
-    """Renames a file or folder at the checkpoint's path that has no readable checkpoint manifest.
+    """Renames what is at a new checkpoint's path unless its checkpoint manifest is readable.
 
-    A resumed run reaches the turns of a damaged checkpoint again, since it continues from an older one.
+    It may be a damaged checkpoint: then the run continued from an older one and has reached the same turn again.
     """
     try:
         require_replaceable(path, KIND)
-    except (CheckpointError, OSError):  # it is damaged, or a file
-        # A name that no checkpoint has.
+    except (CheckpointError, OSError):  # a damaged folder, or a file
+        # No checkpoint has such a name.
         aside = path.with_name(f"{path.name}-damaged-{secrets.token_hex(4)}")
         with suppress(OSError):  # writing the checkpoint reports it
             path.rename(aside)
@@ -147,13 +151,13 @@ def _move_damaged_aside(path: Path) -> None:
 
 @contextmanager
 def saved_on_error(save: Callable[[], None] | None, folder: Path | None) -> Iterator[None]:
-    """While open, an exception saves the state before the step that failed, if there is a folder for checkpoints."""
+    """While open, an exception saves the state before the failed step in `folder`; `save` is None without a folder."""
     try:
         yield
     except Exception as error:
-        copy = failed_copy(error)
-        where = "" if copy is None else f" in copy {copy} of the environment"
-        # With several processes, saving needs all of them; resume from the last checkpoint.
+        number = failed_env_number(error)
+        where = "" if number is None else f" in environment {number}"
+        # Several processes can save together only, so they resume from the last checkpoint.
         if save is not None and distributed.world_size() == 1:
             try:
                 save()

@@ -1,4 +1,4 @@
-"""Scores an agent before, during and after a training by a function of your own, such as an exact computation."""
+"""Scores an agent before, during and after training by a user's function, such as an exact computation."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ScoreCallback(Callback):
     def __init__(
         self, score: Callable[[Agent], float | EvaluationResult], every: int = 10, name: str = "expected_return"
     ) -> None:
-        """Prepare to score.
+        """Sets how and when to score.
 
         Args:
-            score: Function of the agent; returns a number, or what `evaluate` returned.
-            every: Updates from one score to the next.
+            score: Function of the agent; returns a number, or a result of `evaluate`.
+            every: Updates between two scores.
             name: Key of the score in the statistics of an update; a score by `evaluate` adds `standard_error`.
 
         Raises:
@@ -65,13 +65,13 @@ class ScoreCallback(Callback):
         self.after: Score | None = None
 
     def on_training_start(self, run: Run) -> None:
-        """Score an agent that has not been trained yet; `load_state_dict` restores the score of a resumed run."""
+        """Scores the agent of a new run; `load_state_dict` restores the scores of a resumed one."""
         self._last_update = len(run.updates)
         if not run.is_resumed:
             self.before = self.after = self._score(run)
 
     def on_update(self, run: Run, stats: Stats) -> None:
-        """Add the score to the statistics if it is due."""
+        """Scores the agent if it is due, and adds the score to the statistics."""
         if len(run.updates) - self._last_update >= self._every:
             self.after = self._score(run)
             stats[self._name] = self.after.mean
@@ -79,12 +79,12 @@ class ScoreCallback(Callback):
                 stats["standard_error"] = self.after.standard_error
 
     def on_training_end(self, run: Run) -> None:
-        """Score the trained agent, unless its last update has been scored."""
+        """Scores the trained agent, unless its last update has been scored."""
         if run.is_over and self._last_update < len(run.updates):
             self.after = self._score(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scores and the number of the last scored update."""
+        """Returns the scores and the number of the last scored update."""
         return {"before": self.before, "after": self.after, "last_update": self._last_update}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,10 +96,8 @@ class ScoreCallback(Callback):
         where = f"callbacks/{type(self).__name__}/"
         for name in ("before", "after"):
             score = state.get(name, ())
-            is_valid = score is None or (
-                isinstance(score, (list, tuple)) and len(score) == 2 and all(map(is_real, score))
-            )
-            require_part(is_valid, state, name, "a score and its standard error, or None", where)
+            is_pair = isinstance(score, (list, tuple)) and len(score) == 2 and all(map(is_real, score))
+            require_part(score is None or is_pair, state, name, "a score and its standard error, or None", where)
         require_part(is_count(state.get("last_update")), state, "last_update", "a count", where)
         self.before = None if state["before"] is None else Score(*state["before"])
         self.after = None if state["after"] is None else Score(*state["after"])

@@ -1,4 +1,4 @@
-"""The trackers that accelerate knows: TensorBoard, Weights & Biases, Trackio, MLflow, Comet and more."""
+"""Trackers of accelerate: TensorBoard, Weights & Biases, Trackio, MLflow, Comet and more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLUMNS = ("update", "episode", "turn", "read", "reply", "probability", "reward
 
 
 class ServiceTracker:
-    """One of accelerate's trackers; where it has tables, with the agent's transcripts as one."""
+    """One of accelerate's trackers; logs the agent's transcripts as a table where the tracker has tables."""
 
     def __init__(
         self,
@@ -25,34 +25,35 @@ class ServiceTracker:
         agent: Agent | None = None,
         **options: Any,
     ) -> None:
-        """Start a run.
+        """Starts a tracker.
 
         Args:
-            name: As accelerate calls the tracker.
-            run_dir: Where it writes, if it writes files.
-            config: Settings to show beside it; what is neither number nor text is shown as text.
+            name: Its name in accelerate.
+            run_dir: Folder for its files, if it writes any.
+            config: Settings to show; those that are neither numbers nor text are converted to text.
             project: Project or experiment.
-            agent: Whose transcripts are shown.
-            **options: Of the tracker's own start (`wandb.init` and the like).
+            agent: The agent whose transcripts are logged; None logs none.
+            **options: Options for starting the tracker, such as those of `wandb.init`.
 
         Raises:
-            ConfigError: There is no such tracker, its package is missing, or it cannot start.
+            ConfigError: The tracker is unknown, its package is missing, or it cannot start.
         """
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         if name not in LOGGER_TYPE_TO_CLASS:
             raise ConfigError(f"log_with names {name!r}. {did_you_mean(name, [*LOGGER_TYPE_TO_CLASS, 'csv'])}")
-        kind = LOGGER_TYPE_TO_CLASS[name]
-        places = {"logging_dir": str(run_dir)} if kind.requires_logging_directory else {}
+        tracker_class = LOGGER_TYPE_TO_CLASS[name]
+        if tracker_class.requires_logging_directory:
+            options["logging_dir"] = str(run_dir)
         try:
-            self._tracker = kind(project, **places, **options)
+            self._tracker = tracker_class(project, **options)
             self._tracker.start()
         except ImportError as error:
             raise ConfigError(
                 f"log_with={name!r} needs a package that is missing: {error}. Install it (pip install {name}), or drop "
                 "the tracker."
             ) from error
-        except Exception as error:  # whatever a service raises
+        except Exception as error:  # a service may raise anything
             raise ConfigError(
                 f"log_with={name!r} cannot start with the project {project!r}: {reason_of(error)}. Pass another "
                 "project (or WANDB_PROJECT), or drop the tracker."
@@ -61,40 +62,42 @@ class ServiceTracker:
         self._agent = agent
 
     def log(self, metrics: Mapping[str, float | str], step: int) -> None:
-        """Send metrics, and the transcripts of the update that they belong to."""
-        self._tracker.log({key: value for key, value in metrics.items() if _is_shown(value)}, step=step)
+        """Logs metrics, without NaN and infinite ones, and the transcripts of their update."""
+        self._tracker.log({key: value for key, value in metrics.items() if _can_be_shown(value)}, step=step)
         if self._agent is not None and hasattr(self._tracker, "log_table"):
             update = int(metrics.get("updates", 0))
             rows = []
             for number, transcript in enumerate(collector_of(self._agent).transcripts, 1):
-                rows += _rows(update, number, transcript)
+                rows += [_row(update, number, turn) for turn in transcript["turns"]]
             self._tracker.log_table("transcripts", list(_COLUMNS), rows, step=step)
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finishes the tracker's run."""
         self._tracker.finish()
 
 
-def _rows(update: int, number: int, transcript: Mapping[str, Any]) -> list[list[Any]]:
-    """A transcript's turns as rows of a table."""
+def _row(update: int, episode: int, turn: Mapping[str, Any]) -> list[Any]:
+    """Returns a turn of a transcript as a row of the table."""
+    probability = None
+    for choice, choice_probability in turn["choices"] or ():
+        # A reply may begin with a prefix that is not part of the choice.
+        if turn["reply"].endswith(choice):
+            probability = choice_probability
+            break
     return [
-        [
-            update,
-            number,
-            turn["turn"],
-            turn["read"],
-            turn["reply"],
-            # A reply may open with a prefix that choices do not have.
-            next((chance for text, chance in turn["choices"] or () if turn["reply"].endswith(text)), None),
-            turn["reward"],
-            turn["value"],
-            turn["advantage"],
-        ]
-        for turn in transcript["turns"]
+        update,
+        episode,
+        turn["turn"],
+        turn["read"],
+        turn["reply"],
+        probability,
+        turn["reward"],
+        turn["value"],
+        turn["advantage"],
     ]
 
 
-def _is_shown(value: float | str) -> bool:
+def _can_be_shown(value: float | str) -> bool:
     return isinstance(value, str) or math.isfinite(value)
 
 

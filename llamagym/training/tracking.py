@@ -1,4 +1,4 @@
-"""Where statistics go: files, the trackers that accelerate knows, or several of these."""
+"""Trackers, which record the statistics of a run: in files, with the trackers of accelerate, or several of these."""
 
 from __future__ import annotations
 
@@ -40,104 +40,104 @@ Metrics = Mapping[str, float | str]
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes metrics as they arise.
+    """Records metrics during training.
 
-    An error that it raises is logged, and training goes on. With an attribute `stops_on_error = True` it ends the
+    An error that it raises is logged, and training continues. With an attribute `stops_on_error = True` it ends the
     training instead, after a checkpoint.
     """
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Record metrics that belong to `step` (episodes finished so far)."""
+        """Records metrics at `step`, the number of finished episodes."""
 
     def close(self) -> None:
-        """Write out what is pending."""
+        """Writes what is still buffered."""
 
 
 @runtime_checkable
 class Rewindable(Protocol):
-    """A tracker that can drop what a resumed run will write again."""
+    """A tracker that can delete what a resumed run will write again."""
 
     def position(self) -> Any:
-        """How much has been written, as JSON holds it."""
+        """Returns a JSON value that describes how much has been written."""
 
     def rewind(self, position: Any) -> None:
-        """Drop what was written after a position."""
+        """Deletes what was written after a position."""
 
 
 class JsonlTracker:
-    """One JSON object a line, written at once, so that a killed run keeps its history."""
+    """Writes each update at once as a line of JSON, so that a killed run keeps its history."""
 
     def __init__(self, path: str | Path) -> None:
-        """Append to `path`, creating its folder.
+        """Opens `path` for appending; creates its folder.
 
         Raises:
             ConfigError: The path is invalid, or the file cannot be written.
         """
         path = _appendable(path)
         self._path = path
-        self._dropped = b""
+        self._deleted = b""
         try:
             ends_a_line = _ends_a_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{str(path)!r} cannot be written: {error}. Pass another path.") from error
         if not ends_a_line:
-            # A killed process left a part of a line; the next one must not continue it.
+            # A killed process left an incomplete line, which the next line must not continue.
             self._file.write("\n")
             self._file.flush()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Append a line; a number that is not finite, which JSON has no word for, is left out."""
+        """Appends a line, without NaN and infinite numbers, which JSON cannot hold."""
         row = as_statistics({"step": step, **metrics})
         self._append({name: value for name, value in row.items() if isinstance(value, str) or math.isfinite(value)})
 
     def _append(self, *lines: Mapping[str, Any]) -> None:
-        # In one piece: a process that is killed leaves whole lines.
+        # A single write, so that a killed process leaves complete lines.
         self._file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         self._file.flush()
 
     def position(self) -> dict[str, Any]:
-        """Number of bytes written so far, and what identifies the file."""
+        """Returns the number of bytes written so far, and what identifies the file."""
         size = self._file.tell()
         return {"size": size, "sha256": self._checksum(size), "path": str(self._path)}
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Drops what was written after a position, since a resumed run writes it again.
+        """Deletes what was written after a position.
 
         Raises:
-            CheckpointError: The position is of another file; nothing is dropped.
+            CheckpointError: The position belongs to another file; nothing is deleted.
         """
-        self._dropped = b""
+        self._deleted = b""
         size = _size_of(position, self._path)
         if size > self._file.tell():
             return
         _require_same_file(position, self._checksum(size), self._path)
         with self._path.open("rb") as file:
             file.seek(size)
-            self._dropped = file.read(self._file.tell() - size)
+            self._deleted = file.read(self._file.tell() - size)
         self._file.truncate(size)
         self._file.seek(size)
 
     def undo_rewind(self) -> None:
-        """Appends what the last `rewind` dropped."""
-        self._file.buffer.write(self._dropped)
+        """Appends what the last `rewind` deleted."""
+        self._file.buffer.write(self._deleted)
         self._file.flush()
 
     def _checksum(self, size: int) -> str:
-        """Checksum of the first bytes of the file."""
+        """Returns the checksum of the first `size` bytes of the file."""
         with self._path.open("rb") as file:
             return hashlib.sha256(file.read(size)).hexdigest()
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
 class CsvTracker:
-    """A table for spreadsheets: a line per update, a column per metric; a new metric adds a column."""
+    """Writes a CSV table with a line per update and a column per metric; a new metric adds a column."""
 
     def __init__(self, path: str | Path) -> None:
-        """Append to `path`, creating its folder.
+        """Opens `path` for appending; creates its folder.
 
         Raises:
             ConfigError: The path is invalid, or the file is not a table that this class wrote.
@@ -145,22 +145,22 @@ class CsvTracker:
         self._path = _appendable(path)
         self._columns = ["step"]
         self._rows: list[dict[str, str]] = []
-        self._dropped: list[dict[str, str]] = []
+        self._deleted: list[dict[str, str]] = []
         try:
             if self._path.exists():
                 self._read()
-            # A killed process left a part of a line; the next one must not continue it.
-            self._is_stale = not _ends_a_line(self._path)
+            # After an incomplete line of a killed process, the next line must not continue it.
+            self._needs_rewrite = not _ends_a_line(self._path)
         except (OSError, ValueError, csv.Error) as error:
             raise ConfigError(
                 f"{str(self._path)!r} cannot be read as a table: {error}. Move it away, or pass another path."
             ) from error
 
     def _read(self) -> None:
-        """Reads the table; one that could not be written again without a loss is rejected.
+        """Reads the table; rejects one that could not be written again without a loss.
 
         Raises:
-            ValueError: It has other columns than a table of this class, or a line does not fit them.
+            ValueError: The columns are not those of such a table, or a line has more values than there are columns.
         """
         with self._path.open(newline="", encoding="utf-8") as file:
             lines = [line for line in csv.reader(file) if line]
@@ -176,13 +176,13 @@ class CsvTracker:
         self._rows = [dict(zip(columns, line, strict=False)) for line in lines]
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Appends a line; one that cannot be written is dropped as a whole."""
+        """Appends a line; after an error none of it remains in the table."""
         row = {name: str(value) for name, value in {"step": step, **metrics}.items()}
         new = [name for name in row if name not in self._columns]
         self._rows.append(row)
         self._columns += new
         try:
-            if new or self._is_stale or len(self._rows) == 1:
+            if new or self._needs_rewrite or len(self._rows) == 1:
                 self._rewrite()
             else:
                 self._append(row)
@@ -198,85 +198,86 @@ class CsvTracker:
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 file.write(line.getvalue())
         except BaseException:
-            # A part of the line may be in the file.
-            self._is_stale = True
+            # The file may hold a part of the line.
+            self._needs_rewrite = True
             raise
 
     def position(self) -> dict[str, Any]:
-        """Number of lines written so far, and what identifies the table."""
+        """Returns the number of lines written so far, and what identifies the table."""
         size = len(self._rows)
         return {"size": size, "sha256": self._checksum(size), "path": str(self._path)}
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Drops the lines after a position, since a resumed run writes them again.
+        """Deletes the lines after a position.
 
         Raises:
-            CheckpointError: The position is of another table; nothing is dropped.
+            CheckpointError: The position belongs to another table; nothing is deleted.
         """
-        self._dropped = []
+        self._deleted = []
         size = _size_of(position, self._path)
         if size >= len(self._rows):
             return
         _require_same_file(position, self._checksum(size), self._path)
-        dropped = self._rows[size:]
+        deleted = self._rows[size:]
         del self._rows[size:]
         try:
             self._rewrite()
         except BaseException:
-            self._rows += dropped
+            self._rows += deleted
             raise
-        self._dropped = dropped
+        self._deleted = deleted
 
     def undo_rewind(self) -> None:
-        """Appends the lines that the last `rewind` dropped."""
-        if self._dropped:
-            self._rows += self._dropped
+        """Appends the lines that the last `rewind` deleted."""
+        if self._deleted:
+            self._rows += self._deleted
             self._rewrite()
 
     def _checksum(self, size: int) -> str:
-        """Checksum of the first rows, whatever columns were added later."""
+        """Returns the checksum of the first `size` rows; columns that were added later do not change it."""
         rows = [sorted((name, value) for name, value in row.items() if value) for row in self._rows[:size]]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def close(self) -> None:
-        """Nothing is pending."""
+        """Does nothing, since nothing is buffered."""
 
     def _rewrite(self) -> None:
-        """Write all lines again; a process that is killed meanwhile leaves the file as it was."""
+        """Writes all lines again; a process that is killed meanwhile leaves the file unchanged."""
         table = io.StringIO(newline="")
         writer = csv.DictWriter(table, self._columns)
         writer.writeheader()
         writer.writerows(self._rows)
         replace_file(self._path, table.getvalue())
-        self._is_stale = False
+        self._needs_rewrite = False
 
 
 class TranscriptTracker(JsonlTracker):
-    """A few episodes in words, one a line (see `learners.transcripts`): the report shows them.
+    """Writes a few episodes as text for the report, a line of JSON each (see `learners.transcripts`).
 
-    Of the first 16 updates each is recorded, up to the 32nd every second, up to the 64th every fourth and so on: eight
-    more each time that a run's length doubles.
+    It records each of the first 16 updates, every second up to the 32nd, every fourth up to the 64th, and so on: eight
+    more updates each time the length of the run doubles.
     """
 
     def __init__(self, path: str | Path, agent: Agent) -> None:
-        """Append to `path` what `agent` keeps of each update."""
+        """Opens `path` for appending the transcripts of `agent`."""
         super().__init__(path)
         self._agent = agent
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Append the transcripts of this update, if it is one that is recorded."""
+        """Appends the transcripts of this update, if it is one that is recorded."""
         update = int(metrics.get("updates", 0))
-        if update % (1 << ((update - 1) // 16).bit_length()) == 0:
-            self._append(
-                *(json_safe({"step": step, "update": update, **told}) for told in collector_of(self._agent).transcripts)
-            )
+        interval = 1 << ((update - 1) // 16).bit_length()
+        if update % interval == 0:
+            transcripts = collector_of(self._agent).transcripts
+            lines = [json_safe({"step": step, "update": update, **each}) for each in transcripts]
+            self._append(*lines)
 
 
 class MultiTracker:
-    """Passes everything on to several trackers; with none it is the null tracker.
+    """Calls several trackers, or none.
 
-    An error of a tracker is logged the first time, and everything goes on, unless the tracker's `stops_on_error` is
-    True: then it is raised, once all trackers have been called.
+    An error of a tracker is logged the first time. If the tracker's `stops_on_error` is True, the error is raised once
+    all trackers have been called.
 
     Attributes:
         run_id: Id of the run that the trackers' folder belongs to; empty without a folder.
@@ -286,7 +287,7 @@ class MultiTracker:
     stops_on_error = True
 
     def __init__(self, *trackers: Tracker) -> None:
-        """Passes on to `trackers`; a MultiTracker among them is replaced by its own trackers."""
+        """Wraps `trackers`; a MultiTracker among them is replaced by its own trackers."""
         self.run_id = ""
         self._trackers: list[Tracker] = []
         for tracker in trackers:
@@ -296,19 +297,19 @@ class MultiTracker:
         self._rewound: list[Tracker] = []
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Log to each."""
+        """Logs to each tracker."""
         error = self._call("log", lambda tracker: tracker.log(metrics, step))
         if error is not None:
             raise error
 
     def position(self) -> list[Any]:
-        """Name of the class and position of each tracker that reports a position."""
+        """Returns the class name and the position of each tracker that has positions."""
         positions: list[Any] = []
 
         def add(tracker: Tracker) -> None:
             if isinstance(tracker, Rewindable):
                 name = type(tracker).__name__
-                # With as many levels around the position as in a checkpoint.
+                # In a checkpoint the position is nested in as many levels, whose number is limited.
                 saveable = saveable_state({"tracker": [[name, tracker.position()]]}, f"{name}.position()")
                 positions.extend(saveable["tracker"])
 
@@ -316,16 +317,16 @@ class MultiTracker:
         return positions
 
     def rewind(self, position: Sequence[Any]) -> None:
-        """Lets each drop what it wrote after its position, whatever trackers were added, dropped or moved since."""
+        """Rewinds each tracker to its position, even if trackers were added, removed or reordered since."""
         saved = [entry for entry in position if isinstance(entry, list) and len(entry) == 2]
         if len(saved) != len(position):
             logger.warning(
-                "The checkpoint has positions in an older form; nothing is dropped, and lines may be duplicated."
+                "The checkpoint has positions in an older form; nothing is deleted, and lines may be duplicated."
             )
         rewindable = [tracker for tracker in self._trackers if isinstance(tracker, Rewindable)]
         matches: dict[int, Any] = {}
-        # By class and file first; the rest by class and order, since a run's folder may have been moved.
-        for is_match in (_has_position_of, _is_of_class):
+        # Match by class and file first, then by class and order, since a run's folder may have been moved.
+        for is_match in (_is_same_file, _is_same_class):
             for tracker in rewindable:
                 entry = next((entry for entry in saved if is_match(tracker, entry)), None)
                 if entry is not None and id(tracker) not in matches:
@@ -335,7 +336,7 @@ class MultiTracker:
         self._rewound = []
 
         def rewind(tracker: Tracker) -> None:
-            # A tracker without a position of its own has None.
+            # The saved position of a tracker without one is None.
             if isinstance(tracker, Rewindable) and matches.get(id(tracker)) is not None:
                 tracker.rewind(matches[id(tracker)])
                 self._rewound.append(tracker)
@@ -346,48 +347,48 @@ class MultiTracker:
             raise error
 
     def undo_rewind(self) -> None:
-        """Lets each that can do so write again what it dropped in the last `rewind`."""
+        """Lets trackers write again what they deleted in the last `rewind`, if they can."""
 
         def undo(tracker: Tracker) -> None:
             if tracker in self._rewound and hasattr(tracker, "undo_rewind"):
                 tracker.undo_rewind()
 
-        self._call("write again what it dropped", undo)
+        self._call("write again what it deleted", undo)
 
     def close(self) -> None:
-        """Close each; nothing is left to be stopped by an error."""
+        """Closes each tracker; errors are only logged."""
         self._call("be closed", lambda tracker: tracker.close())
 
-    def _call(self, what: str, call: Callable[[Tracker], None]) -> Exception | None:
-        """Call each tracker; returns the first error of one that stops on errors, and logs all others."""
-        stopping: Exception | None = None
+    def _call(self, action: str, call: Callable[[Tracker], None]) -> Exception | None:
+        """Calls each tracker and logs new errors; returns the first error of a tracker with `stops_on_error`."""
+        stopping_error: Exception | None = None
         for index, tracker in enumerate(self._trackers):
             try:
                 call(tracker)
-            except Exception as error:  # whatever a user's tracker raises
+            except Exception as error:  # a user's tracker may raise anything
                 if getattr(tracker, "stops_on_error", False):
-                    stopping = stopping or error
-                if (index, what) not in self._logged:
-                    logger.warning("%s cannot %s: %r.", type(tracker).__name__, what, error)
-                self._logged.add((index, what))
-        return stopping
+                    stopping_error = stopping_error or error
+                if (index, action) not in self._logged:
+                    logger.warning("%s cannot %s: %r.", type(tracker).__name__, action, error)
+                self._logged.add((index, action))
+        return stopping_error
 
 
-def _is_of_class(tracker: object, entry: Sequence[Any]) -> bool:
+def _is_same_class(tracker: object, entry: Sequence[Any]) -> bool:
     """Whether a saved entry belongs to a tracker of this class."""
     return bool(entry[0] == type(tracker).__name__)
 
 
-def _has_position_of(tracker: object, entry: Sequence[Any]) -> bool:
+def _is_same_file(tracker: object, entry: Sequence[Any]) -> bool:
     """Whether a saved entry belongs to a tracker of this class that writes to this file."""
     path = getattr(tracker, "_path", None)
     position = entry[1]
-    is_same_file = path is not None and isinstance(position, Mapping) and position.get("path") == str(path)
-    return is_same_file and _is_of_class(tracker, entry)
+    is_same_path = path is not None and isinstance(position, Mapping) and position.get("path") == str(path)
+    return is_same_path and _is_same_class(tracker, entry)
 
 
 def _appendable(path: str | Path) -> Path:
-    """The path of a file to append to; its folder exists afterwards.
+    """Returns the path of a file to append to; creates its folder.
 
     Raises:
         ConfigError: The path is invalid, or its folder cannot be created.
@@ -404,16 +405,16 @@ def _appendable(path: str | Path) -> Path:
 
 
 def _size_of(position: Any, path: Path) -> int:
-    """The size that a saved position holds.
+    """Returns the size that a saved position holds.
 
     Raises:
-        CheckpointError: It is damaged, or of an earlier version, which did not identify the file.
+        CheckpointError: The position is damaged, or from an earlier version, which did not identify the file.
     """
     size = position.get("size") if isinstance(position, Mapping) else None
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise CheckpointError(
             f"The checkpoint does not identify the file {str(path)!r}: its position is {shortened(position)}. Nothing "
-            "is dropped from the file; new lines are appended."
+            "is deleted from the file; new lines are appended."
         )
     return size
 
@@ -422,21 +423,21 @@ def _require_same_file(position: Mapping[str, Any], checksum: str, path: Path) -
     """Rejects a saved position of another file.
 
     Raises:
-        CheckpointError: The content before the position differs, or the path where nothing was written before it.
+        CheckpointError: The content before the position differs; or the path, if there was no content yet.
     """
     is_same = position.get("sha256") == checksum
-    # All files begin alike where nothing has been written.
+    # Empty content has the same checksum in all files.
     if not position["size"]:
         is_same = is_same and position.get("path") == str(path)
     if not is_same:
         raise CheckpointError(
-            f"{str(path)!r} is not the file of the checkpoint, {shortened(position.get('path'))}. Nothing is dropped "
+            f"{str(path)!r} is not the file of the checkpoint, {shortened(position.get('path'))}. Nothing is deleted "
             "from it; new lines are appended."
         )
 
 
 def _ends_a_line(path: Path) -> bool:
-    """Whether a file is missing, empty, or ends with the end of a line."""
+    """Whether a file is missing, empty, or ends with a line feed."""
     if not path.exists() or not path.stat().st_size:
         return True
     with path.open("rb") as file:
@@ -445,7 +446,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that nothing was written to."""
+    """Removes a folder if nothing was written to it."""
     with suppress(OSError):
         folder.rmdir()
 
@@ -460,17 +461,17 @@ def default_tracker(
     agent: Agent | None = None,
     log_with: Sequence[str] = (),
 ) -> Tracker:
-    """The trackers of a run's folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and others by name.
+    """Returns the trackers of a run's folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and others by name.
 
     Of several processes that learn together, only the main one writes.
 
     Args:
         run_dir: The folder.
         config: The run's settings.
-        project: Project in Weights & Biases, which is used if a project is named here or in `WANDB_PROJECT`.
+        project: Project in Weights & Biases, which is used only if a project is set here or in `WANDB_PROJECT`.
         mode: Mode of Weights & Biases: "online", "offline" or "disabled"; None honors `WANDB_MODE`.
         agent: The agent whose transcripts are recorded; None records none.
-        log_with: "csv", or trackers that accelerate knows: "tensorboard", "wandb", "trackio", "mlflow", ...
+        log_with: "csv", or trackers of accelerate: "tensorboard", "wandb", "trackio", "mlflow", ...
 
     Raises:
         ConfigError: An argument has the wrong type, a tracker is unknown, its package is missing, or the folder is
@@ -492,7 +493,7 @@ def trackers_of_run(
     log_with: Sequence[str] = (),
     run_id: str = "",
 ) -> MultiTracker:
-    """The trackers of a run's folder; see `default_tracker`.
+    """Returns the trackers of a run's folder; see `default_tracker`.
 
     Args:
         folder: The folder, as `user_folder` returns it.
@@ -502,9 +503,6 @@ def trackers_of_run(
         agent: As for `default_tracker`.
         log_with: As for `default_tracker`.
         run_id: Id of the run; empty takes that of the folder, or a new one.
-
-    Raises:
-        ConfigError: As for `default_tracker`.
     """
     if not distributed.is_main_process():
         return MultiTracker()
@@ -514,14 +512,11 @@ def trackers_of_run(
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
     project = project or os.environ.get("WANDB_PROJECT")
-    # Services write to a folder of the project's name, which may have slashes.
-    for path in (Path(project), *Path(project).parents[:-1]) if project else ():
-        if (folder / path).is_symlink():
-            raise ConfigError(
-                f"{str(folder / path)!r} is a symbolic link, which is never written to. Remove it, or pass another "
-                "run_dir."
-            )
-    names = [*log_with, *(["wandb"] if project and "wandb" not in log_with else [])]
+    names = list(log_with)
+    if project:
+        _require_no_links(folder, project)
+        if "wandb" not in names:
+            names.append("wandb")
     services: list[Tracker] = []
     files: list[Tracker] = []
     try:
@@ -531,8 +526,8 @@ def trackers_of_run(
             if not folder.exists():
                 folder.mkdir(parents=True)
                 on_error.callback(_remove_if_empty, folder)
-            table = [CsvTracker(folder / "metrics.csv")] if "csv" in names else []
-            # Before all other files, since it marks the folder as that of a run, which may be killed at any moment.
+            tables = [CsvTracker(folder / "metrics.csv")] if "csv" in names else []
+            # Before all other files: it marks the folder as that of a run, and the process may be killed at any moment.
             _write_settings(folder / CONFIG, settings, on_error)
             for name in names:
                 if name != "csv":
@@ -541,7 +536,7 @@ def trackers_of_run(
             files.append(JsonlTracker(folder / "metrics.jsonl"))
             if agent is not None:
                 files.append(TranscriptTracker(folder / "transcripts.jsonl", agent))
-            files += table
+            files += tables
             on_error.pop_all()
     except OSError as error:
         raise ConfigError(f"run_dir={str(folder)!r} cannot be written: {error}. Pass another folder.") from error
@@ -550,8 +545,20 @@ def trackers_of_run(
     return trackers
 
 
+def _require_no_links(folder: Path, project: str) -> None:
+    """Rejects a run's folder in which a project's folder, where services write, is a link."""
+    path = Path(project)
+    # A project's name may have slashes.
+    for part in (path, *path.parents[:-1]):
+        if (folder / part).is_symlink():
+            raise ConfigError(
+                f"{str(folder / part)!r} is a symbolic link, which is never written to. Remove it, or pass another "
+                "run_dir."
+            )
+
+
 def _write_settings(path: Path, settings: Mapping[str, Any], on_error: ExitStack) -> None:
-    """Writes the settings of a run; an error that follows brings the older ones back."""
+    """Writes the settings of a run; unwinding `on_error` restores the older ones."""
     if path.exists():
         on_error.callback(replace_file, path, path.read_bytes())
     else:

@@ -1,4 +1,4 @@
-"""A run's report: one HTML page that needs nothing else."""
+"""The report of runs: one HTML page that needs no other file and no network."""
 
 from .page import write_report
 

@@ -1,7 +1,7 @@
 """Renders the files of runs as one HTML page: the template is `page.html`, the data is embedded as JSON.
 
-The files may be damaged or come from somebody else. What the page gets has the types that its script expects: finite
-numbers, texts of limited length, transcripts with all their parts. Lines that do not fit are left out and counted.
+The files may be damaged or come from somebody else. The page gets only values of the types that its script expects:
+finite numbers, texts of limited length, complete transcripts. Other lines are left out and counted.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ from ...options import as_number, check_arguments, json_safe, require_text, user
 from ...saving.atomic import replace_file
 from ...saving.paths import file_inside
 
-# Of a run: transcripts, spread evenly over what was recorded; alarms; settings; characters of a text and of a setting.
-_TRANSCRIPTS, _ALARMS, _SETTINGS, _CHARACTERS, _SETTING_CHARACTERS = 200, 200, 200, 2000, 500
-_NAME_CHARACTERS = 100
-# Statistics of an update, turns of a transcript, choices of a turn, and characters of all transcripts.
+# Limits for a run; transcripts are spread evenly over those recorded.
+_TRANSCRIPTS = 200
+_TRANSCRIPT_CHARACTERS = 2**24
+_ALARMS = 200
+_SETTINGS = 200
+# Limits for a line of the metrics, a transcript and a turn.
 _STATISTICS = 200
 _TURNS = 100
 _CHOICES = 100
-_TRANSCRIPT_CHARACTERS = 2**24
-# Identifies a report in the first characters of a page. Elements further down occur in pages of others, too.
+# Limits for the characters of a text, a setting and a name.
+_CHARACTERS = 2000
+_SETTING_CHARACTERS = 500
+_NAME_CHARACTERS = 100
+# Identifies a report at the beginning of a page; further down, other pages may quote it.
 _GENERATOR = '<meta name="generator" content="llamagym report">'
 _HEAD_CHARACTERS = 1000
 
 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
-    """Write the report of one or several runs as one HTML file.
+    """Writes the report of one or several runs as one HTML file, and returns its path.
 
     Args:
-        runs: Their folders, each with the `metrics.jsonl` that `default_tracker` writes.
+        runs: Folders of the runs, each with the `metrics.jsonl` that `default_tracker` writes.
         path: The file to write: new, or an older report.
 
     Raises:
@@ -58,11 +63,11 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     data = {"runs": [_readable_run(user_path(run)) for run in runs]}
     title = ", ".join(run["name"] for run in data["runs"])
     # Inside a script element only "</" and "<!--" could end the data.
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    values = {"__TITLE__": html.escape(title), "__DATA__": text}
+    embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    values = {"__TITLE__": html.escape(title), "__DATA__": embedded}
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    # In one pass: a title may contain the name of a placeholder.
-    page = re.sub("|".join(values), lambda found: values[found[0]], template)
+    # Replace both in one pass: a title may contain the name of a placeholder.
+    page = re.sub("|".join(values), lambda match: values[match[0]], template)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, page)
@@ -83,7 +88,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _readable_run(folder: Path) -> dict[str, Any]:
-    """What the page shows of a run.
+    """Returns the data of a run for the page.
 
     Raises:
         ConfigError: The folder has no metrics, or cannot be read.
@@ -95,22 +100,29 @@ def _readable_run(folder: Path) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    metrics = _file(folder, "metrics.jsonl")
+    metrics = _run_file(folder, "metrics.jsonl")
     if metrics is None:
         raise ConfigError(
             f"{str(folder)!r} holds no metrics.jsonl. Pass the folder of a run that was tracked with default_tracker() "
             "(the examples and `python -m llamagym train` do so)."
         )
-    lines, damaged = _lines(metrics)
+    lines, damaged = _read_lines(metrics)
     if not lines and not damaged:
         raise ConfigError(f"{str(metrics)!r} is empty: no update has run yet. Wait for the first, or train longer.")
     if not lines:
         raise ConfigError(f"{str(metrics)!r} has no line that is a JSON object. Pass the folder of a run.")
-    transcripts = _file(folder, "transcripts.jsonl")
-    recorded, damaged_transcripts = ([], 0) if transcripts is None else _lines(transcripts)
-    shown = recorded[:: max(1, math.ceil(len(recorded) / _TRANSCRIPTS))]
-    told = [transcript for line in shown if (transcript := _transcript(line)) is not None]
-    damaged += damaged_transcripts + len(shown) - len(told)
+    transcripts = []
+    path = _run_file(folder, "transcripts.jsonl")
+    if path is not None:
+        recorded, damaged_lines = _read_lines(path)
+        damaged += damaged_lines
+        interval = max(1, math.ceil(len(recorded) / _TRANSCRIPTS))
+        for line in recorded[::interval]:
+            transcript = _transcript(line)
+            if transcript is None:
+                damaged += 1
+            else:
+                transcripts.append(transcript)
     settings = _settings(folder)
     rows = [_numbers(line) for line in lines]
     return {
@@ -118,13 +130,13 @@ def _run(folder: Path) -> dict[str, Any]:
         "settings": settings,
         "rows": rows,
         "alarms": _alarms(rows, settings.get("dtype", "")),
-        "transcripts": _first(told, _TRANSCRIPT_CHARACTERS),
+        "transcripts": _first(transcripts, _TRANSCRIPT_CHARACTERS),
         "damaged": damaged,
     }
 
 
 def _first(transcripts: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
-    """The first transcripts, as many as have so many characters together."""
+    """Returns as many of the first transcripts as have at most `characters` together."""
     kept = []
     for transcript in transcripts:
         characters -= len(json.dumps(transcript))
@@ -134,8 +146,8 @@ def _first(transcripts: Sequence[dict[str, Any]], characters: int) -> list[dict[
     return kept
 
 
-def _file(folder: Path, name: str) -> Path | None:
-    """A file of a run; None if it is missing.
+def _run_file(folder: Path, name: str) -> Path | None:
+    """Returns the path of a run's file; None if it is missing.
 
     Raises:
         ConfigError: It is a link to a file elsewhere, whose content the report would show.
@@ -148,8 +160,8 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """Settings by name, as texts."""
-    path = _file(folder, "config.json")
+    """Returns the run's settings as texts."""
+    path = _run_file(folder, "config.json")
     if path is None:
         return {}
     try:
@@ -169,7 +181,7 @@ def _setting(value: Any) -> str:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The statistics of a line that are finite numbers."""
+    """Returns the statistics of a line that are finite numbers."""
     shown = list(line.items())[:_STATISTICS]
     numbers = {name: as_number(value) for name, value in shown if isinstance(value, (int, float))}
     return {json_safe(name, _NAME_CHARACTERS): value for name, value in numbers.items() if math.isfinite(value)}
@@ -182,12 +194,12 @@ def _number(value: Any) -> float | None:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} instead of a text")
+        raise TypeError(f"expected a text, got {type(value).__name__}")
     return str(json_safe(value, _CHARACTERS))
 
 
 def _transcript(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A transcript as the page's script expects it (see `learners.transcripts`); None if it is damaged."""
+    """Returns a transcript as the page's script expects it (see `learners.transcripts`); None if it is damaged."""
     try:
         return {
             "update": _number(line["update"]) or 0,
@@ -202,28 +214,33 @@ def _transcript(line: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
-    choices = turn["choices"]
-    choices = None if choices is None else choices[:_CHOICES]
+    choices = None
+    if turn["choices"] is not None:
+        choices = [(_text(text), _number(probability) or 0.0) for text, probability in turn["choices"][:_CHOICES]]
     return {
         "turn": _number(turn["turn"]) or 0,
         "read": _text(turn["read"]),
         "reply": _text(turn["reply"]),
-        "choices": None if choices is None else [(_text(text), _number(chance) or 0.0) for text, chance in choices],
+        "choices": choices,
         "valid": bool(turn["valid"]),
         **{name: _number(turn.get(name)) for name in ("reward", "penalty", "value", "advantage")},
     }
 
 
 def _alarms(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
-    """Alarms by the number of the update, from the same rules over the same statistics as in the log."""
-    alarms = Alarms(Settings(dtype=torch.float32 if dtype in ("", "float32") else torch.bfloat16))
-    found = [{"update": index, "text": text} for index, row in enumerate(rows) for text in alarms.check(row)]
-    return found[:_ALARMS]
+    """Returns alarms with the index of their update, by the rules that the log follows."""
+    is_float32 = dtype in ("", "float32")
+    alarms = Alarms(Settings(dtype=torch.float32 if is_float32 else torch.bfloat16))
+    fired = []
+    for index, row in enumerate(rows):
+        fired += [{"update": index, "text": text} for text in alarms.check(row)]
+    return fired[:_ALARMS]
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects in a JSONL file, and how many lines are none, such as one that a killed run left unfinished."""
-    rows, damaged = [], 0
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the JSON objects of a JSONL file, and the number of other lines, such as an incomplete last one."""
+    rows = []
+    damaged = 0
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

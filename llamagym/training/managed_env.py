@@ -1,4 +1,4 @@
-"""One of several copies of an environment: knows its number, checks what is returned, replays actions at a reset."""
+"""Wrapper of every environment that the library steps: checks what it returns, replays episodes, pauses it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from gymnasium import spaces
 
 from ..errors import ConfigError, excerpt
 from ..options import as_number
-from .copy_errors import RemoteError, marked
-from .infos import whole
+from .env_errors import RemoteError, with_env_number
+from .infos import pack_info
 
 logger = logging.getLogger(__name__)
 
-# The options of a reset that say which actions to play again, and which copies are to rest.
-REPLAY, REST = "llamagym_replay", "llamagym_rest"
+# Options of a reset: the actions to replay after it, by the environment's number.
+REPLAY_OPTION = "llamagym_replay"
+# Options of a reset: the numbers of the environments to pause.
+PAUSE_OPTION = "llamagym_pause"
 # Spaces whose elements are numbers.
 _NUMBERS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """One of several copies: knows its number, and plays recorded actions again when it is asked to at a reset.
+class ManagedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wraps one of several environments: knows its number, checks returned values, replays actions after a reset.
 
-    Copies are stepped all at once. One that a reset lets rest does nothing at a step; its episode has ended, and its
-    next one begins with the next reset.
+    A vector environment steps all its environments. One that a reset has paused ignores steps until its next reset: it
+    returns its last observation, no reward and an empty info.
     """
 
     def __init__(
@@ -42,55 +44,57 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
         stays_open: bool = False,
         close_timeout: float | None = None,
     ) -> None:
-        """Wrap an environment.
+        """Wraps an environment.
 
         Args:
             env: The environment.
             number: Its number.
-            in_child: Whether it runs in a process of its own.
-            stays_open: Whether closing the wrapper leaves it open, since it is the caller's.
+            in_child: Whether it runs in a worker process.
+            stays_open: Whether closing the wrapper leaves the environment open, since it is the caller's.
             close_timeout: Seconds that its close() may take; None sets no limit.
         """
         super().__init__(env)
-        self._number, self._in_child, self._stays_open = number, in_child, stays_open
+        self._number = number
+        self._in_child = in_child
+        self._stays_open = stays_open
         self._close_timeout = close_timeout
         self._observation: Any = None
-        self._rests = False
+        self._is_paused = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset, then play again what the options say for this copy; or let it rest."""
-        others = dict(options or {})
-        actions = others.pop(REPLAY, {}).get(self._number, [])
-        self._rests = self._number in others.pop(REST, ())
-        if self._rests and self._observation is not None:
+        """Resets the environment and replays the actions in `options`; or pauses it if `options` say so."""
+        env_options = dict(options or {})
+        actions = env_options.pop(REPLAY_OPTION, {}).get(self._number, [])
+        self._is_paused = self._number in env_options.pop(PAUSE_OPTION, ())
+        if self._is_paused and self._observation is not None:
             return self._observation, {}
-        with self._marked():
-            returned: Any = self.env.reset(seed=seed, options=others or None)
+        with self._numbered_errors():
+            returned: Any = self.env.reset(seed=seed, options=env_options or None)
             if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
-                raise _strange("reset", returned, "(observation, info)")
+                raise _invalid_return("reset", returned, "(observation, info)")
             observation, info = returned
             _require_in_space(self.observation_space, observation)
             for action in actions:
-                observation, *_, info = self._stepped(action)
+                observation, *_, info = self._checked_step(action)
         self._observation = observation
-        return observation, whole(info)
+        return observation, pack_info(info)
 
     def step(self, action: Any) -> Any:
-        """Step, unless it rests; an error is marked with the copy's number."""
-        if self._rests:
+        """Steps the environment unless it is paused; rejects invalid returned values."""
+        if self._is_paused:
             return self._observation, 0.0, False, False, {}
-        with self._marked():
-            self._observation, *outcome, info = self._stepped(action)
-        return self._observation, *outcome, whole(info)
+        with self._numbered_errors():
+            self._observation, *outcome, info = self._checked_step(action)
+        return self._observation, *outcome, pack_info(info)
 
     def close(self) -> None:
-        """Close the environment, unless it is the caller's. An error is logged: what it returned before is kept."""
+        """Closes the environment, unless it is the caller's. An error is logged, since the run has its results."""
         if self._stays_open:
             return
         if self._close_timeout is None:
             self._close_env()
             return
-        # A thread cannot be ended, but it can be left behind: a daemon does not keep the program from ending.
+        # A thread cannot be killed, but a daemon does not keep the program from ending.
         closing = threading.Thread(target=self._close_env, daemon=True)
         closing.start()
         closing.join(self._close_timeout)
@@ -104,12 +108,12 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _close_env(self) -> None:
         try:
             self.env.close()
-        except (Exception, SystemExit) as error:  # whatever a user's environment raises
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
             if self._in_child:
                 raise
             logger.warning("Environment %d raised %r in close(). What it returned is kept.", self._number, error)
 
-    def _stepped(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def _checked_step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         returned: Any = self.env.step(action)
         if isinstance(returned, tuple) and len(returned) == 5:
             observation, *numbers, info = returned
@@ -117,22 +121,24 @@ class Copy(gymnasium.Wrapper[Any, Any, Any, Any]):
             if not math.isnan(reward) and {terminated, truncated} <= {0.0, 1.0} and isinstance(info, dict):
                 _require_in_space(self.observation_space, observation)
                 return observation, reward, bool(terminated), bool(truncated), info
-        raise _strange("step", returned, "(observation, reward, terminated, truncated, info)")
+        raise _invalid_return("step", returned, "(observation, reward, terminated, truncated, info)")
 
     @contextmanager
-    def _marked(self) -> Iterator[None]:
+    def _numbered_errors(self) -> Iterator[None]:
+        """While open, errors carry the environment's number, also to the main process."""
         try:
             yield
         except Exception as error:
             if self._in_child:
-                raise RemoteError.carry(error, self._number) from None
-            if (known := marked(error, self._number)) is not error:
-                raise known from error
+                raise RemoteError.pack(error, self._number) from None
+            numbered = with_env_number(error, self._number)
+            if numbered is not error:
+                raise numbered from error
             raise
 
 
 def _require_in_space(space: gymnasium.Space[Any], observation: Any) -> None:
-    """Reject an observation that a vector environment would change silently.
+    """Rejects an observation that a vector environment would change silently.
 
     Raises:
         ConfigError: It has parts that its space lacks, or numbers beyond the space's type.
@@ -141,7 +147,7 @@ def _require_in_space(space: gymnasium.Space[Any], observation: Any) -> None:
     for path, part_space, part in _parts(space, observation, "observation"):
         if part_space is None:
             lacking.append(path)
-        elif isinstance(part_space, _NUMBERS) and not _holds(part_space.dtype, part):
+        elif isinstance(part_space, _NUMBERS) and not _can_hold(part_space.dtype, part):
             raise ConfigError(
                 f"{path} is {excerpt(part)}, which the type {part_space.dtype} of its space cannot hold. Give the "
                 "space a larger type (dtype)."
@@ -156,7 +162,7 @@ def _require_in_space(space: gymnasium.Space[Any], observation: Any) -> None:
 def _parts(
     space: gymnasium.Space[Any], observation: Any, path: str
 ) -> Iterator[tuple[str, gymnasium.Space[Any] | None, Any]]:
-    """The parts of an observation with their paths and spaces; None where the space lacks one."""
+    """Yields the path, space and value of each part of an observation; None as space where the space lacks the part."""
     if isinstance(space, spaces.Dict) and isinstance(observation, Mapping):
         items = [(key, space.spaces.get(key), part) for key, part in observation.items()]
     elif isinstance(space, spaces.Tuple) and _is_sequence(observation):
@@ -180,8 +186,8 @@ def _is_sequence(observation: Any) -> bool:
     return isinstance(observation, (tuple, list))
 
 
-def _holds(dtype: Any, numbers: Any) -> bool:
-    """Whether a type has these numbers, up to rounding; True for other values, which Gymnasium rejects."""
+def _can_hold(dtype: Any, numbers: Any) -> bool:
+    """Whether a type can hold these numbers, up to rounding; True for other values, which Gymnasium rejects."""
     if getattr(numbers, "dtype", None) == dtype:
         return True
     try:
@@ -191,13 +197,14 @@ def _holds(dtype: Any, numbers: Any) -> bool:
     if values.dtype == dtype or values.dtype.kind not in "iuf" or not np.can_cast(values.dtype, dtype, "same_kind"):
         return True
     with np.errstate(over="ignore"):
-        received = values.astype(dtype)
+        converted = values.astype(dtype)
     if dtype.kind == "f":
-        return bool((np.isfinite(received) == np.isfinite(values)).all())
-    return bool((received == values).all())
+        return bool((np.isfinite(converted) == np.isfinite(values)).all())
+    return bool((converted == values).all())
 
 
-def _strange(method: str, returned: Any, expected: str) -> ConfigError:
+def _invalid_return(method: str, returned: Any, expected: str) -> ConfigError:
+    """Returns an error for a method of an environment that returned something invalid."""
     return ConfigError(
         f"The environment's {method}() returned {returned!r}. Return {expected}, as gymnasium.Env says: one number as "
         "the reward, True or False for the two flags, a dictionary as info."

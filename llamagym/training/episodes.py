@@ -1,4 +1,4 @@
-"""A finished episode as callbacks and judges see it, and what a judge gives it."""
+"""A finished episode as callbacks and judges see it, and the rewards of a judge."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from ..options import as_number
 from ..text.chat_template import Message
 from ..text.episode import Turn
 
+# Names in an info under which environments report success.
 _SUCCESS = ("success", "won", "is_success")
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """What was seen, said, done and earned in an episode, in all three lists one item a turn.
+    """A finished episode; `actions`, `rewards` and `turns` have one item per turn.
 
     Attributes:
-        copy: Number of the environment's copy.
-        seed: Of its reset.
-        actions: What was done.
-        rewards: What each action earned; what a judge gave is in it once the judge has spoken.
-        turns: What the model read and said as token ids, with log-probabilities and values; empty for a policy that is
-            no agent.
-        messages: The same as chat messages, the system prompt first; also empty for such a policy.
+        copy: Number of the environment.
+        seed: Seed of its reset.
+        actions: Actions taken.
+        rewards: Reward of each action, with the judge's once the judge has been called.
+        turns: Token ids that the model read and sampled, with log-probabilities and values; empty for a policy that is
+            not an agent.
+        messages: The same as chat messages, beginning with the system prompt; also empty for such a policy.
         terminated: Whether it reached a final state.
         truncated: Whether it was cut off.
-        info: What the environment said last.
+        info: Info of the last step.
     """
 
     copy: int
@@ -44,7 +45,7 @@ class PlayedEpisode:
 
     @property
     def length(self) -> int:
-        """Turns played."""
+        """Number of turns."""
         return len(self.actions)
 
     @property
@@ -54,12 +55,12 @@ class PlayedEpisode:
 
     @property
     def invalid_turns(self) -> int:
-        """Turns whose reply named no action."""
+        """Number of turns whose reply named no action."""
         return sum(not turn.valid for turn in self.turns)
 
     @property
     def success(self) -> bool | None:
-        """Whether `info` speaks of success, under "success", "won" or "is_success"; None if it does not say."""
+        """Whether `info` reports success under "success", "won" or "is_success"; None without such a flag."""
         for name in _SUCCESS:
             if as_number(self.info.get(name)) in (0.0, 1.0):
                 return bool(self.info[name])
@@ -70,27 +71,28 @@ Judge = Callable[[PlayedEpisode], float | Sequence[float]]
 """Rewards a finished episode: a number for its last turn, or one for each turn, added to the environment's rewards."""
 
 
-def verdict(judge: Judge, episode: PlayedEpisode) -> list[float]:
-    """What a judge gives each turn of an episode.
+def judge_rewards(judge: Judge, episode: PlayedEpisode) -> list[float]:
+    """Returns the judge's reward for each turn of an episode.
 
     Raises:
-        ConfigError: It gives neither a number nor one for each turn.
+        ConfigError: The judge returned neither a number nor one for each turn.
     """
-    given: Any = judge(episode)
-    if math.isnan(number := as_number(given)):
-        is_row = hasattr(given, "__iter__") and not isinstance(given, (str, bytes, Mapping))
-        rewards = [as_number(reward) for reward in given] if is_row else []
-    else:
+    returned: Any = judge(episode)
+    number = as_number(returned)
+    rewards = []
+    if not math.isnan(number):
         rewards = [0.0] * (episode.length - 1) + [number]
+    elif hasattr(returned, "__iter__") and not isinstance(returned, (str, bytes, Mapping)):
+        rewards = [as_number(reward) for reward in returned]
     if len(rewards) != episode.length or not all(map(math.isfinite, rewards)):
         raise ConfigError(
-            f"The judge gave {given!r} to an episode of {episode.length} turns. Return a finite number, which is added "
-            "to the last turn's reward, or a list of them, one for each turn."
+            f"The judge returned {returned!r} for an episode of {episode.length} turns. Return a finite number, which "
+            "is added to the last turn's reward, or a list of them, one for each turn."
         )
     return rewards
 
 
 def success_rate(successes: list[bool | None]) -> float | None:
-    """The share of successes among the episodes of which it is known; None if it is of none."""
+    """Returns the share of successes among the episodes with a known outcome; None if no outcome is known."""
     known = [success for success in successes if success is not None]
     return sum(known) / len(known) if known else None
