@@ -94,7 +94,7 @@ def test_tokens_a_second_of_larger_models_are_quotients_of_their_file():
 
 @pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.stem)
 def test_numbers_on_other_pages_are_in_a_linked_file_or_the_log(page):
-    log = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "log").glob("*.md"))
+    log = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "research").glob("*.md"))
     known = set(NUMBER.findall(log)) | NOT_MEASURED.get(page.name, set())
     shown = unfounded(text_of(page.read_text(encoding="utf-8")), page.parent)
     assert [number for number in shown if number not in known] == []

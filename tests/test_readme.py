@@ -32,7 +32,7 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *(page for folder in ("docs", "research") for page in sorted((ROOT / folder).rglob("*.md")))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
