@@ -164,7 +164,17 @@ def names_in(source: str) -> set[str]:
 @pytest.fixture(scope="module")
 def known_names() -> set[str]:
     """All names that a page may set in code."""
-    folders_of_files = ("docs", "examples", "llamagym", "scripts", "research", "sft_data", "tests", ".ci", "requirements")
+    folders_of_files = (
+        "docs",
+        "examples",
+        "llamagym",
+        "scripts",
+        "research",
+        "sft_data",
+        "tests",
+        ".ci",
+        "requirements",
+    )
     paths = [path for folder in folders_of_files for path in (ROOT / folder).rglob("*.*")]
     files = {part for path in [*paths, *ROOT.glob("*.*")] for part in re.findall(r"\w+", path.name)}
     folders = {part for path in SOURCES for part in path.relative_to(ROOT).parts}

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scaling.md"]
+MEASURED = ("benchmarks", "speed", "larger-models", "scaling")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in MEASURED)]
 # These cite the log, where a measurement has no file.
 OTHER_PAGES = sorted(set((ROOT / "docs").glob("*.md")) - set(PAGES))
 # With a fraction or with thousands; not a version, a date or a part of a name.
@@ -24,11 +25,12 @@ WHOLE = re.compile(r"(?<![\w.,/#:-])-?\d{2,}(?!\w|[.,]\d|[/:]|-\d)")
 NOT_MEASURED = {
     "README.md": {"3.10", "3.13"},
     "benchmarks.md": {"-0.12", "2.58", "32", "50", "280"},
-    "scaling.md": {"250,000", "2,048", "17", "25", "50", "60", "64", "128", "512"},
+    "speed.md": {"16", "50"},
+    "larger-models.md": {"2,048", "15", "60"},
     "environments.md": {"3.11"},
 }
 # Quotients of a file's numbers, which a test computes.
-COMPUTED = {"scaling.md": {"386", "165", "74"}}
+COMPUTED = {"larger-models.md": {"386", "165", "74"}}
 # Operations are in units of 1e9 and 1e12 on the pages.
 UNITS = (1.0, 1e9, 1e12)
 REQUIRED = {"command", "commit", "hardware"}
@@ -89,7 +91,7 @@ def test_numbers_in_the_text_are_those_of_linked_files(page):
 def test_tokens_a_second_of_larger_models_are_quotients_of_their_file():
     result = json.loads((BENCHMARKS / "results" / "larger-models.json").read_text(encoding="utf-8"))
     acting = [model["acting"] for model in result["models"].values()]
-    assert {str(round(each["tokens"] / each["processor_s"])) for each in acting} == COMPUTED["scaling.md"]
+    assert {str(round(each["tokens"] / each["processor_s"])) for each in acting} == COMPUTED["larger-models.md"]
 
 
 @pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.stem)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from llamagym import Agent, GenerationConfig, PPOConfig
+from llamagym.learners.replay import ReplayConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,7 +33,10 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
 
 
-PAGES = [ROOT / "README.md", *(page for folder in ("docs", "research") for page in sorted((ROOT / folder).rglob("*.md")))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for folder in ("docs", "research") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -42,17 +46,10 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
-def test_reliability_names_tests_that_exist():
+def test_every_row_of_reliability_links_tests():
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
-    assert [test for test in named if f"def {test[1]}(" not in (ROOT / "tests" / test[0]).read_text("utf-8")] == []
-    # Files and functions are named together.
-    assert (
-        len(named) == len(re.findall(r"\btest_\w+\.py", page)) == len(re.findall(r"\btest_\w+(?!\.py)\b(?!\.)", page))
-    )
-    tables = re.findall(r"^\|[^\n]*\| test \|\n\|[-|]+\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
-    assert len(tables) == 6
-    assert [row for table in tables for row in table.splitlines() if "::test_" not in row.rsplit(" | ", 1)[-1]] == []
+    (table,) = re.findall(r"^\|[^\n]*\| tests \|\n\|[-|]+\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
+    assert [row for row in table.splitlines() if "](../tests/test_" not in row.rsplit(" | ", 1)[-1]] == []
 
 
 def test_the_architecture_names_files_that_exist_on_a_page():
@@ -90,14 +87,14 @@ def test_the_snippets_run_and_print_nothing_else(tmp_path):
     assert [line for line in result.stderr.splitlines() if not progress.match(line)] == []
 
 
-def table(header: str) -> dict[str, object]:
-    """The options of the table under `header` with the defaults it shows."""
-    rows = OPTIONS.split(f"| {header} | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+def options_of(owner: str) -> dict[str, object]:
+    """The options of an owner on the page of options, with the defaults it shows."""
     shown: dict[str, object] = {}
-    for row in rows:
-        names, defaults = row.split(" | ")[:2]
+    for names, defaults in re.findall(rf"^\| (`[^|]*) \| `{owner}` \| ([^|]*) \|", OPTIONS, flags=re.MULTILINE):
         values = [ast.literal_eval(value.strip().strip("`")) for value in defaults.split(",")]
-        shown.update(zip(re.findall(r"`(\w+)`", names), values, strict=True))
+        options = dict(zip(re.findall(r"`(\w+)`", names), values, strict=True))
+        assert not shown.keys() & options.keys(), f"{owner} has options in two rows"
+        shown.update(options)
     return shown
 
 
@@ -110,24 +107,20 @@ def test_loops_pass_on_both_flags(page):
     assert [call for call in calls if "truncated=truncated" in call and "terminated=" not in call] == []
 
 
-def test_every_option_of_ppo_stands_there_with_its_default():
-    assert table("option") == {field.name: field.default for field in fields(PPOConfig)}
+@pytest.mark.parametrize(
+    ("owner", "config"), [("ppo", PPOConfig), ("generate", GenerationConfig), ("replay", ReplayConfig)]
+)
+def test_options_page_lists_every_option_with_its_default(owner, config):
+    assert options_of(owner) == {field.name: field.default for field in fields(config)}
 
 
-def test_every_option_of_the_agent_stands_there_with_its_default():
+def test_options_page_lists_every_option_of_the_agent_with_its_default():
     parameters = inspect.signature(Agent.__init__).parameters
     given = {"self", "model", "tokenizer"}
     defaults = {name: parameters[name].default for name in parameters.keys() - given}
     # An empty dictionary cannot be a default argument; None stands for it, but for replay, where it means none.
     defaults |= {name: {} for name in defaults if name.endswith("_dict") and name != "replay_config_dict"}
-    assert table("option of `Agent(...)`") == defaults
-
-
-def test_every_option_of_sampling_stands_there_with_its_default():
-    paragraph = OPTIONS.split("\nSampling (`generate_config_dict`): ")[1].split("\n\n")[0]
-    pairs = re.findall(r"`(\w+)` \(([^)]+)\)", paragraph)
-    shown = {name: ast.literal_eval(value) for name, value in pairs}
-    assert shown == {field.name: field.default for field in fields(GenerationConfig)}
+    assert options_of("Agent") == defaults
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Tables of what was learned, from the results in `learning/results`."""
+"""Tables of the learning results in `learning/results`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _TARGETS = {
 }
 # What did not reach its target, by the name of the result files, and what limits it.
 _LIMITS = {
-    "mastermind-10000-games": "games to imitate, and the residual randomness of sampling",
-    "mastermind": "random guesses hardly ever find the code, so next to nothing is rewarded",
-    "babyai-memory": "looking back is unlearned before it is worth anything",
-    "cartpole-two-decimals": "half of what an update gains is for its own batch alone; what the critic can tell",
-    "babyai-go-to-local": "greedy alone: the agent goes to and fro between two views",
+    "mastermind-10000-games": "number of imitated games; randomness of sampling",
+    "mastermind": "random guesses hardly ever find the code, so hardly any episode is rewarded",
+    "babyai-memory": "looking back costs steps and is unlearned before it pays",
+    "cartpole-two-decimals": "half of an update's gain is overfitting to its batch; a weak critic",
+    "babyai-go-to-local": "the greedy agent alternates between two views",
 }
 # The README's rows, by the name of the result files: short and long tasks, numbers and texts, listed and free replies.
 _SHOWN_IN_README = (
@@ -97,42 +97,29 @@ def summary() -> str:
 
 
 def results() -> str:
-    """What was learned: an experiment a line, its plot, and what all ran on."""
+    """What was learned: an experiment a line, with links to its runs and their curves."""
     lines = [
-        "| runs, by seed | before | sampled (worst) | greedy (worst) | target | baselines | minutes | GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | random | before | sampled (worst) | greedy (worst) | optimum | target | minutes | GiB | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    plots = []
     for name, runs in runs_by_name().items():
-        seeds = " ".join(f"[{run['seed']}]({_LINK}/{run['file']})" for run in runs)
-        called = title(name, runs)
+        files = [f"[{run['seed']}]({_LINK}/{run['file']})" for run in runs]
+        if (RESULTS / f"{name}.png").exists():
+            files.append(f"[curves]({_LINK}/{name}.png)")
+        baselines = runs[0]["baselines"]
         cells = [
-            f"{called} {seeds}",
+            title(name, runs),
+            number(baselines["random"]) if "random" in baselines else "",
             number(statistics.mean(run["expected_return_before"] for run in runs)),
             *(over_seeds([run[f"expected_return_{how}"] for run in runs]) for how in ("after", "greedy")),
+            number(baselines["optimum"]),
             _TARGETS.get(name.removesuffix("-bfloat16"), ""),
-            ", ".join(
-                f"{baseline.replace('_', ' ')} {number(value)}" for baseline, value in runs[0]["baselines"].items()
-            ),
             f"{statistics.mean(map(minutes, runs)):.1f}",
             f"{max(run['peak_memory_gib'] for run in runs):.1f}",
+            " ".join(files),
         ]
         lines.append(table_row(*cells))
-        if (RESULTS / f"{name}.png").exists():
-            plots += ["", f"![Learning curves: {called}]({_LINK}/{name}.png)"]
-    hardware = [run["hardware"] for runs in runs_by_name().values() for run in runs]
-    machines = dict.fromkeys(f"{of_run['cores']} cores of an {of_run['processor']}" for of_run in hardware)
-    lines += [
-        "",
-        "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval,",
-        "and the worst seed. Minutes are the seeds' mean, warm starts included where files say how long they took,",
-        "GiB the seeds' largest peak.",
-        f"On {' or '.join(machines)}. Each file holds its command and machine;",
-        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's; with `--keep FOLDER`",
-        "a run that was stopped goes on when the command is given again.",
-        *time_to_goal(runs_by_name()["blackjack"]),
-    ]
-    return "\n".join([*lines, *plots])
+    return "\n".join([*lines, "", *time_to_goal(runs_by_name()["blackjack"])])
 
 
 def shortfalls() -> str:
@@ -154,7 +141,7 @@ def minutes(run: Run) -> float:
 def time_to_goal(runs: list[Run]) -> list[str]:
     """A sentence on how long Blackjack takes to its first goal."""
     reached = [first_reach(run, "minutes", ".1f") for run in runs]
-    return [f"Blackjack passed {_GOAL}, sampled, after minutes: {', '.join(reached)}."]
+    return [f"Minutes until Blackjack's sampled policy passed {_GOAL}, by seed: {', '.join(reached)}."]
 
 
 def first_reach(run: Run, axis: str, style: str) -> str:

@@ -47,11 +47,11 @@ def workloads() -> str:
     ]
     lines += [
         "",
-        f"[Result]({_LINK}/workloads-bfloat16.json), in bfloat16 on {machine(result)}.",
-        f"The limit of a batch is a bare forward pass of 64 rows of 40 tokens, without logits: {forward:.0f} tokens a",
-        f"second. One reply alone can be decoded at {alone:.0f}, memory's bandwidth over the weights' bytes; it is",
-        f"here at {decoded_alone(result):.0f}. llama.cpp, with the same weights in 4 bit, makes",
-        f"{', '.join(others)} tokens a second.",
+        f"[Result]({_LINK}/workloads-bfloat16.json), bfloat16. The limit of a batch is a bare forward pass of 64 rows",
+        f"of 40 tokens without logits ({forward:.0f} tokens/s); that of one reply is memory bandwidth over the size of",
+        f"the weights ({alone:.0f} tokens/s, here {decoded_alone(result):.0f}). llama.cpp with the same weights in 4 bits,",
+        "in tokens/s:",
+        f"{', '.join(others)}.",
     ]
     return "\n".join(lines)
 
@@ -80,13 +80,11 @@ def end_to_end() -> str:
         rates = [f"{result[of]['median']:.2f}" for of in (ours, name)]
         lines.append(table_row(label, *rates, f"{result[name]['ours_over']:.1f}"))
     link = f"[Result]({_LINK}/end-to-end-bfloat16.json)"
-    return "\n".join(
-        [*lines, "", f"{link}, on {machine(result)}; AgileRL and LlamaGym in float32, the others in bfloat16."]
-    )
+    return "\n".join([*lines, "", f"{link}; AgileRL and LlamaGym in float32, the others in bfloat16."])
 
 
 def pieces() -> str:
-    """What each cache and each kernel is good for: turns a second without it over those with it."""
+    """Ablation of caches and kernels: turns per second without each of them over those with it."""
     result = speed_result("ablation")
     workloads = ("repeated", "choices", "unique", "conversation", "single")
     works = [f"{work} {of}" for work in ("act", "learn") for of in workloads]
@@ -95,11 +93,7 @@ def pieces() -> str:
     for name, row in result["rows"].items():
         cells = (f"{row[work]['without_over_with']:.2f}" if work in row else "" for work in works)
         lines.append(table_row(name, *cells))
-    machines = dict.fromkeys(machine(session) for session in result["sessions"].values())
-    sessions = f"{len(result['sessions'])} sessions, on {' or '.join(machines)}"
-    return "\n".join(
-        [*lines, "", f"[Result]({_LINK}/ablation.json), of {sessions}; the file names one for each value."]
-    )
+    return "\n".join([*lines, "", f"[Result]({_LINK}/ablation.json), which names the session of each value."])
 
 
 def benchmarks() -> str:
@@ -127,11 +121,7 @@ def benchmarks() -> str:
                 ratios = (result[f"{kind}_over_{rival}"] for kind in ("free_text", "choices"))
                 rate = result[rival]["median"]
                 lines.append(table_row(f"{label} ({rate:.2f})", *(f"{ratio:.1f}" for ratio in ratios)))
-    lines += [
-        "",
-        f"On {machine(result)}, in float32 where nothing",
-        "else is said; LlamaGym 0.1.1 and AgileRL 2.58 always in float32.",
-    ]
+    lines += ["", "float32 unless bfloat16 is named; LlamaGym and AgileRL always in float32."]
     if (_RESULTS / "memory.png").exists():
         lines += ["", "![Resident memory of a Blackjack run](../scripts/benchmarks/results/memory.png)"]
     return "\n".join(lines)
@@ -141,8 +131,3 @@ def speed_result(name: str) -> dict[str, Any]:
     """What a benchmark of speed has found."""
     result: dict[str, Any] = json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
-
-
-def machine(result: dict[str, Any]) -> str:
-    """What a result was measured on."""
-    return f"{result['hardware']['cores']} cores of an {result['hardware']['processor']}"
