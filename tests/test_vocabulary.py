@@ -42,7 +42,7 @@ PHRASES = {
     "wing": "package",
     "wings": "packages",
     "copies at rest": "paused environments",
-    "a turn costs": "cost per turn",
+    "what a turn costs": "cost per turn",
     "not as it should be": "failed",
     "microbatch nodes": "max_tokens_per_pass",
 }
@@ -70,7 +70,7 @@ BRITISH = (
     r"(?:label|model|travel|signal|channel|level|total|tunnel|fuel)l(?:ed|ing|er)",
     r"(?:learn|spel|spoil|burn|dream|lean)t",
     r"(?:whil|among)st",
-    r"gr(?:ey|eyed)|programme[sd]?|artefacts?|judgements?|fulfils?|practis(?:e|ed|ing)|ageing|sceptic[a-z]*|mould[a-z]*",
+    r"programme[sd]?|artefacts?|judgements?|fulfils?|practis(?:e|ed|ing)|ageing|sceptic[a-z]*|mould[a-z]*",
 )
 
 

@@ -19,9 +19,9 @@ from runs import (
 
 # The results' folder as pages in docs/ link to it.
 _LINK = "../scripts/benchmarks/learning/results"
-# What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
+# First goal for Blackjack; always sticking returns -0.186, the optimum -0.047.
 _GOAL = -0.12
-# What was to be reached, set before the runs, in any dtype; by the name of the result files.
+# Targets, set before the runs, in any dtype; by the name of the result files.
 _TARGETS = {
     "blackjack": "greedy -0.060, worst -0.075",
     "blackjack-free-text": "greedy -0.080",
@@ -41,7 +41,7 @@ _TARGETS = {
     "babyai-memory": "0.9",
     "babyai-go-to-local": "0.85",
 }
-# What did not reach its target, by the name of the result files, and what limits it.
+# Tasks that missed their target, by the name of the result files, and the limiting factor.
 _LIMITS = {
     "mastermind-10000-games": "number of imitated games; randomness of sampling",
     "mastermind": "random guesses hardly ever find the code, so hardly any episode is rewarded",
@@ -74,7 +74,7 @@ _COMPARED, _WAYS = ("blackjack", "taxi", "frozenlake"), ("words", "random", "num
 
 
 def summary() -> str:
-    """Six tasks for the README, a line each, with links to the result files of their seeds."""
+    """Six tasks for the README, one per line, with links to the result files of their seeds."""
     found = runs_by_name()
     header = "| task | random | before | after (worst seed) | optimum | minutes | runs |"
     lines = [header, "|---|---|---|---|---|---|---|"]
@@ -97,7 +97,7 @@ def summary() -> str:
 
 
 def results() -> str:
-    """What was learned: an experiment a line, with links to its runs and their curves."""
+    """Learning results: one experiment per line, with links to its runs and their curves."""
     lines = [
         "| task | random | before | sampled (worst) | greedy (worst) | optimum | target | minutes | GiB | runs |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -123,7 +123,7 @@ def results() -> str:
 
 
 def shortfalls() -> str:
-    """What fell short of its target: an experiment a line, with its seeds one after the other."""
+    """Experiments that missed their target, one per line, by seed."""
     lines = ["| task | target | sampled, by seed | greedy, by seed | what limits it |", "|---|---|---|---|---|"]
     found = runs_by_name()
     for name, limit in _LIMITS.items():
@@ -134,24 +134,24 @@ def shortfalls() -> str:
 
 
 def minutes(run: Run) -> float:
-    """How long a run learned, from demonstrations and from rewards; older files do not say the former."""
+    """Minutes of learning, from demonstrations and rewards; older files lack the former."""
     return run["minutes"] + (run.get("warm_start") or {}).get("learn_s", 0.0) / 60
 
 
 def time_to_goal(runs: list[Run]) -> list[str]:
-    """A sentence on how long Blackjack takes to its first goal."""
+    """A sentence on the minutes until Blackjack reaches its first goal."""
     reached = [first_reach(run, "minutes", ".1f") for run in runs]
     return [f"Minutes until Blackjack's sampled policy passed {_GOAL}, by seed: {', '.join(reached)}."]
 
 
 def first_reach(run: Run, axis: str, style: str) -> str:
-    """Where along `axis` a Blackjack run first reached the goal."""
+    """The point on `axis` at which a Blackjack run first reached the goal."""
     reached = (point[axis] for point in run["curve"] if point.get("expected_return", _GOAL - 1) >= _GOAL)
     return next((format(at, style) for at in reached), "never")
 
 
 def ablations() -> str:
-    """What each part of the recipe buys: a variant a line, its seeds one after the other."""
+    """Ablation of the recipe: one variant per line, by seed."""
     lines = [f"| variant, by seed | before | sampled | greedy | episodes to {_GOAL} |", "|---|---|---|---|---|"]
     found = runs_by_name(ABLATIONS)
     for name in (name for name in _VARIANTS if name in found):
@@ -167,7 +167,7 @@ def ablations() -> str:
 
 
 def sparse_rewards() -> str:
-    """Turns until a task with rare rewards is solved: a version of the library a line, its seeds side by side."""
+    """Turns until a task with rare rewards is solved: one version of the library per line, by seed."""
     lines = ["| version, by seed | turns to the first reward | turns to solve | updates |", "|---|---|---|---|"]
     found = runs_by_name(SPARSE_REWARDS)
     for name in ("before", "now"):
@@ -179,7 +179,7 @@ def sparse_rewards() -> str:
 
 
 def comparisons() -> str:
-    """What learning owes to the language model: a task and a way of replying per line, with links to the files."""
+    """Contribution of the language model: one task and sampling mode per line, with links to the files."""
     lines = [
         "| task, seed 0 | | model and words | random weights | bare numbers | optimum |",
         "|---|---|---|---|---|---|",
@@ -193,7 +193,7 @@ def comparisons() -> str:
 
 
 def _compared(how: str) -> list[tuple[str, str, str, str, str]]:
-    """Each task, and its return as usual, with random weights, with bare numbers, and at best."""
+    """Each task with its returns: as usual, random weights, bare numbers, optimum."""
     found, rows = runs_by_name(COMPARISONS), []
     for task in _COMPARED:
         runs = [found[f"{task}-{way}"][0] for way in _WAYS]

@@ -11,7 +11,7 @@ from runs import table_row
 _RESULTS = Path(__file__).resolve().parent / "results"
 # The results' folder as pages in docs/ link to it.
 _LINK = "../scripts/benchmarks/results"
-# What users do, by the name in the results, from the best case to the worst.
+# Workloads by their name in the results, from the best case to the worst.
 _WORKLOADS = {
     "repeated": "Blackjack's observations, 64 environments, up to 8 tokens",
     "repeated-choices": "the same, choices",
@@ -23,7 +23,7 @@ _WORKLOADS = {
 
 
 def workloads() -> str:
-    """Acting on what users do, the worst as well as the best, against the hardware and others."""
+    """Acting on all workloads, against the hardware's limit and `generate`."""
     lines = [
         "| acting | turns per second | tokens per second | of the hardware's limit | times `generate` |",
         "|---|---|---|---|---|",
@@ -49,20 +49,20 @@ def workloads() -> str:
         "",
         f"[Result]({_LINK}/workloads-bfloat16.json), bfloat16. The limit of a batch is a bare forward pass of 64 rows",
         f"of 40 tokens without logits ({forward:.0f} tokens/s); that of one reply is memory bandwidth over the size of",
-        f"the weights ({alone:.0f} tokens/s, here {decoded_alone(result):.0f}). llama.cpp with the same weights in 4 bits,",
-        "in tokens/s:",
+        f"the weights ({alone:.0f} tokens/s, here {decoded_alone(result):.0f}). llama.cpp with the same weights in",
+        "4 bits, in tokens/s:",
         f"{', '.join(others)}.",
     ]
     return "\n".join(lines)
 
 
 def decoded_alone(result: dict[str, Any]) -> float:
-    """Tokens a second of a single environment's replies, which are 64 tokens long."""
+    """Tokens per second of a single environment, whose replies have 64 tokens."""
     return 64 * float(result["workloads"]["single"]["turns_per_second"]["median"])
 
 
 def of_limit(result: dict[str, Any], workload: str) -> float:
-    """Tokens a second as a share of what the hardware allows: memory's bandwidth for one reply alone, else compute."""
+    """Tokens per second as a share of the hardware's limit: memory bandwidth for a single reply, else compute."""
     if workload == "single":
         return decoded_alone(result) / float(result["limits"]["single_stream_tokens_per_second"])
     return float(result["workloads"][workload]["of_forward"])
@@ -128,6 +128,6 @@ def benchmarks() -> str:
 
 
 def speed_result(name: str) -> dict[str, Any]:
-    """What a benchmark of speed has found."""
+    """The result file of a speed benchmark."""
     result: dict[str, Any] = json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
