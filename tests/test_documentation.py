@@ -237,6 +237,12 @@ def names_in_definitions(source: str) -> set[str]:
     return fields | {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
+def test_navigation_lists_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r": ([\w/-]+\.md)$", navigation, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES)
+
+
 def test_removed_names_are_rejected():
     assert "use_target_kl" not in names_in('options = {"use_target_kl": 1, "target_kl": 2}')
     assert "target_kl" in names_in('options = {"use_target_kl": 1, "target_kl": 2}')

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,7 @@ def names_defined_by(node: ast.AST) -> set[str]:
     return {name.lstrip("_") for name in names}
 
 
+@cache
 def found_in_all() -> dict[str, dict[str, int]]:
     """By file, the words to be replaced and their lines."""
     names = {path.relative_to(ROOT).as_posix(): path for path in files()}
