@@ -1,10 +1,10 @@
-"""Build the documentation's pages into build/site, which need no network to be built or read.
+"""Build the documentation into build/site; neither building nor reading needs a network.
 
     pip install -r requirements/docs.txt
     python scripts/build_docs.py
 
-Pages link to files of the repository as a checkout has them. Those that they link to are put beside the pages, and a
-link that leads nowhere is an error, as every warning of zensical's is.
+Files of the repository that pages link to are copied beside the pages. A broken link is an error, and so is every
+warning of zensical.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _OUTSIDE = re.compile(r'<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=
 
 
 def main() -> int:
-    """Build, then put in what pages link to; the exit code."""
+    """Build, then copy linked files; returns the exit code."""
     shutil.rmtree(SITE, ignore_errors=True)
     code = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=ROOT, check=False).returncode
     if code:
         return code
     faults = [fault for page in sorted(SITE.rglob("*.html")) for fault in complete(page)]
-    print("\n".join(faults) or f"{SITE / 'index.html'}: every link leads somewhere, nothing is fetched from elsewhere")
+    print("\n".join(faults) or f"{SITE / 'index.html'}: every link exists, nothing is fetched from other hosts")
     return 1 if faults else 0
 
 
 def complete(page: Path) -> list[str]:
-    """Bring in the files that a page links to; returns what is wrong with it."""
-    if page == SITE / "404.html":  # its links begin at the site's root, wherever that will be
+    """Copy the files that a page links to; returns its faults."""
+    if page == SITE / "404.html":  # its links begin at the root of the future site
         return []
     html, faults = page.read_text(encoding="utf-8"), list[str]()
 
@@ -46,10 +46,10 @@ def complete(page: Path) -> list[str]:
             return link[0]
         source = (DOCS / page.relative_to(SITE).parent / target).resolve()
         if not source.is_relative_to(ROOT) or not source.exists():
-            faults.append(f"{page.relative_to(SITE)}: {target} leads nowhere")
+            faults.append(f"{page.relative_to(SITE)}: {target} does not exist")
             return link[0]
         copy = SITE / FILES / source.relative_to(ROOT)
-        # A browser shows a source as text, and a folder not at all.
+        # Browsers show .txt, but not sources.
         copy = copy.with_name(copy.name + ".txt") if copy.suffix in (".py", ".toml", ".md") else copy
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():

@@ -1,4 +1,4 @@
-"""Regenerate the tables in README.md and docs/ from what they describe.
+"""Regenerate the tables in README.md and docs/ from result files and the registry.
 
 python scripts/readme_tables.py            rewrites the pages
 python scripts/readme_tables.py --check    exits with 1 if one is out of date
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def models() -> str:
-    """The registry, an entry a line."""
+    """The registry, one entry per line."""
     lines = [
         "| name (hub id, if another) | family | parameters | LoRA on | GiB in fp32 / bf16 / 4-bit | template |",
         "|---|---|---|---|---|---|",
@@ -66,14 +66,14 @@ PAGES: dict[Path, Sections] = {
         "adapters": support_tables.adapters,
     },
 }
-"""By page, what stands between `<!-- name:begin -->` and `<!-- name:end -->`, by name."""
+"""By page, the functions that write the text between `<!-- name:begin -->` and `<!-- name:end -->`."""
 
 
 def render(page: str, text: str, sections: Sections) -> str:
-    """A page's text with every section made again.
+    """A page's text with every section regenerated.
 
     Raises:
-        ValueError: The markers of a section are not there, each once and in order.
+        ValueError: The markers of a section do not occur once each, in order.
     """
     for name, make in sections.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
@@ -85,7 +85,7 @@ def render(page: str, text: str, sections: Sections) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Rewrite or check; the exit code."""
+    """Rewrite or check; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(argv).check

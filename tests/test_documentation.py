@@ -1,12 +1,11 @@
-"""The pages' code: every Python block of `docs/` runs, or the page says why it does not.
+"""Every Python block of `docs/` runs, or a comment says why not; names in code and links exist; the site builds.
 
-Blocks of a page run in order, in one namespace, on a tiny model in the place of the embedded one. A comment above a
-block says what is special about it:
+Blocks of a page run in order, in one namespace, on a tiny model in place of the embedded one. Comments above a block:
 
     <!-- not run: reason -->                  it cannot be run here
     <!-- run with: 2_000 => 8; a => b -->     with smaller numbers
     <!-- needs: package -->                   only where a package is installed
-    <!-- setup                                code that readers need not see, run before the block; ends with -->
+    <!-- setup                                hidden code, run before the block; ends with -->
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tests.tiny import tiny_base_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-# Pages whose blocks have tests of their own, which say more than that they run.
+# Pages whose blocks are tested elsewhere, for more than that they run.
 ELSEWHERE = {"README.md": "test_readme.py", "from-llamagym.md": "test_ports.py", "training.md": "test_loop_inputs.py"}
 _PART = re.compile(r"<!-- (?P<key>not run|run with|needs): (?P<value>[^\n]*?) -->\n|"
                    r"<!-- setup\n(?P<setup>.*?)-->\n|"
@@ -40,7 +39,7 @@ _PART = re.compile(r"<!-- (?P<key>not run|run with|needs): (?P<value>[^\n]*?) --
 
 
 class Block(NamedTuple):
-    """A fenced block, what the comments above it say, and its line on the page."""
+    """A fenced block, the comments above it by key, and its line on the page."""
 
     language: str
     code: str
@@ -49,7 +48,7 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """A page's fenced blocks, and what its comments set up, in order."""
+    """A page's fenced blocks and hidden setup code, in order."""
     found: list[Block] = []
     notes: dict[str, str] = {}
     for part in _PART.finditer(text):
@@ -66,7 +65,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def with_smaller_numbers(block: Block) -> str:
-    """The code, as its comment says it is run."""
+    """The code with the replacements of its comment."""
     code = block.code
     for change in filter(None, block.notes.get("run with", "").split("; ")):
         old, new = change.split(" => ")
@@ -75,7 +74,7 @@ def with_smaller_numbers(block: Block) -> str:
     return code
 
 
-def test_the_parts_of_a_page_are_found():
+def test_finds_blocks_and_their_comments():
     page = (
         "text\n<!-- run with: 5 => 1; b => c -->\n```python\na = 5 + b\n```\n\n"
         "<!-- setup\nb = 2\n-->\n<!-- not run: no shell -->\n```sh\nls\n```\n"
@@ -93,28 +92,28 @@ def test_the_parts_of_a_page_are_found():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_block_has_a_language_and_what_is_not_python_says_why_it_is_not_run(page):
+def test_blocks_have_a_language_and_a_reason_if_not_run(page):
     for block in blocks(page.read_text(encoding="utf-8")):
         assert block.language, f"{page.name}:{block.line}: name the block's language"
         if block.language not in ("python", "text", "json"):
             assert block.notes.get("not run"), f"{page.name}:{block.line}: say above the block why it is not run"
 
 
-def test_pages_that_are_tested_elsewhere_are():
+def test_other_tests_read_the_pages_left_out():
     for page, test in ELSEWHERE.items():
         assert page in (ROOT / "tests" / test).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Any:
-    """`load_model_and_tokenizer` with a tiny model in the place of the embedded one."""
+    """`load_model_and_tokenizer` with a tiny model in place of the embedded one."""
     folder = tmp_path_factory.mktemp("model")
     tiny_base_model("llama").save_pretrained(folder)
     tiny_tokenizer("llama").save_pretrained(folder)
     return lambda name, *args, **options: load_model_and_tokenizer(folder, *args, **options)
 
 
-# Names of other libraries, of LlamaGym 0.1.1 and of shells that pages set in code.
+# Names of other libraries, LlamaGym 0.1.1 and shells that pages show as code.
 FOREIGN = {
     *("MaskablePPO", "environment_factory", "fully_shard", "custom_module_functions", "custom_updater"),
     *("beta", "clip_coef", "gae_lambda", "lr_actor", "lr_critic", "update_epochs"),
@@ -163,8 +162,18 @@ def names_in(source: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def known_names() -> set[str]:
-    """All names that a page may set in code."""
-    folders_of_files = ("docs", "examples", "llamagym", "scripts", "sft_data", "tests", ".ci", "requirements")
+    """All names that a page may show as code."""
+    folders_of_files = (
+        "docs",
+        "examples",
+        "llamagym",
+        "scripts",
+        "research",
+        "sft_data",
+        "tests",
+        ".ci",
+        "requirements",
+    )
     paths = [path for folder in folders_of_files for path in (ROOT / folder).rglob("*.*")]
     files = {part for path in [*paths, *ROOT.glob("*.*")] for part in re.findall(r"\w+", path.name)}
     folders = {part for path in SOURCES for part in path.relative_to(ROOT).parts}
@@ -173,13 +182,11 @@ def known_names() -> set[str]:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
-def test_names_that_a_page_sets_in_code_exist(page, known_names):
-    if "log" in page.relative_to(ROOT).with_suffix("").parts:
-        pytest.skip("the log tells of what there was")
+def test_names_in_code_exist(page, known_names):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    # Generated tables name what other libraries have.
+    # Generated tables hold names of other libraries.
     text = re.sub(r"<!-- \w+:begin -->.*?<!-- \w+:end -->", "", text, flags=re.DOTALL)
-    # Tests that a page names have a test of their own, in test_readme.py.
+    # test_untrusted.py checks the tests that a page names.
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if "::test_" not in span]
     missing = {(span, name) for span in spans for name in re.findall(r"[A-Za-z_]\w+", span) if name not in known_names}
     # `*_internals.py` and `format_*.jsonl` name groups of files.
@@ -187,7 +194,7 @@ def test_names_that_a_page_sets_in_code_exist(page, known_names):
 
 
 def resolves(dotted: str) -> bool:
-    """Whether a module, or what is in one, has this name."""
+    """Whether a module or one of its attributes has this name."""
     parts = dotted.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -203,23 +210,20 @@ def resolves(dotted: str) -> bool:
 @pytest.mark.parametrize(
     "path", [ROOT / "README.md", *PAGES, *SOURCES], ids=lambda path: path.relative_to(ROOT).as_posix()
 )
-def test_dotted_names_lead_somewhere(path):
-    if "log" in path.parts:
-        pytest.skip("the log tells of what there was")
+def test_dotted_names_resolve(path):
     dotted = set(re.findall(r"(?<![\w/-])llamagym(?:\.[A-Za-z_]\w*)+", path.read_text(encoding="utf-8")))
     assert [name for name in dotted if not resolves(name)] == []
 
 
-def test_what_a_page_calls_on_an_agent_exists():
+def test_methods_called_on_an_agent_exist():
     agent = make_agent()
     for page in [ROOT / "README.md", *PAGES]:
-        if "log" not in page.parts:
-            called = re.findall(r"\bagent\.(\w+)", page.read_text(encoding="utf-8"))
-            # `agent.py` is a file, and `agent.get_action` AgileRL's.
-            assert {name for name in called if not hasattr(agent, name)} <= {"py", "get_action", "learn"}, page.name
+        called = re.findall(r"\bagent\.(\w+)", page.read_text(encoding="utf-8"))
+        # `agent.py` is a file, and `agent.get_action` AgileRL's.
+        assert {name for name in called if not hasattr(agent, name)} <= {"py", "get_action", "learn"}, page.name
 
 
-def test_references_in_docstrings_lead_somewhere():
+def test_references_in_docstrings_exist():
     trees = {path: path.read_text(encoding="utf-8") for path in SOURCES if "llamagym" in path.parts}
     defined = set().union(*map(names_in_definitions, trees.values()), {path.stem for path in trees})
     for path, text in trees.items():
@@ -233,7 +237,13 @@ def names_in_definitions(source: str) -> set[str]:
     return fields | {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
-def test_names_that_are_gone_are_found():
+def test_navigation_lists_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r": ([\w/-]+\.md)$", navigation, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES)
+
+
+def test_removed_names_are_rejected():
     assert "use_target_kl" not in names_in('options = {"use_target_kl": 1, "target_kl": 2}')
     assert "target_kl" in names_in('options = {"use_target_kl": 1, "target_kl": 2}')
     assert resolves("llamagym.models.lora.set_lora_depth_")
@@ -250,7 +260,7 @@ def has_code(page: Path) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=lambda page: page.stem)
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning:textarena")
-def test_the_blocks_of_a_page_run(page, small, tmp_path, monkeypatch):
+def test_blocks_run(page, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llamagym, "load_model_and_tokenizer", small)
     # Classes find the module that they were defined in by its name.
@@ -265,7 +275,7 @@ def test_the_blocks_of_a_page_run(page, small, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_pages_are_built_without_a_fault_and_fetch_nothing_from_elsewhere():
+def test_site_builds_and_fetches_nothing_from_other_hosts():
     pytest.importorskip("zensical", reason="needs requirements/docs.txt")
     command = [sys.executable, str(ROOT / "scripts" / "build_docs.py")]
     built = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -108,6 +108,7 @@ def test_an_installation_holds_the_demonstrations(kind, tmp_path):
     if kind == "wheel of an sdist":
         shutil.unpack_archive(build("sdist", source, tmp_path / "sdist"), tmp_path / "unpacked")
         (source,) = (tmp_path / "unpacked").iterdir()
+        assert not (source / "research").exists()
     wheel = build("editable" if kind == "editable" else "wheel", source, tmp_path / "wheel")
     python = installed(wheel, tmp_path / "venv")
     empty = tmp_path / "empty"

@@ -1,4 +1,4 @@
-"""Tables of what was learned, from the results in `learning/results`."""
+"""Tables of the learning results in `learning/results`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from runs import (
 
 # The results' folder as pages in docs/ link to it.
 _LINK = "../scripts/benchmarks/learning/results"
-# What the first goal for Blackjack is; always sticking returns -0.186, the optimum -0.047.
+# First goal for Blackjack; always sticking returns -0.186, the optimum -0.047.
 _GOAL = -0.12
-# What was to be reached, set before the runs, in any dtype; by the name of the result files.
+# Targets, set before the runs, in any dtype; by the name of the result files.
 _TARGETS = {
     "blackjack": "greedy -0.060, worst -0.075",
     "blackjack-free-text": "greedy -0.080",
@@ -41,13 +41,13 @@ _TARGETS = {
     "babyai-memory": "0.9",
     "babyai-go-to-local": "0.85",
 }
-# What did not reach its target, by the name of the result files, and what limits it.
+# Tasks that missed their target, by the name of the result files, and the limiting factor.
 _LIMITS = {
-    "mastermind-10000-games": "games to imitate, and the residual randomness of sampling",
-    "mastermind": "random guesses hardly ever find the code, so next to nothing is rewarded",
-    "babyai-memory": "looking back is unlearned before it is worth anything",
-    "cartpole-two-decimals": "half of what an update gains is for its own batch alone; what the critic can tell",
-    "babyai-go-to-local": "greedy alone: the agent goes to and fro between two views",
+    "mastermind-10000-games": "number of imitated games; randomness of sampling",
+    "mastermind": "random guesses hardly ever find the code, so hardly any episode is rewarded",
+    "babyai-memory": "looking back costs steps and is unlearned before it pays",
+    "cartpole-two-decimals": "half of an update's gain is overfitting to its batch; a weak critic",
+    "babyai-go-to-local": "the greedy agent alternates between two views",
 }
 # The README's rows, by the name of the result files: short and long tasks, numbers and texts, listed and free replies.
 _SHOWN_IN_README = (
@@ -74,7 +74,7 @@ _COMPARED, _WAYS = ("blackjack", "taxi", "frozenlake"), ("words", "random", "num
 
 
 def summary() -> str:
-    """Six tasks for the README, a line each, with links to the result files of their seeds."""
+    """Six tasks for the README, one per line, with links to the result files of their seeds."""
     found = runs_by_name()
     header = "| task | random | before | after (worst seed) | optimum | minutes | runs |"
     lines = [header, "|---|---|---|---|---|---|---|"]
@@ -97,46 +97,33 @@ def summary() -> str:
 
 
 def results() -> str:
-    """What was learned: an experiment a line, its plot, and what all ran on."""
+    """Learning results: one experiment per line, with links to its runs and their curves."""
     lines = [
-        "| runs, by seed | before | sampled (worst) | greedy (worst) | target | baselines | minutes | GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| task | random | before | sampled (worst) | greedy (worst) | optimum | target | minutes | GiB | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    plots = []
     for name, runs in runs_by_name().items():
-        seeds = " ".join(f"[{run['seed']}]({_LINK}/{run['file']})" for run in runs)
-        called = title(name, runs)
+        files = [f"[{run['seed']}]({_LINK}/{run['file']})" for run in runs]
+        if (RESULTS / f"{name}.png").exists():
+            files.append(f"[curves]({_LINK}/{name}.png)")
+        baselines = runs[0]["baselines"]
         cells = [
-            f"{called} {seeds}",
+            title(name, runs),
+            number(baselines["random"]) if "random" in baselines else "",
             number(statistics.mean(run["expected_return_before"] for run in runs)),
             *(over_seeds([run[f"expected_return_{how}"] for run in runs]) for how in ("after", "greedy")),
+            number(baselines["optimum"]),
             _TARGETS.get(name.removesuffix("-bfloat16"), ""),
-            ", ".join(
-                f"{baseline.replace('_', ' ')} {number(value)}" for baseline, value in runs[0]["baselines"].items()
-            ),
             f"{statistics.mean(map(minutes, runs)):.1f}",
             f"{max(run['peak_memory_gib'] for run in runs):.1f}",
+            " ".join(files),
         ]
         lines.append(table_row(*cells))
-        if (RESULTS / f"{name}.png").exists():
-            plots += ["", f"![Learning curves: {called}]({_LINK}/{name}.png)"]
-    hardware = [run["hardware"] for runs in runs_by_name().values() for run in runs]
-    machines = dict.fromkeys(f"{of_run['cores']} cores of an {of_run['processor']}" for of_run in hardware)
-    lines += [
-        "",
-        "Expected returns before and after learning, replies sampled or greedy: mean over seeds ± its 95 % interval,",
-        "and the worst seed. Minutes are the seeds' mean, warm starts included where files say how long they took,",
-        "GiB the seeds' largest peak.",
-        f"On {' or '.join(machines)}. Each file holds its command and machine;",
-        "`python scripts/benchmarks/learning/run.py blackjack --seeds 0 1 2` makes Blackjack's; with `--keep FOLDER`",
-        "a run that was stopped goes on when the command is given again.",
-        *time_to_goal(runs_by_name()["blackjack"]),
-    ]
-    return "\n".join([*lines, *plots])
+    return "\n".join([*lines, "", *time_to_goal(runs_by_name()["blackjack"])])
 
 
 def shortfalls() -> str:
-    """What fell short of its target: an experiment a line, with its seeds one after the other."""
+    """Experiments that missed their target, one per line, by seed."""
     lines = ["| task | target | sampled, by seed | greedy, by seed | what limits it |", "|---|---|---|---|---|"]
     found = runs_by_name()
     for name, limit in _LIMITS.items():
@@ -147,24 +134,24 @@ def shortfalls() -> str:
 
 
 def minutes(run: Run) -> float:
-    """How long a run learned, from demonstrations and from rewards; older files do not say the former."""
+    """Minutes of learning, from demonstrations and rewards; older files lack the former."""
     return run["minutes"] + (run.get("warm_start") or {}).get("learn_s", 0.0) / 60
 
 
 def time_to_goal(runs: list[Run]) -> list[str]:
-    """A sentence on how long Blackjack takes to its first goal."""
+    """A sentence on the minutes until Blackjack reaches its first goal."""
     reached = [first_reach(run, "minutes", ".1f") for run in runs]
-    return [f"Blackjack passed {_GOAL}, sampled, after minutes: {', '.join(reached)}."]
+    return [f"Minutes until Blackjack's sampled policy passed {_GOAL}, by seed: {', '.join(reached)}."]
 
 
 def first_reach(run: Run, axis: str, style: str) -> str:
-    """Where along `axis` a Blackjack run first reached the goal."""
+    """The point on `axis` at which a Blackjack run first reached the goal."""
     reached = (point[axis] for point in run["curve"] if point.get("expected_return", _GOAL - 1) >= _GOAL)
     return next((format(at, style) for at in reached), "never")
 
 
 def ablations() -> str:
-    """What each part of the recipe buys: a variant a line, its seeds one after the other."""
+    """Ablation of the recipe: one variant per line, by seed."""
     lines = [f"| variant, by seed | before | sampled | greedy | episodes to {_GOAL} |", "|---|---|---|---|---|"]
     found = runs_by_name(ABLATIONS)
     for name in (name for name in _VARIANTS if name in found):
@@ -180,7 +167,7 @@ def ablations() -> str:
 
 
 def sparse_rewards() -> str:
-    """Turns until a task with rare rewards is solved: a version of the library a line, its seeds side by side."""
+    """Turns until a task with rare rewards is solved: one version of the library per line, by seed."""
     lines = ["| version, by seed | turns to the first reward | turns to solve | updates |", "|---|---|---|---|"]
     found = runs_by_name(SPARSE_REWARDS)
     for name in ("before", "now"):
@@ -192,7 +179,7 @@ def sparse_rewards() -> str:
 
 
 def comparisons() -> str:
-    """What learning owes to the language model: a task and a way of replying per line, with links to the files."""
+    """Contribution of the language model: one task and sampling mode per line, with links to the files."""
     lines = [
         "| task, seed 0 | | model and words | random weights | bare numbers | optimum |",
         "|---|---|---|---|---|---|",
@@ -206,7 +193,7 @@ def comparisons() -> str:
 
 
 def _compared(how: str) -> list[tuple[str, str, str, str, str]]:
-    """Each task, and its return as usual, with random weights, with bare numbers, and at best."""
+    """Each task with its returns: as usual, random weights, bare numbers, optimum."""
     found, rows = runs_by_name(COMPARISONS), []
     for task in _COMPARED:
         runs = [found[f"{task}-{way}"][0] for way in _WAYS]

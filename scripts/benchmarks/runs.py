@@ -1,4 +1,4 @@
-"""The learning results: runs by name, and what their seeds say together."""
+"""Learning results: runs by name, and statistics over seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ABLATIONS = RESULTS / "ablations"
 COMPARISONS = RESULTS / "comparisons"
 SPARSE_REWARDS = RESULTS.parent.parent / "results" / "sparse-rewards"
 
-# How experiments are called; others go by the name of their files.
+# Titles of experiments; others are named after their files.
 TITLES = {
     "blackjack": "Blackjack",
     "blackjack-bfloat16": "Blackjack in bfloat16",
@@ -55,7 +55,7 @@ def runs_by_name(folder: Path | None = None) -> dict[str, list[Run]]:
 
 
 def title(name: str, runs: Sequence[Run]) -> str:
-    """What an experiment is called, and that one run or two are few."""
+    """An experiment's title, with the number of seeds if there are fewer than three."""
     return TITLES.get(name, name) + {1: ", one seed", 2: ", two seeds"}.get(len(runs), "")
 
 

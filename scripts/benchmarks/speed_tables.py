@@ -11,7 +11,7 @@ from runs import table_row
 _RESULTS = Path(__file__).resolve().parent / "results"
 # The results' folder as pages in docs/ link to it.
 _LINK = "../scripts/benchmarks/results"
-# What users do, by the name in the results, from the best case to the worst.
+# Workloads by their name in the results, from the best case to the worst.
 _WORKLOADS = {
     "repeated": "Blackjack's observations, 64 environments, up to 8 tokens",
     "repeated-choices": "the same, choices",
@@ -23,7 +23,7 @@ _WORKLOADS = {
 
 
 def workloads() -> str:
-    """Acting on what users do, the worst as well as the best, against the hardware and others."""
+    """Acting on all workloads, against the hardware's limit and `generate`."""
     lines = [
         "| acting | turns per second | tokens per second | of the hardware's limit | times `generate` |",
         "|---|---|---|---|---|",
@@ -47,22 +47,22 @@ def workloads() -> str:
     ]
     lines += [
         "",
-        f"[Result]({_LINK}/workloads-bfloat16.json), in bfloat16 on {machine(result)}.",
-        f"The limit of a batch is a bare forward pass of 64 rows of 40 tokens, without logits: {forward:.0f} tokens a",
-        f"second. One reply alone can be decoded at {alone:.0f}, memory's bandwidth over the weights' bytes; it is",
-        f"here at {decoded_alone(result):.0f}. llama.cpp, with the same weights in 4 bit, makes",
-        f"{', '.join(others)} tokens a second.",
+        f"[Result]({_LINK}/workloads-bfloat16.json), bfloat16. The limit of a batch is a bare forward pass of 64 rows",
+        f"of 40 tokens without logits ({forward:.0f} tokens/s); that of one reply is memory bandwidth over the size of",
+        f"the weights ({alone:.0f} tokens/s, here {decoded_alone(result):.0f}). llama.cpp with the same weights in",
+        "4 bits, in tokens/s:",
+        f"{', '.join(others)}.",
     ]
     return "\n".join(lines)
 
 
 def decoded_alone(result: dict[str, Any]) -> float:
-    """Tokens a second of a single environment's replies, which are 64 tokens long."""
+    """Tokens per second of a single environment, whose replies have 64 tokens."""
     return 64 * float(result["workloads"]["single"]["turns_per_second"]["median"])
 
 
 def of_limit(result: dict[str, Any], workload: str) -> float:
-    """Tokens a second as a share of what the hardware allows: memory's bandwidth for one reply alone, else compute."""
+    """Tokens per second as a share of the hardware's limit: memory bandwidth for a single reply, else compute."""
     if workload == "single":
         return decoded_alone(result) / float(result["limits"]["single_stream_tokens_per_second"])
     return float(result["workloads"][workload]["of_forward"])
@@ -80,13 +80,11 @@ def end_to_end() -> str:
         rates = [f"{result[of]['median']:.2f}" for of in (ours, name)]
         lines.append(table_row(label, *rates, f"{result[name]['ours_over']:.1f}"))
     link = f"[Result]({_LINK}/end-to-end-bfloat16.json)"
-    return "\n".join(
-        [*lines, "", f"{link}, on {machine(result)}; AgileRL and LlamaGym in float32, the others in bfloat16."]
-    )
+    return "\n".join([*lines, "", f"{link}; AgileRL and LlamaGym in float32, the others in bfloat16."])
 
 
 def pieces() -> str:
-    """What each cache and each kernel is good for: turns a second without it over those with it."""
+    """Ablation of caches and kernels: turns per second without each of them over those with it."""
     result = speed_result("ablation")
     workloads = ("repeated", "choices", "unique", "conversation", "single")
     works = [f"{work} {of}" for work in ("act", "learn") for of in workloads]
@@ -95,11 +93,7 @@ def pieces() -> str:
     for name, row in result["rows"].items():
         cells = (f"{row[work]['without_over_with']:.2f}" if work in row else "" for work in works)
         lines.append(table_row(name, *cells))
-    machines = dict.fromkeys(machine(session) for session in result["sessions"].values())
-    sessions = f"{len(result['sessions'])} sessions, on {' or '.join(machines)}"
-    return "\n".join(
-        [*lines, "", f"[Result]({_LINK}/ablation.json), of {sessions}; the file names one for each value."]
-    )
+    return "\n".join([*lines, "", f"[Result]({_LINK}/ablation.json), which names the session of each value."])
 
 
 def benchmarks() -> str:
@@ -127,22 +121,13 @@ def benchmarks() -> str:
                 ratios = (result[f"{kind}_over_{rival}"] for kind in ("free_text", "choices"))
                 rate = result[rival]["median"]
                 lines.append(table_row(f"{label} ({rate:.2f})", *(f"{ratio:.1f}" for ratio in ratios)))
-    lines += [
-        "",
-        f"On {machine(result)}, in float32 where nothing",
-        "else is said; LlamaGym 0.1.1 and AgileRL 2.58 always in float32.",
-    ]
+    lines += ["", "float32 unless bfloat16 is named; LlamaGym and AgileRL always in float32."]
     if (_RESULTS / "memory.png").exists():
         lines += ["", "![Resident memory of a Blackjack run](../scripts/benchmarks/results/memory.png)"]
     return "\n".join(lines)
 
 
 def speed_result(name: str) -> dict[str, Any]:
-    """What a benchmark of speed has found."""
+    """The result file of a speed benchmark."""
     result: dict[str, Any] = json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
-
-
-def machine(result: dict[str, Any]) -> str:
-    """What a result was measured on."""
-    return f"{result['hardware']['cores']} cores of an {result['hardware']['processor']}"

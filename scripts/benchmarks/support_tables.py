@@ -12,7 +12,7 @@ from runs import table_row
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 _DIFFERENCES = ("acting", "choosing", "learning", "gradient", "reference", "loading")
-# What messages of errors say beside the reason.
+# What frames the reason in an error message.
 _FRAMES = (
     r"^\w+Error: ",
     r"^\w+ computes in a way that llamagym does not reproduce \((?P<reason>.*?)\)\. It needs.*$",
@@ -24,7 +24,7 @@ _FRAMES = (
 
 
 def architectures() -> str:
-    """All architectures of transformers by what was found."""
+    """All architectures of transformers by result."""
     whole = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
     groups: dict[str, list[str]] = defaultdict(list)
     for name, found in whole["architectures"].items():
@@ -37,7 +37,7 @@ def architectures() -> str:
 
 
 def adapters() -> str:
-    """All methods and options of PEFT by what was found."""
+    """All methods and options of PEFT by result."""
     whole = json.loads((RESULTS / "adapters.json").read_text(encoding="utf-8"))
     groups: dict[str, list[str]] = defaultdict(list)
     for name, found in whole["cases"].items():
@@ -66,7 +66,7 @@ def _outcome(found: dict[str, Any], activated: dict[str, Any]) -> str:
 
 
 def reason_in(message: str) -> str:
-    """The reason that an error message gives, without what is the same in all of them.
+    """The reason in an error message, without its frame.
 
     >>> reason_in("ModelLoadError: XForCausalLM has no length of context: its config has none of n. Set it.")
     'has no length of context'
@@ -78,4 +78,9 @@ def reason_in(message: str) -> str:
         elif found:
             message = message.replace(found[0], "")
     message = re.sub(r"^(\w+)( with [^)]*)?\) is not supported: it ", "", message)
+    # Errors of other libraries are cut short, since they describe tensors of the probe.
+    if re.match(r"\w+Error: ", message):
+        return "its forward pass fails in the probe"
+    if message.startswith("cannot attach the adapter"):
+        return "PEFT cannot attach the adapter"
     return message.replace("|", "\\|")[:160].rstrip(". ")
