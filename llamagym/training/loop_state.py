@@ -114,8 +114,9 @@ def is_count(value: object) -> bool:
 
 def is_real(value: object) -> bool:
     """Whether a value is a number that a float can hold, finite or not."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, float) or (is_int and abs(value) < 2**1000)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1000
+    return isinstance(value, float)
 
 
 def _is_number(value: Any) -> bool:
