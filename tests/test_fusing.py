@@ -73,7 +73,7 @@ def flat(parts):
 def exact_and_allowed(model, compute, dtype):
     """The result of `compute` for a float64 copy of the model, and the error that `dtype` allows."""
     exact = verified_transformer(in_float64(model))
-    return compute(exact), rounding_noise(lambda: compute(exact), exact._lm, dtype, TERMS[dtype])
+    return compute(exact), rounding_noise(lambda: compute(exact), exact.lm, dtype, TERMS[dtype])
 
 
 @torch.no_grad()

@@ -188,7 +188,7 @@ def test_temporary_packing_drops_only_new_weights(products):
         first(inputs)
     # There is room for one packed weight, which the first layer has released.
     assert len(products) == 2
-    assert [layers for (layers, _), (_, copied) in packed._copies.items() if copied is not None] == [(second,)]
+    assert [layers for (layers, _), (_, copied) in packed._weights.items() if copied is not None] == [(second,)]
 
 
 @pytest.mark.parametrize(("rounding", "share"), [("half", 1 / 2), ("single", 1)])

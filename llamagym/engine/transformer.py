@@ -75,25 +75,27 @@ class Transformer:
             ModelLoadError: The model has other parts, or a context of unknown length.
         """
         check_one_device(model)
-        self.pretrained: Any = model.pretrained_model
-        self.lm: Any = self.pretrained.get_base_model() if model.is_peft_model else self.pretrained
+        pretrained: Any = model.pretrained_model
+        lm: Any = pretrained.get_base_model() if model.is_peft_model else pretrained
         CACHE_LAYER.require()
-        check_adapter(self.pretrained)
-        require_activation(self.pretrained)
+        check_adapter(pretrained)
+        require_activation(pretrained)
         register()
-        self._num_weights: int = sum(weight.numel() for weight in self.lm.parameters())
-        with rejecting_errors(self.lm):
-            self.body: Any = getattr(self.lm, self.lm.base_model_prefix, None) or self.lm.model
+        self.pretrained = pretrained
+        self.lm = lm
+        self._num_weights: int = sum(weight.numel() for weight in lm.parameters())
+        with rejecting_errors(lm):
+            self.body: Any = getattr(lm, lm.base_model_prefix, None) or lm.model
             self._cache_argument = cache_argument(self.body)
-            self._head: nn.Module = self.lm.get_output_embeddings()
-            config = self.lm.config.get_text_config()
+            self._head: nn.Module = lm.get_output_embeddings()
+            config = lm.config.get_text_config()
             self._scale = logit_scale(config)
             self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
             self.window: int | None = getattr(config, "sliding_window", None)
             self.layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
-            self.max_length = context_length(config, type(self.lm).__name__)
+            self.max_length = context_length(config, type(lm).__name__)
             self.vocabulary: int = config.vocab_size
-        self._acceleration = Acceleration(self.lm, self.body)
+        self._acceleration = Acceleration(lm, self.body)
         self._is_ready = False
         self.trunk: Any = None
         self.top = self.body
