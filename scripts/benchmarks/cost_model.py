@@ -1,4 +1,4 @@
-"""The cost model of docs/larger-models.md held against what was measured: operations that it counts, over the seconds taken.
+"""The cost model of docs/larger-models.md held against measurements: operations that it counts, over seconds taken.
 
 python scripts/benchmarks/cost_model.py
 
