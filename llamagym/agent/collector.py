@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -74,6 +75,11 @@ class Collector:
         self._sample = EpisodeSample(actor.policy.num_updates)
         # Environments whose unfinished episodes a batch may use.
         self._cut: Sequence[Hashable] = ()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock that a thread holds while it uses the model."""
+        return self.actor.lock
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class Probes:
         # Calibration during the run changes the policy, so earlier replies were sampled from another one.
         turns = [turn for segment in self._segments for turn in segment.turns]
         fresh = [row for row, turn in enumerate(turns) if turn.reply.weights_version == weights_version]
-        sampled = []
+        sampled: list[float] = []
         for row in fresh:
             if turns[row].decision_count:
                 sampled += turns[row].reply.logprobs

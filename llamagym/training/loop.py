@@ -461,8 +461,8 @@ class _Loop:
         if is_over:
             logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
         if is_new:
-            # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and states of
-            # callbacks are restored.
+            # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and the
+            # callbacks' states are restored.
             self.save()
             self.callbacks.raise_error()
         while not is_over:
