@@ -288,7 +288,7 @@ def test_rejects_invalid_options(options, message):
 
 def test_rejects_options_of_another_algorithm():
     assert make_agent(algorithm="grpo", grpo={"gamma": 0.9}).learner.config == GRPOConfig(
-        **{**PLAIN, "batch_size": 4, "mini_batch_size": 4, "epochs": 2, "gamma": 0.9}
+        **{**PLAIN, "batch_size": 4, "mini_batch_size": 4, "epochs": 2, "gamma": 0.9, "seed": 0}
     )
     assert make_agent(algorithm="reinforce", seed=3).learner.config == ReinforceConfig(**PLAIN, batch_size=4, seed=3)
     with pytest.raises(ConfigError, match=r"Did you mean 'grpo'"):
