@@ -198,7 +198,7 @@ def failing_at(call: int, error: type[BaseException], usual: Any) -> Any:
     return fails
 
 
-PARTS = [("learner", "_step", 1), ("learner", "_step", 2), ("learner", "_loss", 3), ("_replay", "_step", 1)]
+PARTS = [("learner", "_step", 1), ("learner", "_step", 2), ("learner", "_loss", 3), ("replay", "_step", 1)]
 
 
 @pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])
@@ -213,7 +213,7 @@ def test_an_error_in_an_update_takes_it_back(part, method, call, error, monkeypa
     agent.act_batch(["a", "b", "c", "d"])
     agent.assign_rewards([0.0, 1.0, 0.0, 1.0])
     with monkeypatch.context() as context:
-        owner = getattr(agent, part)
+        owner = getattr(collector_of(agent), part)
         context.setattr(owner, method, failing_at(call, error, getattr(owner, method)))
         with pytest.raises(error):
             agent.terminate_episodes([0, 1, 2, 3])
