@@ -37,7 +37,7 @@ class Collector:
         learner: The learner, which updates the policy from a batch.
         buffer: Finished episodes that await an update.
         alarms: Watches the statistics of updates.
-        transcripts: A few episodes of the latest update's batch as text; see `Transcript`.
+        transcripts: A few episodes of the latest update's batch as text (see `transcripts`).
         seeds: Random numbers for the base seeds of runs.
         options: The agent's constructor options as JSON holds them.
         replay: The replay learner; None for no replay.
@@ -75,6 +75,11 @@ class Collector:
         self._sample = EpisodeSample(actor.policy.num_updates)
         # Environments whose unfinished episodes a batch may use.
         self._cut: Sequence[Hashable] = ()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock that a thread holds while it uses the model."""
+        return self.actor.lock
 
     @property
     def identity(self) -> dict[str, Any]:

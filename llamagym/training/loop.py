@@ -461,7 +461,7 @@ class _Loop:
         if is_over:
             logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
         if is_new:
-            # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and
+            # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and the
             # callbacks' states are restored.
             self.save()
             self.callbacks.raise_error()
