@@ -1,4 +1,4 @@
-"""The cost model of docs/larger-models.md held against what was measured: operations that it counts, over the seconds taken.
+"""Compares the cost model of docs/larger-models.md with measurements: counted operations over measured seconds.
 
 python scripts/benchmarks/cost_model.py
 
