@@ -159,7 +159,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "llamagym/learners/ppo.py": ("docstring: What",),
     "llamagym/learners/replay.py": (
         "docstring: What",
-        "microbatch nodes",
         "name: made",
     ),
     "llamagym/learners/sft.py": ("standardised",),
@@ -320,7 +319,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "tests/test_checkpoints.py": (
         "anew",
         "is said",
-        "microbatch nodes",
     ),
     "tests/test_choices.py": (
         "docstring: What",
@@ -483,8 +481,16 @@ PHRASES = {
     "not as it should be": "failed",
     "microbatch nodes": "max_tokens_per_pass",
 }
-# Files that accept an old name with a hint.
-SHIMS = {"microbatch nodes": ("llamagym/learners/config.py", "CHANGELOG.md")}
+# Files that accept an old name with a hint, test it, or announce it.
+SHIMS = {
+    "microbatch nodes": (
+        "llamagym/learners/config.py",
+        "llamagym/learners/replay.py",
+        "tests/test_ports.py",
+        "tests/test_checkpoints.py",
+        "CHANGELOG.md",
+    )
+}
 # Names that say nothing, wherever the library defines them.
 NAMES = {"alone", "asked", "given", "held", "informed", "keeps", "listed", "made", "opened", "seen", "told", "turned"}
 NAMES |= {"of_asked", "of_result", "one_each", "turnings", "undecided"}
