@@ -45,6 +45,8 @@ def complete(page: Path) -> list[str]:
         if (page.parent / target).exists():
             return link[0]
         source = (DOCS / page.relative_to(SITE).parent / target).resolve()
+        if source.suffix == ".html":  # zensical's name for a page, also outside of docs
+            source = source.with_name("README.md") if source.name == "index.html" else source.with_suffix(".md")
         if not source.is_relative_to(ROOT) or not source.exists():
             faults.append(f"{page.relative_to(SITE)}: {target} does not exist")
             return link[0]

@@ -114,7 +114,7 @@ def small(tmp_path_factory) -> Any:
 
 # Names of other libraries, LlamaGym 0.1.1 and shells that pages show as code.
 FOREIGN = {
-    *("MaskablePPO", "environment_factory", "fully_shard", "custom_module_functions", "custom_updater"),
+    *("MaskablePPO", "AsyncGRPOTrainer", "custom_module_functions", "custom_updater"),
     *("beta", "clip_coef", "gae_lambda", "lr_actor", "lr_critic", "update_epochs"),
     *("current_batch", "model_ref", "ppo_config", "resize_token_embeddings"),
     *("OMP_PROC_BIND", "OMP_PLACES", "HF_TOKEN", "HF_HOME", "WANDB_MODE", "ENV_ID", "FOLDER"),
@@ -177,7 +177,7 @@ def known_names() -> set[str]:
     files = {part for path in [*paths, *ROOT.glob("*.*")] for part in re.findall(r"\w+", path.name)}
     folders = {part for path in SOURCES for part in path.relative_to(ROOT).parts}
     code = set().union(*(names_in(path.read_text("utf-8")) for path in SOURCES))
-    return {*code, *files, *folders, *dir(builtins), *keyword.kwlist, *FOREIGN, "tests", "docs"}
+    return {*code, *files, *folders, *dir(builtins), *keyword.kwlist, *FOREIGN, "tests", "docs", "research"}
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)

@@ -24,8 +24,9 @@ WHOLE = re.compile(r"(?<![\w.,/#:-])-?\d{2,}(?!\w|[.,]\d|[/:]|-\d)")
 # Numbers in a page's text that are not measured: settings, goals, versions, limits.
 NOT_MEASURED = {
     "README.md": {"3.10", "3.13"},
-    "benchmarks.md": {"-0.12", "2.58", "32", "50", "280"},
+    "benchmarks.md": {"32", "95", "280"},
     "speed.md": {"16", "50"},
+    "scaling.md": {"64", "512"},
     "larger-models.md": {"2,048", "15", "60"},
     "environments.md": {"3.11"},
 }
@@ -84,7 +85,7 @@ def unfounded(text: str, folder: Path, *patterns: re.Pattern[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_numbers_are_in_linked_files(page):
     text = text_of(page.read_text(encoding="utf-8"))
-    known = NOT_MEASURED[page.name] | COMPUTED.get(page.name, set())
+    known = NOT_MEASURED.get(page.name, set()) | COMPUTED.get(page.name, set())
     assert [number for number in unfounded(text, page.parent, NUMBER, WHOLE) if number not in known] == []
 
 

@@ -48,6 +48,23 @@ def test_links_exist(page):
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+def anchor(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_exist(page):
+    missing = []
+    for file, name in re.findall(r"\]\(([^):\s]*\.md)?#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        # The test above finds files that do not exist.
+        text = target.read_text(encoding="utf-8") if target.exists() else f"# {name}"
+        if name not in map(anchor, re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)):
+            missing.append(f"{file}#{name}")
+    assert missing == []
+
+
 def test_every_row_of_reliability_links_tests():
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\|[^\n]*\| tests \|\n\|[-|]+\n((?:\|.*\n)+)", page, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The cost model of docs/larger-models.md held against measurements: operations that it counts, over seconds taken.
+"""Compares the cost model of docs/larger-models.md with measurements: counted operations over measured seconds.
 
 python scripts/benchmarks/cost_model.py
 
