@@ -72,7 +72,7 @@ def restore_trained_(model: AutoModelForCausalLMWithValueHead, state: Mapping[st
 
 def _trained_weights(model: AutoModelForCausalLMWithValueHead) -> dict[str, Tensor]:
     """The weights that are trained, and all tensors of the value head, by name."""
-    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    weights: dict[str, Tensor] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for name, tensor in model.v_head.state_dict(keep_vars=True).items():
         weights[f"v_head.{name}"] = tensor
     return weights
