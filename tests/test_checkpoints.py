@@ -417,6 +417,16 @@ def test_saves_tensors_that_share_memory(tmp_path):
     assert str(read_state(tmp_path / "again", "state")) == str(state)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
+def test_state_files_have_the_mode_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_state(tmp_path, "state", {"a": torch.ones(1)})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
 def test_rejects_a_loop_state_that_cannot_be_saved(tmp_path):
     agent = make_agent(WordAgent)
     agent.save_checkpoint(tmp_path / "now", loop={"seen": [1]})

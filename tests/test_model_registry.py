@@ -81,7 +81,7 @@ def test_entries_are_frozen_and_checked() -> None:
     entry = entries()[0]
     with pytest.raises(FrozenInstanceError):
         entry.lora_r = 8  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=r"share in \(0, 1\]"):
+    with pytest.raises(ConfigError, match=r"fraction in \(0, 1\]"):
         replace(entry, lora_layer_fraction=40)
 
 
