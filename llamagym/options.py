@@ -62,9 +62,8 @@ class Options:
         _check_types(get_type_hints(type(self)), values)
         for name, value in values.items():
             if isinstance(value, Real) and not isinstance(value, bool):
-                is_integer = isinstance(value, Integral)
-                number = int(value) if is_integer else float(value)
-                largest = _LARGEST_INT if is_integer else _LARGEST_FLOAT
+                number = int(value) if isinstance(value, Integral) else float(value)
+                largest = _LARGEST_INT if isinstance(value, Integral) else _LARGEST_FLOAT
                 if largest < abs(number) < math.inf:
                     raise ConfigError(f"{name}={excerpt(value)} is too large. Pass a number up to {largest:.1e}.")
                 # NumPy's numbers cannot be saved as JSON.

@@ -57,7 +57,7 @@ FILES = sorted(LIBRARY.rglob("*.py"))
 MAX_LINES = 600
 # Newcomers read this file first.
 MAX_LINES_OF = {"agent/agent.py": 299}
-MAX_TOP_LEVEL_ENTRIES = 14
+MAX_TOP_LEVEL_ENTRIES = 17
 
 
 def package_of(name: str) -> str:

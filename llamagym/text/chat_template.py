@@ -304,7 +304,7 @@ def _special_ids(owner: Any, role: str) -> set[int]:
         ConfigError: An id is not an int.
     """
     found = getattr(owner, role, None)
-    ids = set(found) if isinstance(found, (list, tuple, set)) else {found}
+    ids: set[Any] = set(found) if isinstance(found, (list, tuple, set)) else {found}
     ids.discard(None)
     if not all(isinstance(token, int) for token in ids):
         raise ConfigError(
