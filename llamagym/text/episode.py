@@ -435,7 +435,7 @@ class Conversation:
 
 
 def _check_choices(choices: Sequence[Sequence[Any]], returned: Any) -> None:
-    """Raises a `ConfigError` for empty or repeated choices, as strings or ids, or if no list of strings was returned."""
+    """Raises a `ConfigError` for choices, as strings or ids, that are empty or repeated, or not a list of strings."""
     is_list = isinstance(returned, (list, tuple)) and all(isinstance(choice, str) for choice in returned)
     if not is_list or not choices or not all(choices) or len(set(choices)) != len(choices):
         raise ConfigError(
