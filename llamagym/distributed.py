@@ -143,11 +143,7 @@ def main_process_first() -> Iterator[None]:
 
 
 def check_equal_weights(weights: Iterable[Tensor]) -> None:
-    """Rejects weights that differ between processes, by the sums of their bits.
-
-    Raises:
-        RankError: The weights differ.
-    """
+    """Raises a `RankError` if weights differ between processes, by the sums of their bits."""
     if world_size() == 1:
         return
     sums = gather_objects([int(weight.detach().contiguous().view(torch.int32).sum()) for weight in weights])

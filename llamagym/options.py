@@ -76,9 +76,8 @@ class Options(metaclass=_OptionsMeta):
         _check_types(get_type_hints(type(self)), values)
         for name, value in values.items():
             if isinstance(value, Real) and not isinstance(value, bool):
-                is_integer = isinstance(value, Integral)
-                number = int(value) if is_integer else float(value)
-                largest = _LARGEST_INT if is_integer else _LARGEST_FLOAT
+                number = int(value) if isinstance(value, Integral) else float(value)
+                largest = _LARGEST_INT if isinstance(value, Integral) else _LARGEST_FLOAT
                 if largest < abs(number) < math.inf:
                     raise ConfigError(f"{name}={excerpt(value)} is too large. Pass a number up to {largest:.1e}.")
                 # NumPy's numbers cannot be saved as JSON.
@@ -119,11 +118,7 @@ class Options(metaclass=_OptionsMeta):
 
     @classmethod
     def _check_names(cls, options: Mapping[Any, Any]) -> None:
-        """Rejects unknown options.
-
-        Raises:
-            ConfigError: An option is unknown.
-        """
+        """Raises a `ConfigError` for an unknown option."""
         known = {field.name for field in fields(cls) if field.init}
         for key in options:
             if key not in known:
@@ -227,33 +222,21 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
 
 
 def require_positive(**counts: int | None) -> None:
-    """Rejects counts below 1; None is allowed.
-
-    Raises:
-        ConfigError: A count is below 1.
-    """
+    """Raises a `ConfigError` for a count below 1; None is allowed."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ConfigError(f"{name}={count!r}. Pass a whole number of at least 1.")
 
 
 def require_text(**texts: str | Path | None) -> None:
-    """Rejects empty names and paths; None is allowed.
-
-    Raises:
-        ConfigError: A text is empty.
-    """
+    """Raises a `ConfigError` for an empty name or path; None is allowed."""
     for name, text in texts.items():
         if text is not None and not str(text):
             raise ConfigError(f"{name} must not be empty, got {text!r}.")
 
 
 def as_seed(seed: int | None) -> int | None:
-    """Returns a seed as a built-in int that every random number generator accepts; None stays None.
-
-    Raises:
-        ConfigError: The seed is negative or has more than 63 bits.
-    """
+    """Returns a seed as a built-in int; raises a `ConfigError` for a negative seed or one of more than 63 bits."""
     if seed is None:
         return None
     if 0 <= seed < 2**63:

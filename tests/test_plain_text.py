@@ -45,13 +45,13 @@ def test_control_token_names_beside_private_use_characters_are_encoded_as_text()
     text = PlainText(tokenizer)
     name = tokenizer.eos_token
     private = "".join(map(chr, range(0xE000, 0xF900)))
-    usual, spelt = text.encode(private), text.encode(name)
+    usual, name_ids = text.encode(private), text.encode(name)
     assert controls_in(tokenizer, text.encode(name + private)) == []
-    assert text.encode(name + private) == spelt + usual
+    assert text.encode(name + private) == name_ids + usual
     # What looks like a mark is text, too.
     for number in range(3):
         looks_so = f"\ue000{number}\ue0010\ue000"
-        assert text.encode(looks_so + name + looks_so) == text.encode(looks_so) + spelt + text.encode(looks_so)
+        assert text.encode(looks_so + name + looks_so) == text.encode(looks_so) + name_ids + text.encode(looks_so)
 
 
 @pytest.mark.parametrize("texts", [("\ue000", "0\ue0019\ue001 {}"), ("{}\ue000", "0\ue0010\ue001")])

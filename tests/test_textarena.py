@@ -143,5 +143,5 @@ class Guesser(WordAgent):
 def test_an_agent_plays_many_games_at_once():
     result = evaluate(make_agent(Guesser), lambda: TextArenaEnv("GuessTheNumber-v0"), episodes=4, num_envs=2, seed=0)
     assert len(result.returns) == 4
-    # A wrong guess ends with a share of the reward: a number that was said before is no valid move.
+    # A wrong guess ends with a share of the reward: a number guessed before is not a valid move.
     assert all(0 <= value <= 1 for value in result.returns)

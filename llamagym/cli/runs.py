@@ -85,11 +85,7 @@ def prompt_in(run_dir: Path, prompt: Path) -> Path:
 
 
 def require_same_prompt(prompt: Path | None, run_dir: Path) -> None:
-    """Rejects a prompt file that differs from the one that a run to be resumed began with.
-
-    Raises:
-        ConfigError: The files differ.
-    """
+    """Raises a `ConfigError` for a prompt file that differs from the one that a run to be resumed began with."""
     # `agent_class` rejects files with other suffixes.
     if prompt is None or prompt_in(run_dir, prompt).name not in _PROMPTS or not prompt.is_file():
         return

@@ -19,7 +19,7 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Dict, Text
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, needs
 from ..options import user_path
 
 KINDS = ("coin_collector", "locked_door")
@@ -62,13 +62,8 @@ def make_games(kind: str, seeds: Iterable[int], folder: str | Path, level: int =
 
 
 def _textworld() -> ModuleType:
-    try:
+    with needs("textworld", "TextWorldEnv, which requires Linux or macOS and a C compiler,"):
         import textworld
-    except ImportError as error:
-        raise ConfigError(
-            "These games need the package textworld, which runs on Linux and macOS. Run pip install "
-            "'llamagym[textworld]'; it needs a C compiler."
-        ) from error
     return textworld
 
 

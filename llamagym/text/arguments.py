@@ -15,11 +15,7 @@ _LARGEST_KEY = 2**63 - 1
 
 
 def as_list(items: Iterable[Any], name: str) -> list[Any]:
-    """Returns the items of a list, an array or another iterable; `name` is the argument's name, for errors.
-
-    Raises:
-        EpisodeError: `items` is a string, a mapping, or not iterable.
-    """
+    """Returns the items of an iterable; raises an `EpisodeError` for strings, mappings and other values."""
     try:
         if not isinstance(items, (str, bytes, Mapping)):
             return list(iter(items))
@@ -73,11 +69,7 @@ def _plain_key(key: Any, name: str) -> Hashable:
 
 
 def per_env(items: Iterable[Any] | None, default: Any, env_ids: Sequence[Hashable], name: str) -> list[Any]:
-    """Returns one item per environment; `default` for each if `items` is None.
-
-    Raises:
-        EpisodeError: The number of items differs from the number of environments.
-    """
+    """Returns one item per environment, `default` for each if `items` is None; raises an `EpisodeError` otherwise."""
     if items is None:
         return [default] * len(env_ids)
     items = as_list(items, name)
@@ -87,11 +79,7 @@ def per_env(items: Iterable[Any] | None, default: Any, env_ids: Sequence[Hashabl
 
 
 def as_infos(infos: Iterable[Any] | None, env_ids: Sequence[Hashable]) -> list[Any]:
-    """Returns the info dictionary of each environment, None where it has none.
-
-    Raises:
-        EpisodeError: An info is not a dictionary, or there is not one per environment.
-    """
+    """Returns one info dictionary or None per environment; raises an `EpisodeError` for other values."""
     items = per_env(infos, None, env_ids, "infos")
     for info in items:
         if not (info is None or isinstance(info, Mapping)):
@@ -102,22 +90,14 @@ def as_infos(infos: Iterable[Any] | None, env_ids: Sequence[Hashable]) -> list[A
 
 
 def check_flags(flags: Sequence[Any], name: str) -> None:
-    """Rejects values that are neither true nor false, and that Python would treat as true.
-
-    Raises:
-        EpisodeError: A value is not a boolean of Python, NumPy or PyTorch.
-    """
+    """Raises an `EpisodeError` for a value that is not a boolean, which Python would treat as true."""
     for flag in flags:
         if as_number(flag) not in (0.0, 1.0):
             raise EpisodeError(f"{name} holds {excerpt(flag)}. Pass True or False, as env.step() returns them.")
 
 
 def check_text(text: object, source: str) -> None:
-    """Rejects values that a tokenizer cannot encode; `source` is the value's origin, for errors.
-
-    Raises:
-        ConfigError: The value is not a string, or contains half of a surrogate pair.
-    """
+    """Raises a `ConfigError` for a value from `source` that is not a string or has half of a surrogate pair."""
     if not isinstance(text, str):
         raise ConfigError(f"{source} gave {excerpt(text)} ({type(text).__name__}). Expected a string, '' for no text.")
     try:

@@ -195,11 +195,7 @@ class ChatTemplate:
         return _SYSTEM in rendered
 
     def _check_append_only(self) -> None:
-        """Rejects a template whose text after a reply depends on the reply or on earlier turns.
-
-        Raises:
-            ChatTemplateError: The text differs between two conversations.
-        """
+        """Raises a `ChatTemplateError` if the text after a reply depends on the reply or on earlier turns."""
         turn = [{"role": "assistant", "content": _OTHER_USER}, {"role": "user", "content": _OTHER_USER}]
         for system in (_SYSTEM, ""):
             expected = self._delta(system, _USER)
@@ -247,9 +243,7 @@ def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     vocab_size = len(model.get_input_embeddings().weight)
     found = sorted(token for token in defined if 0 <= token < vocab_size)
     if not found:
-        problem = "both eos_token_id are None"
-        if defined:
-            problem = f"the ids {sorted(defined)} are beyond its {vocab_size} tokens"
+        problem = f"the ids {sorted(defined)} are beyond its {vocab_size} tokens" if defined else "none is set"
         raise ConfigError(
             "Neither the tokenizer nor the model's generation_config names an end token that the model has, so no "
             f"reply could end: {problem}. Set tokenizer.eos_token to the token that ends a message in the model's "
@@ -298,13 +292,9 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _special_ids(owner: Any, role: str) -> set[int]:
-    """Returns the ids of a special token that a config or tokenizer defines: none, one or several.
-
-    Raises:
-        ConfigError: An id is not an int.
-    """
+    """Returns the ids, none to several, that a config or tokenizer defines for a special token."""
     found = getattr(owner, role, None)
-    ids = set(found) if isinstance(found, (list, tuple, set)) else {found}
+    ids: set[Any] = set(found) if isinstance(found, (list, tuple, set)) else {found}
     ids.discard(None)
     if not all(isinstance(token, int) for token in ids):
         raise ConfigError(

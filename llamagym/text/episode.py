@@ -435,11 +435,7 @@ class Conversation:
 
 
 def _check_choices(choices: Sequence[Sequence[Any]], returned: Any) -> None:
-    """Rejects choices, as strings or as token ids, that are empty or repeated.
-
-    Raises:
-        ConfigError: A choice is empty or repeated, or `get_action_choices` has not returned a list of strings.
-    """
+    """Raises a `ConfigError` for choices, as strings or ids, that are empty or repeated, or not a list of strings."""
     is_list = isinstance(returned, (list, tuple)) and all(isinstance(choice, str) for choice in returned)
     if not is_list or not choices or not all(choices) or len(set(choices)) != len(choices):
         raise ConfigError(

@@ -154,21 +154,13 @@ def _is_equal(left: Any, right: Any) -> bool:
 
 
 def check_reply(reply: object) -> None:
-    """Rejects a reply that is not a string.
-
-    Raises:
-        ConfigError: The reply is not a string.
-    """
+    """Raises a `ConfigError` for a reply that is not a string."""
     if not isinstance(reply, str):
         raise ConfigError(f"reply must be a string, got {excerpt(reply)} ({type(reply).__name__}).")
 
 
 def check_json_key(key: object, name: str) -> None:
-    """Rejects a JSON key that is not a string; `name` is the argument's name.
-
-    Raises:
-        ConfigError: The key is not a string.
-    """
+    """Raises a `ConfigError` for a JSON key that is not a string; `name` is the argument's name."""
     if not isinstance(key, str):
         raise ConfigError(f"{name} must be a string, got {excerpt(key)} ({type(key).__name__}).")
 
@@ -190,15 +182,13 @@ def _names_in(text: str, names: Mapping[str, Any]) -> set[str]:
             # At equal starts the longer match is sorted first.
             found.append((match.start(), -match.end(), name))
     kept = set()
-    last_start = -1
-    last_end = -1
+    last = (-1, -1)
     for start, negative_end, name in sorted(found):
         end = -negative_end
-        is_inside = end <= last_end and (start, end) != (last_start, last_end)
+        is_inside = end <= last[1] and (start, end) != last
         if not is_inside:
             kept.add(name)
-            last_start = start
-            last_end = end
+            last = (start, end)
     return kept
 
 

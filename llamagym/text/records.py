@@ -141,22 +141,14 @@ def key_from(value: Any) -> Hashable:
 
 
 def ids_from(value: Any) -> Ids:
-    """Returns token ids from a record; -1 marks the end of a choice.
-
-    Raises:
-        TypeError: The value is not a list of ints.
-    """
+    """Returns token ids from a record, -1 at the end of a choice; raises a TypeError for other values."""
     if not isinstance(value, (list, tuple)) or not all(type(token) is int for token in value):
         raise TypeError(f"{str(value)[:80]!r} are not token ids")
     return tuple(value)
 
 
 def number_from(value: Any) -> float:
-    """Returns a number from a record.
-
-    Raises:
-        TypeError: The value is not a number.
-    """
+    """Returns a number from a record; raises a TypeError for other values."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{str(value)[:80]!r} is not a number")
     return value
@@ -194,11 +186,7 @@ def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
 
 
 def _require_consistent(prompt: Prompt, reply: Reply) -> None:
-    """Rejects a reply that is impossible after its prompt, and that an update would notice only later.
-
-    Raises:
-        ValueError: The reply does not fit the prompt.
-    """
+    """Raises a ValueError for a reply that does not fit its prompt, which an update would notice only later."""
     if not (0 <= prompt.shared_length <= len(prompt.ids) and 0 <= prompt.opening_length <= len(prompt.ids)):
         raise ValueError(f"a prompt of {len(prompt.ids)} tokens shares {prompt.shared_length} of them")
     if prompt.choices is None:

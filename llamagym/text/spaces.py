@@ -139,11 +139,7 @@ def parse_action(reply: str, space: spaces.Space[Any], key: str = "action") -> A
 
 
 def _check_parsable(space: object) -> None:
-    """Rejects spaces whose actions cannot be parsed from free text.
-
-    Raises:
-        ConfigError: The space is such a space, or contains one.
-    """
+    """Raises a `ConfigError` for a space whose actions cannot be parsed from free text."""
     if isinstance(space, spaces.Dict):
         for part in space.spaces.values():
             _check_parsable(part)
