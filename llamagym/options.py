@@ -52,6 +52,12 @@ class _OptionsMeta(type):
         config_class: Any = cls
         return super().__call__(*args, **config_class.with_current_names(options))
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of the dataclass's constructor, which `inspect` would miss."""
+        config_class: Any = cls
+        return inspect.Signature(list(inspect.signature(config_class.__init__).parameters.values())[1:])
+
 
 @dataclass(frozen=True)
 class Options(metaclass=_OptionsMeta):

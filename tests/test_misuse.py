@@ -392,7 +392,7 @@ def test_rejects_invalid_counts(run, counts: dict[str, Any]):
 def test_an_update_needs_episodes_with_turns(algorithm: Any):
     agent = make_agent(ChoiceAgent, algorithm=algorithm)
     for episodes in ([], [Episode((), True, False, 0.0, None)]):
-        with pytest.raises(EpisodeError, match=f"given {len(episodes)} episodes"):
+        with pytest.raises(EpisodeError, match=f"received {len(episodes)} episodes"):
             agent.learner.update(episodes)
     assert agent.policy.num_updates == 0
 

@@ -198,7 +198,7 @@ def failing_at(call: int, error: type[BaseException], usual: Any) -> Any:
     return fails
 
 
-PARTS = [("learner", "_step", 1), ("learner", "_step", 2), ("learner", "_loss", 3), ("replay", "_step", 1)]
+PARTS = [("learner", "_step", 1), ("learner", "_step", 2), ("learner", "_value_loss", 3), ("replay", "_step", 1)]
 
 
 @pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])

@@ -304,13 +304,13 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 optimizer.adam.zero_grad()
                 continue
             else:
-                has_kl = "approx_kl" in losses
+                kl = losses.pop("approx_kl", None)
                 # Before the first step the KL is rounding.
-                if has_kl and optimizer.steps and optimizer.record_kl(losses["approx_kl"], kl_share):
+                if kl is not None and optimizer.steps and optimizer.record_kl(kl, kl_share):
                     break
                 # A minibatch without decisions has no KL and steps the critic alone. Then the weights from before the
                 # policy's last step are kept until its KL is known.
-                if has_kl or not optimizer.steps:
+                if kl is not None or not optimizer.steps:
                     optimizer.keep_weights()
                 losses["grad_norm"] = self._step(kl_share, targets.is_flat)
             for name, value in losses.items():
@@ -320,7 +320,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             if optimizer.steps and deciding:
                 probe = minibatches(deciding, size, self._rng)[0]
                 optimizer.record_kl(measure_kl(policy, probe, rollout, self.pass_tokens), kl_share)
-        stats |= {name: float(np.mean(values)) for name, values in history.items() if name != "approx_kl"}
+        stats |= {name: float(np.mean(values)) for name, values in history.items()}
         stats |= {"approx_kl": optimizer.kl, "ratio_error": max(first_errors, default=math.nan)}
         stats |= self._end_steps(kl_share, targets.is_flat)
 

@@ -54,7 +54,8 @@ class ReadPlan:
     def to(self, device: torch.device) -> ReadPlan:
         """A copy with its tensors on `device`."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
+        tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
     @classmethod
     def from_trees(cls, trees: Sequence[TokenTree], closing_id: int) -> ReadPlan:
