@@ -206,7 +206,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "name: given",
         "name: informed",
         "name: listed",
-        "name: per_env",
+        "name: one_each",
         "there is none",
     ),
     "llamagym/text/chat_template.py": ("docstring: What",),
@@ -493,7 +493,7 @@ SHIMS = {
 }
 # Names that say nothing, wherever the library defines them.
 NAMES = {"alone", "asked", "given", "held", "informed", "keeps", "listed", "made", "opened", "seen", "told", "turned"}
-NAMES |= {"of_asked", "of_result", "per_env", "turnings", "undecided"}
+NAMES |= {"of_asked", "of_result", "one_each", "turnings", "undecided"}
 # How docstrings and descriptions of arguments must not begin.
 DOCSTRING = re.compile(r"What(?:ever)?\b")
 ARGUMENT = re.compile(r"^\s+\w+: (?:Theirs|Whose|Its own)\.", re.MULTILINE)

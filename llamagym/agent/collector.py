@@ -77,11 +77,6 @@ class Collector:
         self._cut: Sequence[Hashable] = ()
 
     @property
-    def lock(self) -> threading.RLock:
-        """The lock that a thread holds while it uses the model."""
-        return self.actor.lock
-
-    @property
     def identity(self) -> dict[str, Any]:
         """The agent's class and options, which must match those of a checkpoint."""
         return {"class": self._class_name, **self.options}
