@@ -51,9 +51,9 @@ class Acceleration:
 
     def __enter__(self) -> None:
         """Uses the kernels; weights that changed outside of the context are packed again."""
-        for part in (self._packed, self._fused):
-            if part is not None:
-                self._open.enter_context(part)
+        for context in (self._packed, self._fused):
+            if context is not None:
+                self._open.enter_context(context)
 
     def __exit__(self, *error: object) -> None:
         """Uses the model's own operations again."""

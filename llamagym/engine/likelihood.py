@@ -35,8 +35,8 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor) 
     """
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
         raise IndexError(
-            f"asked for tokens {int(targets.min())} to {int(targets.max())} of {logits.shape[1]} that the model knows; "
-            "the tokenizer may be another model's"
+            f"targets must be token ids below {logits.shape[1]}, the size of the model's vocabulary, got "
+            f"{int(targets.min())} to {int(targets.max())}. Use the tokenizer that belongs to the model."
         )
     result: tuple[Tensor, Tensor] = _Likelihood.apply(logits, targets, temperatures)
     return result
