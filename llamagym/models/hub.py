@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-# The connection errors of whichever HTTP library the hub client uses share this base.
+# The base of the connection errors of all HTTP libraries that the hub client may use.
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
@@ -228,7 +228,7 @@ def find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> Path | 
 
 
 def check_hub(hub_id: str, token: str | None) -> dict[str, Any]:
-    """Asks the hub once for a repository, and returns the options to load it; unreachable, a cached copy is used."""
+    """Asks the hub once for a repository; returns options to load it, from the cache if the hub is unreachable."""
     if constants.HF_HUB_OFFLINE:
         return _use_cache(hub_id, "HF_HUB_OFFLINE is set")
     try:
@@ -241,7 +241,7 @@ def check_hub(hub_id: str, token: str | None) -> dict[str, Any]:
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelLoadError(
-            f"{hub_id!r} is no folder, and the hub has no such model, or a private one. Check the spelling, or set "
+            f"{hub_id!r} is not a folder, and the hub has no such model, or a private one. Check the spelling, or set "
             "HF_TOKEN to a token that has access."
         ) from error
     except HfHubHTTPError as error:
@@ -302,7 +302,7 @@ def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             tensors = {}
-            for name in file.keys():  # noqa: SIM118 - no mapping
+            for name in file.keys():  # noqa: SIM118 - not a mapping
                 if name.startswith(prefix):
                     tensors[name.removeprefix(prefix)] = file.get_tensor(name)
             return tensors
