@@ -105,7 +105,7 @@ class EnvGroup:
                 self._envs.reset_async(seed=list(seeds), options=options or None)
                 batch, merged_infos = self._wait(self._envs.reset_wait, steps=1 + longest)
         else:
-            with self._explained_errors():
+            with _explain_space_errors(self._envs.single_observation_space, "The environment's observations"):
                 batch, merged_infos = self._envs.reset(seed=list(seeds), options=options or None)  # type: ignore[arg-type]
         infos = self._unpack_infos(merged_infos)
         if self._resets_in_step:
