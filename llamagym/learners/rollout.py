@@ -356,7 +356,8 @@ def measure_kl(policy: Policy, segments: list[Segment], rollout: Rollout, max_to
     total = 0.0
     count = 0.0
     for rows, current in evaluate_chunks(policy, own_share(segments), max_tokens):
-        total += 0.0 if is_finite(current) else math.inf
+        if not is_finite(current):
+            total += math.inf
         total += kl_of_decisions(rollout, rows, current)[current.mask].sum().item()
         count += current.mask.sum().item()
     totals, counts = zip(*distributed.gather_objects((total, count)), strict=True)
