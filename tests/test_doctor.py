@@ -178,7 +178,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 
 BROKEN = {
-    "weights edited unseen": (edited_unseen, "caches", "agent.weights_changed"),
+    "weights edited unseen": (edited_unseen, "caches", "agent.policy.weights_changed"),
     "a layer that draws": (drawing, "ratio", "random numbers"),
     "a layer that depends on the batch": (crowd_dependent, "one = many", "depend on the batch"),
     "another tokenizer": (foreign, "language", "another model's"),

@@ -325,22 +325,6 @@ class Agent(TextInterface):
             env_ids, truncated, final_observations, train, groups, final_infos, terminated=terminated
         )
 
-    @property
-    def buffered_turns(self) -> int:
-        """Number of turns of finished episodes that await the next update."""
-        return self._collector.buffered_turns
-
-    def why_no_update(self) -> str:
-        """Returns why no update has run yet."""
-        return self._collector.why_no_update()
-
-    def weights_changed(self) -> None:
-        """Drops all cached values after an edit of weights that PyTorch does not record.
-
-        Such edits are in-place operations on `weight.data` and writes through a NumPy view.
-        """
-        self.policy.weights_changed()
-
     def sft_from_jsonl(self, path: str | Path | None = None, **options: Any) -> Stats:
         """Learns from demonstrated replies, before learning from rewards; see `demonstrations` and `sft`.
 

@@ -166,7 +166,7 @@ class Probes:
             cached,
             self._logprobs(self._segments),
             "cached and recomputed values",
-            "Call agent.weights_changed() after editing weights in place.",
+            "Call agent.policy.weights_changed() after editing weights in place.",
         )
 
     def one_is_many(self) -> str:
