@@ -14,15 +14,16 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 # Public names of `llamagym`, each with one line that uses it. The lines are run in their order. `env_id` is the id of
-# an environment, `MyAgent` a subclass of `Agent` for it, `base_model` a causal language model, `folder` a new folder.
+# an environment, `BlackjackAgent` a subclass of `Agent` for it, `base_model` a causal language model, `folder` a new
+# folder.
 EXAMPLES: dict[str, dict[str, str]] = {
     "Models": {
         "load_model_and_tokenizer": 'model, tokenizer, device = lg.load_model_and_tokenizer("smollm2-135m")',
         "AutoModelForCausalLMWithValueHead": "model = lg.AutoModelForCausalLMWithValueHead.from_pretrained(base_model)",
     },
     "Agent": {
-        "Agent": 'agent = MyAgent(model, tokenizer, context="turn", seed=0)',
-        "GenerationConfig": "MyAgent(model, tokenizer, generate_config_dict=lg.GenerationConfig(max_new_tokens=8))",
+        "Agent": 'agent = BlackjackAgent(model, tokenizer, context="turn", learner=lg.PPOConfig(batch_size=8))',
+        "GenerationConfig": "BlackjackAgent(model, tokenizer, None, lg.GenerationConfig(max_new_tokens=8))",
         "Report": "report: lg.Report = agent.preflight(); print(report)",
         "name_actions": 'words = lg.name_actions(gym.spaces.Discrete(2), ["stick", "hit"])',
         "parse_action": 'lg.parse_action("7", gym.spaces.Discrete(10))',
@@ -31,20 +32,20 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "demonstrations_path": 'path = lg.demonstrations_path("format_blackjack")',
     },
     "Learning algorithms": {
-        "PPOConfig": "MyAgent(model, tokenizer, learner=lg.PPOConfig(learning_rate=3e-4))",
-        "GRPOConfig": "MyAgent(model, tokenizer, learner=lg.GRPOConfig(group_size=4))",
-        "ReinforceConfig": "MyAgent(model, tokenizer, learner=lg.ReinforceConfig(gamma=1.0))",
+        "PPOConfig": "BlackjackAgent(model, tokenizer, learner=lg.PPOConfig(learning_rate=3e-4))",
+        "GRPOConfig": "BlackjackAgent(model, tokenizer, learner=lg.GRPOConfig(group_size=4))",
+        "ReinforceConfig": "BlackjackAgent(model, tokenizer, learner=lg.ReinforceConfig(gamma=1.0))",
         "LearnerConfig": "config: lg.LearnerConfig = agent.learner.config",
-        "ReplayConfig": "MyAgent(model, tokenizer, replay_config_dict=lg.ReplayConfig(steps=1))",
+        "ReplayConfig": "BlackjackAgent(model, tokenizer, replay_config_dict=lg.ReplayConfig(steps=1))",
     },
     "Training": {
-        "train": "result = lg.train(agent, env_id, episodes=4)",
+        "train": "result = lg.train(agent, env_id, episodes=4, run_dir=folder)",
         "TrainingResult": "print(result.returns, result.success_rate)",
         "Run": "def on_step(run: lg.Run) -> bool: return run.turns < 1000",
         "Callback": "class Stop(lg.Callback): on_step = staticmethod(on_step)",
         "EvalCallback": "lg.train(agent, env_id, episodes=4, callbacks=lg.EvalCallback(env_id, episodes=2))",
         "ScoreCallback": "scores = lg.ScoreCallback(lambda agent: 0.5, every=1)",
-        "Score": "best: lg.Score | None = max(scores.scores, key=lambda score: score.value, default=None)",
+        "Score": "score: lg.Score | None = scores.after",
         "StopOnReturn": "lg.train(agent, env_id, episodes=4, callbacks=lg.StopOnReturn(0.9))",
         "PlayedEpisode": "def judge(episode: lg.PlayedEpisode) -> float: return -0.01 * episode.length",
         "Turn": "def reply_ids(turn: lg.Turn) -> tuple[int, ...]: return turn.reply.ids",
@@ -56,7 +57,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "side_by_side": 'print(lg.side_by_side({"agent": measured}))',
     },
     "Tracking": {
-        "default_tracker": "tracker = lg.default_tracker(folder, log_with=[])",
+        "default_tracker": 'tracker = lg.default_tracker("runs/mine", {"seed": 0}); tracker.close()',
         "Tracker": "def log_to(tracker: lg.Tracker) -> None: tracker.log({'loss': 0.5}, step=1)",
         "write_report": "lg.write_report([folder], folder / 'report.html')",
     },
@@ -83,7 +84,7 @@ def page() -> str:
         "# API",
         "",
         "Written by `scripts/api_page.py` from the docstrings. In the examples, `lg` is `llamagym`, `gym` is "
-        "`gymnasium` and `MyAgent` a subclass of `Agent`.",
+        "`gymnasium` and `BlackjackAgent` a subclass of `Agent`.",
     ]
     for title, examples in EXAMPLES.items():
         lines += ["", f"## {title}"]

@@ -89,7 +89,7 @@ def compare(agent: Any, steps: int = 3, envs: int = 3) -> Difference:
     turns = [turn for segment in segments for turn in plain_turns(model, segment)]
     acting = max(far_apart(torch.tensor(turn.reply.logprobs), expected) for turn, expected in turns)
     # What was kept while acting must not stand in for what is computed.
-    agent.policy._backbone.prefix_cache.clear()
+    agent.policy.backbone.prefix_cache.clear()
     weights = trained_weights(agent)
     received = agent.policy.evaluate(segments)
     learning = largest_error(received, turns)
@@ -130,7 +130,7 @@ def choosing_error(agent: Any, conversations: Sequence[Any]) -> float:
     contexts = [talk.observe("and now?", "", CHOICES) for talk in conversations]
     errors = []
     trees = agent.policy.trees.of(contexts)
-    backbone = agent.policy._backbone
+    backbone = agent.policy.backbone
     own = backbone.transformer.logits(backbone.hidden_states(trees)).float().log_softmax(-1)
     model = agent.policy.model.pretrained_model
     first = 0

@@ -101,7 +101,7 @@ def test_every_example_runs(tmp_path, monkeypatch):
     names: dict[str, Any] = {
         "lg": lg,
         "gym": gym,
-        "MyAgent": ChoiceAgent,
+        "BlackjackAgent": ChoiceAgent,
         "env_id": "Countdown-v0",
         "base_model": tiny_base_model("llama"),
         "folder": tmp_path / "run",

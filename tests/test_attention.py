@@ -89,7 +89,7 @@ def test_shared_prefix_equals_a_copy_in_each_row(heads, length, scores, monkeypa
 def test_agent_with_shared_prefix_equals_copies_in_each_row(family, kind, activated, passes, monkeypatch):
     monkeypatch.setattr(transformer, "_MIN_SHARED_SCORES", 0)
     agent = make_agent(kind, family, activated)
-    backbone = agent.policy._backbone
+    backbone = agent.policy.backbone
     for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
         agent.act_batch(texts)
         agent.assign_rewards([0.0] * 3)
@@ -161,7 +161,7 @@ def test_packed_weights_with_an_activated_adapter_share_a_prefix(family, dtype):
 
 
 def test_few_queries_do_not_share_a_prefix():
-    backbone = make_agent().policy._backbone
+    backbone = make_agent().policy.backbone
     prefix = torch.zeros(8, 2, 32, 8)
     assert backbone.transformer.shares(prefix, 32)
     assert not backbone.transformer.shares(prefix, 31)
@@ -169,7 +169,7 @@ def test_few_queries_do_not_share_a_prefix():
 
 
 def test_attention_is_restored_after_a_pass():
-    backbone = make_agent().policy._backbone
+    backbone = make_agent().policy.backbone
     config = backbone.transformer.body.config
     prefix = backbone.prefix((1, 2, 3))[1]
     cache = KVBuffer(prefix, 1, 4, True).cache(slice(None), 3)

@@ -24,7 +24,7 @@ def test_chunks_are_sorted_by_length_and_count_equal_rows_once():
     agent = make_agent(WordAgent)
     segments = turns_saying(agent, [5, 1, 4, 2, 2])
     segments.append(replace(segments[1]))
-    size = agent.policy._backbone.cost(TokenTree.from_segment(segments[3]))
+    size = agent.policy.backbone.cost(TokenTree.from_segment(segments[3]))
 
     def parted(nodes):
         return [

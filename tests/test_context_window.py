@@ -76,7 +76,7 @@ def test_a_context_with_many_choices_fills_the_window():
             return codes
 
     agent = make_agent(Breaker, "llama")
-    agent.policy._backbone.transformer.max_length = 300
+    agent.policy.backbone.transformer.max_length = 300
     # With 259 places where codes part, nothing would fit beside them.
     agent.act("x" * 120)
     agent.assign_reward(0.0)

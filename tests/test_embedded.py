@@ -69,7 +69,7 @@ def test_sampled_recorded_and_trained_are_one(loaded, kind, context):
         for turn in segment.turns:
             read += turn.prompt.ids
             whole = replace(turn.prompt, ids=tuple(read), starts_context=True, shared_length=0)
-            agent.policy._backbone.prefix_cache.clear()
+            agent.policy.backbone.prefix_cache.clear()
             again = agent.policy.evaluate([Segment((replace(turn, prompt=whole),))])
             assert again.logprobs[0].tolist() == pytest.approx(list(turn.reply.logprobs), abs=TOLERANCE)
             assert again.values.item() == pytest.approx(turn.reply.value, abs=TOLERANCE)

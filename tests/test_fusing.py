@@ -102,14 +102,14 @@ def test_fused_layers_equal_unfused_ones(family, activated, is_shared, dtype, ru
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 def test_acting_and_frozen_layers_in_learning_run_fused(kind, runs):
     agent = make_agent(kind)
-    transformer = agent.policy._backbone.transformer
+    transformer = agent.policy.backbone.transformer
     layers = list(transformer.body.layers)
     runs.clear()
     agent.act_batch(["a", "bb", "ccc"])
     agent.assign_rewards([0.0] * 3)
     assert set(runs) == set(layers)
     runs.clear()
-    agent.policy._backbone.prefix_cache.clear()
+    agent.policy.backbone.prefix_cache.clear()
     agent.policy.evaluate([actor_of(agent).conversation(index).current_segment() for index in range(3)])
     assert set(layers[: transformer.first_top_layer]) <= set(runs)
 
@@ -246,7 +246,7 @@ def test_no_weight_is_packed_twice():
         agent.act_batch(["a", "bb"])
         agent.assign_rewards([1.0, 0.0])
         agent.terminate_episodes([0, 1])
-    copies = agent.policy._backbone.transformer._acceleration._packed._weights
+    copies = agent.policy.backbone.transformer._acceleration._packed._weights
     for is_transposed in (False, True):
         copied = [layer for layers, of_transposed in copies if of_transposed == is_transposed for layer in layers]
         assert len(copied) == len(set(copied)) > 0
@@ -265,7 +265,7 @@ def test_wrong_fused_layers_are_disabled(fault, monkeypatch, runs):
     runs.clear()
     agent.act_batch(["a", "bb"])
     assert not runs
-    assert agent.policy._backbone.transformer.can_share
+    assert agent.policy.backbone.transformer.can_share
 
 
 @torch.no_grad()

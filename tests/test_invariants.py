@@ -41,7 +41,7 @@ def plain_logprobs(agent, ids, opening, temperature=1.0, model=None):
 
 def forget(agent):
     """Drop what was read before."""
-    agent.policy._backbone.prefix_cache.clear()
+    agent.policy.backbone.prefix_cache.clear()
 
 
 def context_ids(segment):
@@ -200,7 +200,7 @@ def test_an_episode_as_one_sequence_equals_turn_by_turn(family, kind):
 def test_histories_run_once_and_are_recalled_exactly(family):
     agent = make_agent(ChoiceAgent, family)
     segments = [c.current_segment() for c in play(agent)]
-    policy, backbone = agent.policy, agent.policy._backbone
+    policy, backbone = agent.policy, agent.policy.backbone
     forget(agent)
     before = policy.tokens_forwarded
     first, middle = policy.evaluate(segments), policy.tokens_forwarded
@@ -284,7 +284,7 @@ def test_short_texts_are_not_padded_to_long_ones():
     lengths = [len(tree.history) for tree in trees]
     assert len(lengths) * max(lengths) > 2 * sum(lengths)
     forget(agent)
-    backbone = agent.policy._backbone
+    backbone = agent.policy.backbone
     before = agent.policy.tokens_forwarded
     known = backbone.prefill(trees)
     assert [sum(map(len, of_tree.history)) for of_tree in known] == lengths

@@ -179,7 +179,7 @@ def test_what_is_packed_where_there_is_room_for_some_weights_alone(dtype, kind):
     """Weights are packed at their first use, as long as there is room; looking leaves it to those that acting uses."""
     agents = [agent_of(kind, dtype) for _ in range(2)]
     for agent in agents:
-        packed = agent.policy._backbone.transformer._acceleration._packed
+        packed = agent.policy.backbone.transformer._acceleration._packed
         if packed is None:
             pytest.skip("no weights are packed here")
         packed._max_bytes = 12_000
@@ -187,7 +187,7 @@ def test_what_is_packed_where_there_is_room_for_some_weights_alone(dtype, kind):
         if kind is Wordy or name != "action_probabilities":
             look(agents[0], name)
     assert play(agents[0], 0) == play(agents[1], 0)
-    copies = [agent.policy._backbone.transformer._acceleration._packed._weights.values() for agent in agents]
+    copies = [agent.policy.backbone.transformer._acceleration._packed._weights.values() for agent in agents]
     found = [[copy is not None for _, copy in of_agent] for of_agent in copies]
     assert found[0] == found[1]
     assert {True, False} <= set(found[0])

@@ -217,14 +217,14 @@ def test_acting_and_learning_pack_each_weight_once_per_direction(kind, monkeypat
     agent.act("x")
     assert agent.policy.num_updates
     assert agent.policy.is_initialized_from_data
-    copies = agent.policy._backbone.transformer._acceleration._packed._weights
+    copies = agent.policy.backbone.transformer._acceleration._packed._weights
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]
     assert {is_transposed for _, is_transposed in copied} == {True, False}
     assert len(set(copied)) == len(copied)
     # Choices need no product with the whole vocabulary.
-    assert (kind is WordAgent) == (agent.policy._backbone.transformer._head in {layer for layer, _ in copied})
+    assert (kind is WordAgent) == (agent.policy.backbone.transformer._head in {layer for layer, _ in copied})
     # No weight is packed twice. To aim the adapter, q, k, v, gate and up of its layers multiply one by one, once.
-    watched = 5 * len(agent.policy._backbone.transformer.top.layers)
+    watched = 5 * len(agent.policy.backbone.transformer.top.layers)
     assert len(made) == len(copies) + watched
 
 
@@ -245,7 +245,7 @@ def test_policy_with_packed_weights_equals_the_model(kind, family, products):
     assert products
     model, ids = agent.policy.model.pretrained_model.get_base_model(), torch.tensor([[1, 2, 3, 4]])
     before = len(products)
-    with torch.no_grad(), agent.policy._backbone.transformer._acceleration._packed:
+    with torch.no_grad(), agent.policy.backbone.transformer._acceleration._packed:
         received = model(ids).logits
     assert len(products) > before
     assert_as_exact(received, model, ids)

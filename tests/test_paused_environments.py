@@ -74,10 +74,10 @@ def test_groups_pause_and_resume_separately(in_processes):
     with open_envs(functools.partial(CountdownEnv, 1), [3, 5], in_processes=in_processes) as parts:
         play = Play(PolicyPlayer("random", parts[0].action_space, 0), parts, list(range(8)), seed=0)
         play.begin()
-        play.rest(np.array([False, False, True, False, False, False, True, True]))
+        play.pause(np.array([False, False, True, False, False, False, True, True]))
         # Running episodes are played to their end.
         assert [play.step().turns for _ in range(6)] == [3, 5, 2, 3, 2, 3]
-        play.rest(np.zeros(8, dtype=bool))
+        play.pause(np.zeros(8, dtype=bool))
         # The first group is in the middle of a step already.
         assert [play.step().turns for _ in range(4)] == [2, 5, 3, 5]
 

@@ -110,7 +110,7 @@ def test_prefixes_choices_and_demonstrations_are_text(family, context, tmp_path)
     """The only control tokens in the ids are those of the template and the end of a reply."""
     plain = make_agent(WordAgent, family, context=context)
     tokenizer = plain.tokenizer
-    end = plain.chat_template.closing_id(end_ids(plain.policy.model.pretrained_model, tokenizer))
+    end = actor_of(plain).chat_template.closing_id(end_ids(plain.policy.model.pretrained_model, tokenizer))
     for number, name in enumerate(names_of(tokenizer)):
         expected = controls_in(tokenizer, actor_of(plain).new_conversation().observe("hello").pending.ids)
         agent = make_agent(ChoiceAgent, family, context=context, response_prefix=f"{name}>")

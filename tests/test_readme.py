@@ -135,7 +135,7 @@ def test_options_page_lists_every_option_with_its_default(owner, config):
 
 def test_options_page_lists_every_option_of_the_agent_with_its_default():
     parameters = inspect.signature(Agent.__init__).parameters
-    given = {"self", "model", "tokenizer"}
+    given = {"self", "model", "tokenizer", "old_options"}
     defaults = {name: parameters[name].default for name in parameters.keys() - given}
     # An empty dictionary cannot be a default argument; None stands for it, but for replay, where it means none.
     defaults |= {name: {} for name in defaults if name.endswith("_dict") and name != "replay_config_dict"}

@@ -42,7 +42,7 @@ def step(agent, text="x"):
 def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activated):
     agent = settled(make_agent(SingleTokens, family, activated))
     # Texts have many byte-level tokens; dropping of turns has its own test.
-    agent.policy._backbone.transformer.max_length = 10_000
+    agent.policy.backbone.transformer.max_length = 10_000
     step(agent)
     for _ in range(2, 26):
         forwarded = step(agent)
@@ -57,7 +57,7 @@ def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activate
 @pytest.mark.pairwise(activated=[True, False], family=FAMILIES)
 def test_free_text_forwards_each_token_of_a_conversation_once(family, activated):
     agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6})
-    agent.policy._backbone.transformer.max_length = 10_000
+    agent.policy.backbone.transformer.max_length = 10_000
     forwarded = step(agent)
     turn = actor_of(agent).conversation(0).turns[-1]
     # Nothing is forwarded for the last sampled token until it is history.
@@ -71,7 +71,7 @@ def test_free_text_forwards_each_token_of_a_conversation_once(family, activated)
 def test_reply_runs_again_without_a_trunk():
     """If the adapter acts from the first layer on, no activations of a reply are valid for histories."""
     agent = make_agent(WordAgent, generate={"max_new_tokens": 6})
-    backbone = agent.policy._backbone
+    backbone = agent.policy.backbone
     backbone.transformer.unsplit()
     for _ in range(3):
         forwarded = step(agent)
@@ -88,7 +88,7 @@ def test_reply_runs_again_without_a_trunk():
 @pytest.mark.pairwise(kind=[WordAgent, ChoiceAgent], context=["episode", "turn"])
 def test_learning_reuses_the_trunk_s_output_of_acting(kind, context):
     agent = make_agent(kind, context=context)
-    agent.policy._backbone.transformer.max_length = 10_000
+    agent.policy.backbone.transformer.max_length = 10_000
     for turn in range(3):
         agent.act_batch(["x" * (env + turn) for env in range(4)])
         agent.assign_rewards([0.0] * 4)
@@ -96,11 +96,11 @@ def test_learning_reuses_the_trunk_s_output_of_acting(kind, context):
     if context == "turn":
         segments = [Segment((turn,)) for segment in segments for turn in segment.turns]
     passes = []
-    handle = agent.policy._backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    handle = agent.policy.backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
     now = agent.policy.evaluate(segments)
     assert not passes
     # The control: without the cache they must run.
-    agent.policy._backbone.prefix_cache.clear()
+    agent.policy.backbone.prefix_cache.clear()
     again = agent.policy.evaluate(segments)
     handle.remove()
     assert passes
@@ -110,7 +110,7 @@ def test_learning_reuses_the_trunk_s_output_of_acting(kind, context):
 def test_generation_prompt_runs_through_the_trunk_with_its_observation():
     agent, passes = make_agent(WordAgent, context="turn", generate={"max_new_tokens": 1}), []
     step(agent, "a")
-    agent.policy._backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    agent.policy.backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
     agent.policy.seed(1)
     step(agent, "b")
     # One pass over the observation and the generation prompt; none for the same observation, even after learning.
@@ -161,10 +161,10 @@ def test_growing_histories_equal_recomputed_ones(family, kind):
             actor_of(agent).discard_episodes([1])
     segments = [actor_of(agent).conversation(env).current_segment() for env in range(3)]
     trees = [TokenTree.from_segment(segment) for segment in segments]
-    grown = entries_of(policy._backbone, trees)
-    policy._backbone.prefix_cache.clear()
+    grown = entries_of(policy.backbone, trees)
+    policy.backbone.prefix_cache.clear()
     assert max(tree.context_length for tree in trees) > 64
-    for one, other in zip(grown, entries_of(policy._backbone, trees), strict=True):
+    for one, other in zip(grown, entries_of(policy.backbone, trees), strict=True):
         assert torch.allclose(one, other, atol=LOGPROB_TOLERANCE)
     recorded = [logprob for segment in segments for turn in segment.turns for logprob in turn.reply.logprobs]
     now = policy.evaluate(segments)
@@ -188,7 +188,7 @@ def test_diverging_conversations_equal_separate_ones():
         actor_of(agent).conversation(env).observe("x" * (1 + 600 * env), "", OneWord.choices) for env in range(4)
     ]
     trees = [TokenTree.from_segment(segment) for segment in segments]
-    backbone = agent.policy._backbone
+    backbone = agent.policy.backbone
     together = entries_of(backbone, trees)
     for tree, entries in zip(trees, together, strict=True):
         backbone.prefix_cache.clear()
@@ -209,7 +209,7 @@ def test_evicted_activations_are_recomputed():
     agent = settled(make_agent(SingleTokens, "llama"))
     step(agent)
     usual = step(agent)
-    backbone = agent.policy._backbone
+    backbone = agent.policy.backbone
     backbone.prefix_cache.activations = RadixTree(max_bytes=1000)
     assert step(agent) > 3 * usual
     conversation = actor_of(agent).conversation(0)
@@ -222,7 +222,7 @@ def test_evicted_activations_are_recomputed():
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, SingleTokens])
 def test_full_context_drops_its_oldest_turns_and_trains_on_what_was_seen(family, kind):
     agent = settled(make_agent(kind, family, ppo={"batch_size": 20, "mini_batch_size": 20}, response_prefix="I say "))
-    agent.policy._backbone.transformer.max_length = 300
+    agent.policy.backbone.transformer.max_length = 300
     for turn in range(20):
         agent.act(f"number {turn}")
         agent.assign_reward(0.0)

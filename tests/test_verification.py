@@ -27,7 +27,7 @@ def test_models_that_differ_in_weights_only_are_compared_once(monkeypatch):
     monkeypatch.setattr(verification, "_compare", lambda checked: checks.append(checked) or compare(checked))
     agents = [make_agent(ChoiceAgent) for _ in range(2)]
     assert len(checks) == 1
-    one, other = (agent.policy._backbone.transformer for agent in agents)
+    one, other = (agent.policy.backbone.transformer for agent in agents)
     assert one.first_top_layer == other.first_top_layer > 0
     assert one.can_share == other.can_share
     make_agent(ChoiceAgent, "qwen3")

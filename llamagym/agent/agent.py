@@ -416,7 +416,7 @@ class Agent(TextInterface):
             device: As for `load_model_and_tokenizer`.
             dtype: As for `load_model_and_tokenizer`, but "auto" is the saved dtype, on a device of the same type.
             model: The model, if it cannot be loaded by its base's name; it must have the saved weights.
-            **options: Constructor options that differ from the saved ones.
+            **options: Constructor options that replace the saved ones, each as a whole.
 
         Raises:
             CheckpointError: The folder is damaged, something else, or of a later version.
@@ -433,7 +433,7 @@ class Agent(TextInterface):
             model, tokenizer, state = read_export(folder, device, dtype, model)
             saved = dict(state["options"])
             saved_learner = config_from(saved.pop("learner"))
-            if not options.keys() & {"learner", "ppo_config_dict", *OLD_ARGUMENTS}:
+            if not options.keys() & {"learner", "ppo_config_dict", *OLD_ARGUMENTS - {"use_target_kl"}}:
                 options = {"learner": saved_learner, **options}
             agent = cls(model, tokenizer, **{**saved, **options})
             restore_choices(agent.policy, state, agent.policy.calibrates == saved["calibrate_choices"])

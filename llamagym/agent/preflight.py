@@ -120,7 +120,7 @@ def _unchanged(actor: Actor) -> Iterator[None]:
     actor.is_learning = True
     actor.is_greedy = False
     try:
-        with policy.measuring(), policy.temporary_copies():
+        with policy.measuring(), policy.backbone.transformer.temporary_packing():
             yield
     finally:
         policy.rng.set_state(rng_state)

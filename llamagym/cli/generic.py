@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import gymnasium
 from gymnasium import spaces
 
-from ..agent.agent import Agent
+from ..agent.agent import Agent, collector_of
 from ..errors import ConfigError
 from ..text.observations import describe, part_names
 from ..text.spaces import name_actions, parse_action
@@ -40,7 +40,6 @@ class GenericAgent(Agent):
     `generic_agent` creates a subclass for an environment.
     """
 
-    response_prefix = ""
     system_prompt: ClassVar[str]
     template: ClassVar[str]
     observation_space: ClassVar[spaces.Space[Any]]
@@ -68,7 +67,7 @@ class GenericAgent(Agent):
         """Returns the action with this name, or parses free text."""
         if self.actions is None:
             return parse_action(response, self.action_space)
-        return self.actions[response.removeprefix(self.response_prefix)]
+        return self.actions[response.removeprefix(collector_of(self).actor.hooks.response_prefix)]
 
     def fallback_action(self, observation: Any) -> Any:
         """Returns the same action every time."""

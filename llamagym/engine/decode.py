@@ -38,7 +38,7 @@ class Decoder:
         """
         prompt_lengths = {tree.node_count for tree in trees}
         assert len(prompt_lengths) == 1, "a batch has generation prompts of one length"
-        self._backbone = backbone
+        self.backbone = backbone
         self._trunk_entries = backbone.transformer.trunk_entries
         # The first column of generation prompts.
         self._start = max(tree.context_length for tree in trees)
@@ -69,7 +69,7 @@ class Decoder:
             if _parent(reply) in self._rows:
                 growing.append(reply)
                 continue
-            trunk, top = self._backbone.prefix_cache.find_reply(*reply)
+            trunk, top = self.backbone.prefix_cache.find_reply(*reply)
             trunk_length = token_count(trunk)
             top_length = token_count(top)
             if top_length == length:
@@ -104,7 +104,7 @@ class Decoder:
             entries = self._buffer.entries(row, self._start, self._start + length)
             trunk = Activations(entries[: self._trunk_entries], self._states[0, row, :length])
             top = Activations(entries[self._trunk_entries :], self._states[1, row, :length])
-            self._backbone.prefix_cache.put_reply(tree, ids, trunk, top)
+            self.backbone.prefix_cache.put_reply(tree, ids, trunk, top)
 
     def _move_rows(self, growing: list[PartialReply]) -> list[PartialReply]:
         """Moves the parents of these replies to the first rows, and returns the replies in the order of their rows.
@@ -142,7 +142,7 @@ class Decoder:
             return None
         trees = [tree for tree, _ in replies]
         is_new = not replies[0][1]
-        contexts = self._backbone.prefill(trees, with_decisions=is_new)
+        contexts = self.backbone.prefill(trees, with_decisions=is_new)
         column = len(trees[0].prefix)
         prompt_states: list[Tensor] = []
         for row, context in enumerate(contexts, first_row):
@@ -182,7 +182,7 @@ class Decoder:
             inputs = torch.tensor([(tree.decisions[0].ids + ids)[skipped:] for tree, ids in replies])
         rows = slice(first_row, first_row + len(replies))
         tokens = Tokens(inputs, key_positions[:, first_column:], visible, key_positions)
-        top_states, trunk_states = self._backbone.decode(tokens, self._buffer.cache(rows, first_column))
+        top_states, trunk_states = self.backbone.decode(tokens, self._buffer.cache(rows, first_column))
         new = slice(first_column - self._start, end - self._start)
         self._states[0, rows, new] = trunk_states
         self._states[1, rows, new] = top_states

@@ -49,7 +49,7 @@ _MAX_INIT_CONTEXTS = 512
 # Bytes of keys and values of replies that are decoded together; each reserves memory for the longest reply.
 _DECODE_BYTES = 2**30
 # Attributes that belong to one model; a copy creates its own.
-_NOT_COPIED = ("_backbone", "_state", "trees", "_workspaces", "_eval_workspace")
+_NOT_COPIED = ("backbone", "_state", "trees", "_workspaces", "_eval_workspace")
 NOT_PICKLED = (
     "An agent is neither pickled nor copied by copy.copy(): its model, caches and compiled layers belong together. "
     "Use copy.deepcopy(agent) for another agent in this process, and agent.save(folder) with load(folder), or "
@@ -145,12 +145,12 @@ class Policy:
         self.trees = TreeCache()
         self._eos_ids = frozenset(eos_ids)
         self._closing_id = closing_id
-        self._backbone = Backbone(model)
+        self.backbone = Backbone(model)
         self.reference: dict[str, Tensor] | None = None
         self._state = WeightsState(model)
         calibration = Calibration() if calibrate_choices else None
         # The first is for learning; the last is in use.
-        self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self._backbone.prefix_cache)]
+        self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self.backbone.prefix_cache)]
         # For acting that is not learned from; None until it is needed.
         self._eval_workspace: Workspace | None = None
         self.rng = torch.Generator()
@@ -167,8 +167,8 @@ class Policy:
             if name not in _NOT_COPIED:
                 setattr(copied, name, deepcopy(value, memo))
         mask_frozen_gradients_(copied.model.pretrained_model)
-        copied._backbone = Backbone(copied.model)
-        copied._backbone.tokens_forwarded = self._backbone.tokens_forwarded
+        copied.backbone = Backbone(copied.model)
+        copied.backbone.tokens_forwarded = self.backbone.tokens_forwarded
         copied._state = WeightsState(copied.model)
         copied._state.number = self._state.number
         copied.trees = TreeCache()
@@ -178,7 +178,7 @@ class Policy:
                 deepcopy(learning.calibration, memo),
                 dict(learning.offered),
                 ChoiceCache(),
-                copied._backbone.prefix_cache,
+                copied.backbone.prefix_cache,
                 learning.recalibrations,
             )
         ]
@@ -197,7 +197,7 @@ class Policy:
     @property
     def device(self) -> torch.device:
         """The model's device."""
-        return self._backbone.transformer.device
+        return self.backbone.transformer.device
 
     @property
     def calibration(self) -> Calibration | None:
@@ -240,12 +240,12 @@ class Policy:
     @contextmanager
     def _using(self, workspace: Workspace) -> Iterator[None]:
         self._workspaces.append(workspace)
-        self._backbone.prefix_cache = workspace.prefix_cache
+        self.backbone.prefix_cache = workspace.prefix_cache
         try:
             yield
         finally:
             self._workspaces.remove(workspace)
-            self._backbone.prefix_cache = self._workspaces[-1].prefix_cache
+            self.backbone.prefix_cache = self._workspaces[-1].prefix_cache
 
     @property
     def weights_version(self) -> int:
@@ -268,17 +268,13 @@ class Policy:
         self._notice_changes()
         workspace = self._workspaces[-1]
         workspace.choices.clear()
-        self._backbone.prefix_cache.clear()
+        self.backbone.prefix_cache.clear()
         if packed:
-            self._backbone.transformer.drop_packed_weights()
+            self.backbone.transformer.drop_packed_weights()
         if not self.is_measuring:
             self._eval_workspace = None
         if version is not None:
             self._state.number = version - workspace.recalibrations
-
-    def temporary_copies(self) -> AbstractContextManager[None]:
-        """While open, packed copies of weights may change; afterwards the earlier ones are restored."""
-        return self._backbone.transformer.temporary_packing()
 
     def calibration_changed(self) -> None:
         """Drops distributions over choices after a new calibration; earlier replies are off-policy."""
@@ -301,12 +297,12 @@ class Policy:
     @property
     def max_length(self) -> int:
         """Maximum tokens of a context, including the reply."""
-        return self._backbone.transformer.max_length
+        return self.backbone.transformer.max_length
 
     @property
     def tokens_forwarded(self) -> int:
         """Number of tokens forwarded so far, including padding."""
-        return self._backbone.tokens_forwarded
+        return self.backbone.tokens_forwarded
 
     @property
     def is_initialized_from_data(self) -> bool:
@@ -390,11 +386,11 @@ class Policy:
         offers = self._score_choices(choice_trees)
         # `_score_choices` has noticed changes of the weights.
         version = self._version
-        room = _DECODE_BYTES // self._backbone.transformer.token_bytes
+        room = _DECODE_BYTES // self.backbone.transformer.token_bytes
         for rows in chunks(text_trees, lengths, room, equal_once=False):
             chunk = [text_trees[row] for row in rows]
-            with self._backbone.transformer.ready():
-                features, texts = write_text(self._backbone, chunk, config, self._eos_ids, self.rng)
+            with self.backbone.transformer.ready():
+                features, texts = write_text(self.backbone, chunk, config, self._eos_ids, self.rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts, strict=True):
                 replies[text_rows[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
@@ -471,7 +467,7 @@ class Policy:
         fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
         chunked = ([trees[row] for row in rows] for rows in self._chunks(trees))
         # Layers whose inputs are recorded are not fused, and use other packed copies.
-        with self._backbone.transformer.temporary_packing():
+        with self.backbone.transformer.temporary_packing():
             features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
         self._notice_changes()
         for layer, received in inputs.items():
@@ -483,7 +479,7 @@ class Policy:
     @property
     def pass_tokens(self) -> int:
         """Default tokens of one forward or backward pass, by model and device."""
-        return self._backbone.transformer.pass_tokens
+        return self.backbone.transformer.pass_tokens
 
     def chunks(self, segments: Sequence[Segment], max_tokens: int | None = None) -> Iterator[list[Segment]]:
         """Splits segments into chunks of similar length, of at most `max_tokens` or a single segment."""
@@ -492,7 +488,7 @@ class Policy:
 
     def _chunks(self, trees: Sequence[TokenTree], max_tokens: int | None = None) -> Iterator[list[int]]:
         """Rows in chunks for one forward pass each, of at most `max_tokens` or a single row."""
-        sizes = [self._backbone.cost(tree) for tree in trees]
+        sizes = [self.backbone.cost(tree) for tree in trees]
         return chunks(trees, sizes, max_tokens or self.pass_tokens, equal_once=True)
 
     def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
@@ -524,16 +520,16 @@ class Policy:
         # The workspace in use comes last, so that the backbone keeps its activations.
         workspaces = [*unused, *self._workspaces]
         if change is Change.FROZEN:
-            self._backbone.transformer.drop_packed_weights()
+            self.backbone.transformer.drop_packed_weights()
         elif change is Change.PARTS:
-            tokens_forwarded = self._backbone.tokens_forwarded
-            self._backbone = Backbone(self.model)
-            self._backbone.tokens_forwarded += tokens_forwarded
+            tokens_forwarded = self.backbone.tokens_forwarded
+            self.backbone = Backbone(self.model)
+            self.backbone.tokens_forwarded += tokens_forwarded
             for workspace in workspaces:
-                workspace.prefix_cache = self._backbone.prefix_cache.copy()
+                workspace.prefix_cache = self.backbone.prefix_cache.copy()
         for workspace in workspaces:
             workspace.choices.clear()
-            self._backbone.prefix_cache = workspace.prefix_cache
+            self.backbone.prefix_cache = workspace.prefix_cache
             if change is Change.TRAINED:
                 workspace.prefix_cache.remove_outdated()
             else:
@@ -546,7 +542,7 @@ class Policy:
     def _without_adapter(self) -> Iterator[None]:
         """Disables a plain LoRA while open; an activated one acts from the reply on only."""
         pretrained: Any = self.model.pretrained_model
-        if not self.model.is_peft_model or self._backbone.history_is_frozen:
+        if not self.model.is_peft_model or self.backbone.history_is_frozen:
             yield
             return
         with pretrained.disable_adapter():
@@ -580,8 +576,8 @@ class Policy:
             weights = self._with_reference_weights()
         elif of != "policy":
             weights = self._without_adapter()
-        with weights, self._backbone.transformer.ready():
-            yield self._backbone
+        with weights, self.backbone.transformer.ready():
+            yield self.backbone
 
     def _read(self, trees: Sequence[TokenTree], of: Weights = "policy") -> Reading:
         """Runs the model on token trees."""

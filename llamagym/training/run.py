@@ -48,7 +48,13 @@ class Run:
     """
 
     def __init__(self, agent: Agent, episodes: int | None, turns: int | None, minutes: float | None) -> None:
-        """Starts a run with this budget; None is no limit.
+        """Starts a run with a budget.
+
+        Args:
+            agent: The agent that is trained.
+            episodes: Number of episodes after which the run ends; None is no limit.
+            turns: Number of turns after which it ends; None is no limit.
+            minutes: Time after which it ends; None is no limit.
 
         Raises:
             ConfigError: All limits are None, or an argument has the wrong type or is not positive.

@@ -43,7 +43,7 @@ LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
 def _acceleration(agent: Any) -> Any:
-    return agent.policy._backbone.transformer._acceleration
+    return agent.policy.backbone.transformer._acceleration
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def _without_packing(agent: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_prefix_cache(agent: Any) -> Iterator[None]:
-    with patch.object(agent.policy._backbone.prefix_cache, "activations", RadixTree(0)):
+    with patch.object(agent.policy.backbone.prefix_cache, "activations", RadixTree(0)):
         yield
 
 
@@ -108,7 +108,7 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/attention_kernel": lambda agent: patch.multiple(fused_layer, _MANY_TOKENS=0, _MANY_COLUMNS=0),
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
-    "shared prefix in attention": lambda agent: patch.object(agent.policy._backbone.transformer, "can_share", False),
+    "shared prefix in attention": lambda agent: patch.object(agent.policy.backbone.transformer, "can_share", False),
     "policy/choice_cache": lambda agent: patch.object(agent.policy._workspaces[0], "choices", ChoiceCache(0)),
 }
 
