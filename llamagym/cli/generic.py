@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import gymnasium
 from gymnasium import spaces
 
-from ..agent.agent import Agent, collector_of
+from ..agent.agent import Agent
 from ..errors import ConfigError
 from ..text.observations import describe, part_names
 from ..text.spaces import name_actions, parse_action
@@ -40,6 +40,7 @@ class GenericAgent(Agent):
     `generic_agent` creates a subclass for an environment.
     """
 
+    response_prefix = ""
     system_prompt: ClassVar[str]
     template: ClassVar[str]
     observation_space: ClassVar[spaces.Space[Any]]
@@ -49,6 +50,12 @@ class GenericAgent(Agent):
     """Actions by name; None if they cannot be listed."""
     fallback: ClassVar[Any]
     """Action after a reply in free text that names no action."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Creates an agent; arguments as for `Agent`."""
+        # Replies begin with it, and the names of actions do not.
+        self.response_prefix = options.get("response_prefix", "")
+        super().__init__(*args, **options)
 
     def get_system_prompt(self) -> str:
         """Returns the user's system prompt, or one with the environment's name and the format of replies."""
@@ -67,7 +74,7 @@ class GenericAgent(Agent):
         """Returns the action with this name, or parses free text."""
         if self.actions is None:
             return parse_action(response, self.action_space)
-        return self.actions[response.removeprefix(collector_of(self).actor.hooks.response_prefix)]
+        return self.actions[response.removeprefix(self.response_prefix)]
 
     def fallback_action(self, observation: Any) -> Any:
         """Returns the same action every time."""
