@@ -185,14 +185,14 @@ def remove_saved(folder: Path) -> None:
     Raises:
         CheckpointError: The folder has no manifest; nothing is deleted.
     """
-    listed = read_manifest(folder)["files"]
+    saved_files = read_manifest(folder)["files"]
     with suppress(OSError):
         # First, so that a deletion that fails halfway does not leave a folder that counts as a damaged save.
         (folder / MANIFEST).unlink()
-        for name in listed:
+        for name in saved_files:
             with suppress(OSError, CheckpointError):
                 file_inside(folder, name).unlink()
-    subfolders = {str(parent) for name in listed for parent in PurePosixPath(name).parents}
+    subfolders = {str(parent) for name in saved_files for parent in PurePosixPath(name).parents}
     for subfolder in sorted(subfolders, reverse=True):
         with suppress(OSError, CheckpointError):  # it holds other files
             file_inside(folder, subfolder).rmdir()
@@ -351,27 +351,27 @@ def _install(new: Path, folder: Path, kind: str, replace: bool) -> None:
         return
     if not replace:
         raise FileExistsError(f"{str(folder)!r} exists")
-    is_listed = (folder / MANIFEST).exists()
-    listed = {MANIFEST}
-    if is_listed:
-        listed.update(read_manifest(folder)["files"])
-    carried = _carry_over(folder, new, listed)
+    had_manifest = (folder / MANIFEST).exists()
+    saved_files = {MANIFEST}
+    if had_manifest:
+        saved_files.update(read_manifest(folder)["files"])
+    carried = _carry_over(folder, new, saved_files)
     for path in new.rglob("*"):
         keep_mode(folder / path.relative_to(new), path)
     backup = _backup_of(folder)
     if has_manifest(backup):  # of a process that was killed just after its new folder was in place
         _discard_backup(backup, folder, new.parent)
     if not exchange_folders(new, folder):
-        _exchange_by_renames(new, folder, kind, is_listed)
+        _exchange_by_renames(new, folder, kind, had_manifest)
     # Files that were added since.
-    _carry_over(new, folder, listed | carried)
+    _carry_over(new, folder, saved_files | carried)
 
 
-def _exchange_by_renames(new: Path, folder: Path, kind: str, is_listed: bool) -> None:
+def _exchange_by_renames(new: Path, folder: Path, kind: str, had_manifest: bool) -> None:
     """Exchanges a new folder and an old one, with or without a manifest; an error leaves the old one in place."""
     backup = _backup_of(folder)
     try:
-        if not is_listed:
+        if not had_manifest:
             # `restore_backup` recognizes a backup by its manifest.
             replace_file(folder / MANIFEST, json.dumps({"kind": kind, "schema": SCHEMA, "files": {}}))
         folder.rename(backup)
@@ -381,7 +381,7 @@ def _exchange_by_renames(new: Path, folder: Path, kind: str, is_listed: bool) ->
             backup.rename(folder)
             raise
     except BaseException:
-        if not is_listed:
+        if not had_manifest:
             (folder / MANIFEST).unlink(missing_ok=True)
         raise
     backup.rename(new)
@@ -395,8 +395,8 @@ def _discard_backup(backup: Path, folder: Path, scratch: Path) -> None:
         folder: The folder that replaced it, with links to the files of the user.
         scratch: The temporary folder.
     """
-    listed = {MANIFEST, *read_manifest(backup)["files"]}
-    if all(are_equal(backup / name, folder / name) for name in _unlisted(backup, listed)):
+    saved_files = {MANIFEST, *read_manifest(backup)["files"]}
+    if all(are_equal(backup / name, folder / name) for name in _unlisted(backup, saved_files)):
         backup.rename(scratch / _OLD)
         return
     kept = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
@@ -404,21 +404,21 @@ def _discard_backup(backup: Path, folder: Path, scratch: Path) -> None:
     logger.warning("%s holds files of yours that %s does not; it is kept.", kept, folder)
 
 
-def _unlisted(folder: Path, listed: set[str]) -> Iterator[str]:
-    """The files, links and empty folders in a folder that are not listed."""
+def _unlisted(folder: Path, saved_files: set[str]) -> Iterator[str]:
+    """Yields the files, links and empty folders in a folder that are not among the saved files."""
     for parent, folders, files in os.walk(folder):
         here = Path(parent)
         leaves = [name for name in folders if (here / name).is_symlink() or not os.listdir(here / name)]
         for name in (*files, *leaves):
             relative = (here / name).relative_to(folder).as_posix()
-            if relative not in listed:
+            if relative not in saved_files:
                 yield relative
 
 
-def _carry_over(old: Path, new: Path, listed: set[str]) -> set[str]:
-    """Links the files of an old folder that are not listed into a new one; returns their names."""
+def _carry_over(old: Path, new: Path, saved_files: set[str]) -> set[str]:
+    """Links the files of an old folder that are not among the saved files into a new one; returns their names."""
     carried = set()
-    for name in _unlisted(old, listed):
+    for name in _unlisted(old, saved_files):
         path = old / name
         target = new / name
         if path.is_dir() and not path.is_symlink():
