@@ -141,7 +141,7 @@ class Actor:
                 if self.is_learning and conversation.awaits_reward:
                     raise EpisodeError(
                         f"Environment {env_id!r} acts again, but its last action has no reward. Call assign_reward() "
-                        "after every step, with 0 if there is none, or act in eval()."
+                        "after every step, with 0 for a step without a reward, or act in eval()."
                     )
             actions = self._act(observations, infos, conversations)
         if self.is_learning:
@@ -157,7 +157,7 @@ class Actor:
     ) -> list[Any]:
         """Takes one turn in each conversation; returns the actions."""
         hooks = self.hooks
-        choices = [hooks.choices(*seen) for seen in zip(observations, infos, strict=True)]
+        choices = [hooks.choices(*pair) for pair in zip(observations, infos, strict=True)]
         contexts = []
         for conversation, observation, info, offered in zip(conversations, observations, infos, choices, strict=True):
             contexts.append(conversation.observe(hooks.text(observation, info), hooks.response_prefix, offered))

@@ -500,8 +500,8 @@ class Agent(TextInterface):
             CheckpointError: The checkpoint is damaged, of a later version, another model's, or an agent's of another
                 class or with other options; nothing has changed.
         """
-        given = {"keep_episodes": keep_episodes, "allow_changes": allow_changes}
-        check_arguments(Agent.load_checkpoint, given)
+        options = {"keep_episodes": keep_episodes, "allow_changes": allow_changes}
+        check_arguments(Agent.load_checkpoint, options)
         with loading_checkpoint(self._collector, folder, keep_episodes, allow_changes) as loop:
             return loop
 

@@ -32,7 +32,7 @@ _MAX_RECOMPUTED = 2**16
 
 
 class Change(IntEnum):
-    """What has changed, from nothing to everything."""
+    """How much of a model has changed; a higher value includes the lower ones."""
 
     NONE = 0
     TRAINED = 1

@@ -34,7 +34,7 @@ def random_call(rng: random.Random, conversation: str) -> str:
 class AddressBook(gymnasium.Env[str, str]):
     """Asks for the color of the houses in the city where a person lives.
 
-    An action is a line of text: `find NAME` queries a person or a city, `answer COLOUR` ends the episode. Any other
+    An action is a line of text: `find NAME` queries a person or a city, `answer COLOR` ends the episode. Any other
     text takes a turn, and the observation explains the format. Every fact also names an irrelevant person or city. The
     reward is 1 for the right answer, else 0. Episodes terminate after the last turn and are never truncated.
     `info["success"]` is True after the right answer.

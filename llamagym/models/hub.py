@@ -252,7 +252,7 @@ def check_hub(hub_id: str, token: str | None) -> dict[str, Any]:
 
 
 def _use_cache(hub_id: str, why: str) -> dict[str, Any]:
-    """Options for the hub that load the cached copy of a repository, with a warning; an error if there is none."""
+    """Options for the hub that load the cached copy of a repository, with a warning; an error without a cached copy."""
     if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in (CONFIG, ADAPTER_CONFIG)):
         logger.warning("%s: loading the cached copy of %s.", why, hub_id)
         return {"local_files_only": True}

@@ -199,7 +199,7 @@ def load_needs_gib(
 ) -> float:
     """Estimates the memory of training a model, in GiB: weights, on a CPU also packed copies and activations.
 
-    The estimate is within 15 % of the measured peak of three models (see docs/scaling.md).
+    The estimate is within 15 % of the measured peak of three models (see docs/larger-models.md).
 
     Args:
         entry: The model, with a parameter count.

@@ -149,7 +149,7 @@ def newest(root: Path) -> Path | None:
 
 
 def best(root: Path) -> Path | None:
-    """The whole checkpoint with the highest mean return of its last update's episodes; None if there is none."""
+    """The intact checkpoint with the highest mean return of its last update's episodes; None without checkpoints."""
     return _best(manifests(root))
 
 

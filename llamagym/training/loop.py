@@ -142,7 +142,7 @@ def train(
         checkpoint_every: Number of updates between two checkpoints; one is also written before the first step. Each
             drops all caches, so observations that recur are processed again after it.
         keep_checkpoints: Number of newest checkpoints that are kept; the best is kept as well.
-        resume: Whether to continue from the newest intact checkpoint; if there is none, training begins. An interrupted
+        resume: Whether to continue from the newest intact checkpoint; without one, training starts. An interrupted
             call's budget continues where it stood if it is passed again; any other budget, or that of a call that used
             its own up, is granted in full.
         allow_changes: With `resume`: names of what may differ from the checkpoint, as the error lists them:
