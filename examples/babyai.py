@@ -66,7 +66,7 @@ def main() -> None:
     options.add_argument("--max-steps", type=int, help="of an episode; default: the level's own limit")
     options.add_argument("--shown-episodes", type=int, default=0, help="imitate so many first; memory levels only")
     args = script.parse(options, episodes=12_000)
-    # In a conversation the mission is said once.
+    # In a conversation only the first observation contains the mission.
     how = args.level, args.all_actions, args.context == "turn", args.max_steps
     train_in, score_in = functools.partial(make_babyai, *how), functools.partial(make_scored, *how)
     baselines = {"random": evaluate("random", score_in, episodes=200, seed=script.HELD_OUT_SEED).mean, "optimum": 1.0}

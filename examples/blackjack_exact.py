@@ -37,7 +37,7 @@ STATES: list[State] = sorted(
 
 
 def _best_sum(hard_total: int, has_ace: bool) -> tuple[int, int]:
-    """What a hand counts, and whether an ace counts 11 in it."""
+    """The value of a hand, and 1 if an ace counts 11 in it, else 0."""
     usable = has_ace and hard_total + 10 <= 21
     return (hard_total + 10, 1) if usable else (hard_total, 0)
 
@@ -64,7 +64,7 @@ def _stick_value(state: State) -> float:
 
 
 def _draws(state: State) -> Iterator[tuple[float, State | None]]:
-    """What hitting leads to: the chance of each card and the state after it, None for a bust."""
+    """Outcomes of hitting: the probability of each card and the next state, None for a bust."""
     _, dealer, usable = state
     for card, chance in CARDS.items():
         # A hard hand's aces can never count 11 again, so only a usable or a fresh ace matters from here on.

@@ -27,7 +27,7 @@ class FrozenLakeAgent(Agent):
         )
 
     def format_observation(self, observation: int) -> str:
-        """Row, column, and the four neighbours."""
+        """Row, column, and the four neighbors."""
         row, column = divmod(int(observation), 4)
         around = []
         for word, (down, right) in _STEPS.items():

@@ -1,4 +1,4 @@
-"""Train a language model to find a code of three colours in six guesses, from all answers so far.
+"""Train a language model to find a code of three colors in six guesses, from all answers so far.
 
 python examples/mastermind.py                       from rewards alone, which taught next to nothing in 85 minutes
 python examples/mastermind.py --shown-games 10000   imitates games of a player who rules codes out, before it acts

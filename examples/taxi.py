@@ -16,7 +16,7 @@ from llamagym import Agent, evaluate
 ACTIONS = ("south", "north", "east", "west", "pick up", "drop off")
 """By the environment's number."""
 PLACES = ("red", "green", "yellow", "blue", "in the taxi")
-"""Where passengers are and want to go, likewise."""
+"""Locations and destinations of passengers, by the environment's number."""
 
 # Knows what a state means; nobody drives this one.
 _TAXI: Any = gym.make("Taxi-v4").unwrapped

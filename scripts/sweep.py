@@ -34,7 +34,7 @@ def suggest(trial: optuna.Trial, name: str, space: dict[str, Any]) -> Any:
     """A value of one parameter, in the words of a W&B sweep.
 
     Raises:
-        ConfigError: Its distribution is none of those that are understood here.
+        ConfigError: The parameter's distribution is not supported.
     """
     if "value" in space:
         return space["value"]

@@ -167,7 +167,7 @@ def weights_as_numbers(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def scalar_stats(stats: dict[str, Any]) -> dict[str, float]:
-    """What TRL reports as single numbers, timings left out."""
+    """TRL's scalar statistics without timings."""
     return {
         name: as_numbers(value)
         for name, value in sorted(stats.items())
