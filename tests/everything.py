@@ -23,7 +23,7 @@ METERS = {"tokens_forwarded", "_orders"}
 
 
 def everything(agent: Any) -> dict[str, Any]:
-    """What each attribute that can be reached from an agent holds, by the way to it."""
+    """The value of every attribute that is reachable from an agent, by its path, and the global random states."""
     found = dict(_walk(agent, "agent", set()))
     found["torch's random numbers"] = _digest(torch.get_rng_state())
     found["numpy's random numbers"] = str(np.random.get_state())

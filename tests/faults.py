@@ -22,10 +22,10 @@ class StoppedError(KeyboardInterrupt):
 def returns(position: int | None, junk: Any) -> Callable[[Any], Any]:
     """A fault: junk instead of one of the things that a method returns, or of all."""
 
-    def spoilt(usual: Any) -> Any:
+    def corrupted(usual: Any) -> Any:
         return junk if position is None else (*usual[:position], junk, *usual[position + 1 :])
 
-    return spoilt
+    return corrupted
 
 
 def raises(error: type[BaseException]) -> Callable[[Any], Any]:

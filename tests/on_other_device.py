@@ -131,7 +131,7 @@ FAULTS = {
 
 
 def error_of(action: Callable[[], Any]) -> str:
-    """What an action that should fail says."""
+    """The message of the error that a function raises; empty if it raises none."""
     try:
         action()
     except (RuntimeError, LlamaGymError) as error:

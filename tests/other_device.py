@@ -112,7 +112,7 @@ def _flat(parts: Any) -> Any:
 
 
 class _Module:
-    """What PyTorch asks a device's module for."""
+    """The module that PyTorch expects of a device backend."""
 
     def is_available(self) -> bool:
         return True

@@ -19,7 +19,7 @@ KILLED = "killed"
 
 
 def together(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a function returns in each of so many processes: an exception that it raises, or `KILLED`."""
+    """Runs a function on every rank; returns for each what it returned or raised, or `KILLED`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

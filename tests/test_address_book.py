@@ -21,8 +21,8 @@ def ask(env: AddressBook, seed: int) -> float:
     assert env.observation_space.contains(said)
     city = re.match(rf"{person} lives in (\w+), next to \w+\.", said)[1]
     said, *_ = env.step(f"find {city}")
-    colour = re.match(rf"Houses in {city} are (\w+)\.", said)[1]
-    _, reward, terminated, truncated, info = env.step(f"answer {colour}")
+    color = re.match(rf"Houses in {city} are (\w+)\.", said)[1]
+    _, reward, terminated, truncated, info = env.step(f"answer {color}")
     assert terminated
     assert not truncated
     assert info["success"] == (reward == 1.0)

@@ -1,4 +1,4 @@
-"""Whatever is passed as an option: it is taken or refused with a clear error, and what is taken can be used."""
+"""Any value of an option is either rejected with a clear error or accepted and usable."""
 
 from __future__ import annotations
 

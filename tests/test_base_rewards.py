@@ -1,4 +1,4 @@
-"""What all episodes earn anyway, or all of one kind, does not keep an agent from learning what an action adds to it."""
+"""A constant reward of all episodes, or of all episodes of one kind, does not keep an agent from learning."""
 
 from __future__ import annotations
 

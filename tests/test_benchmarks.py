@@ -30,7 +30,7 @@ serve(rate, "numpy", "llamagym-of-nobody")
 
 @pytest.fixture
 def common(monkeypatch):
-    """What the benchmarks share."""
+    """The module that the benchmarks share."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import common
 

@@ -1,4 +1,4 @@
-"""scripts/bootstrap.py, without a network: the plan, what is remembered, what is said when it fails."""
+"""scripts/bootstrap.py without a network: its plan, its stamps of finished steps and its error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_dry_run_lists_the_steps_in_order():
 
 
 @pytest.mark.parametrize(("gpu", "names"), [(None, []), ("/usr/bin/nvidia-smi", ["linux"])])
-def test_quantisation_is_installed_where_there_is_a_gpu(bootstrap, monkeypatch, gpu, names):
+def test_installs_quantization_if_there_is_a_gpu(bootstrap, monkeypatch, gpu, names):
     monkeypatch.setattr(bootstrap.sys, "platform", "linux")
     monkeypatch.setattr(bootstrap.shutil, "which", lambda program: gpu)
     assert [step.name for step in bootstrap.plan([], True, False)] == ["base", "model", *names, "package"]
@@ -130,7 +130,7 @@ def test_an_unreadable_record_means_that_nothing_is_done(bootstrap, tmp_path, co
 
 
 @pytest.mark.long
-def test_a_virtual_environment_is_mended_or_kept_as_it_is(bootstrap, tmp_path, capsys):
+def test_repairs_a_broken_virtual_environment_and_keeps_an_intact_one(bootstrap, tmp_path, capsys):
     folder = tmp_path / ".venv"
     venv.create(folder, with_pip=False, symlinks=sys.platform != "win32")
     python = bootstrap.venv_python(folder)

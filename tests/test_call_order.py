@@ -1,4 +1,4 @@
-"""Whatever is called, in whatever order and with whatever errors: only clear errors, and nothing out of step."""
+"""Calls in any order, with any errors in between, raise clear errors only and leave a consistent state."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Loop(RuleBasedStateMachine):
             assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
 
     def says(self, agent: Any) -> list[Tensor]:
-        """What an agent does now, as numbers."""
+        """An agent's current replies and values, as tensors."""
         learning, greedy = actor_of(agent).is_learning, actor_of(agent).is_greedy
         agent.eval(greedy=True)
         agent.act_batch(["x", "yy"], ["new", "newer"])

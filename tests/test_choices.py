@@ -63,7 +63,7 @@ def at_its_start(agent):
 
 
 class Model:
-    """What the bare model says may follow the prompt of an observation and some tokens, a pass for each."""
+    """Next-token log-probabilities of the bare model after an observation's prompt, one forward pass per prefix."""
 
     def __init__(self, agent, observation):
         self._agent = agent
@@ -103,7 +103,7 @@ def slow_logprobs(agent, observation, temperature=1.0, prior=None):
 
 
 def log_probabilities(agent, observations):
-    """What the policy makes of the choices of each observation, all in one batch."""
+    """The policy's log-probabilities of the choices of each observation, computed in one batch."""
     contexts = [
         actor_of(agent)
         .new_conversation()

@@ -117,9 +117,9 @@ def test_noise_hardly_moves_the_weights(share, least, most):
     head = ValueHead(200)
     values = fit_terminated(head, features, [1] * 300, rewards, 1.0, 0.95).of_turns
     assert least < 1 - (values - rewards).square().mean() / rewards.var() < most
-    # Least squares alone would take the luck for a lesson.
-    unregularised = torch.linalg.lstsq(features, rewards - 5.0).solution.norm()
-    assert head.summary.weight.norm() < (0.2 if share == 0 else 1.0) * unregularised
+    # Least squares without a penalty would fit the noise.
+    unregularized = torch.linalg.lstsq(features, rewards - 5.0).solution.norm()
+    assert head.summary.weight.norm() < (0.2 if share == 0 else 1.0) * unregularized
     assert head.summary.bias.item() == pytest.approx(5.0, abs=0.3)
 
 

@@ -495,7 +495,7 @@ def test_options_that_are_never_saved_are_rejected(saved, tmp_path):
 
 
 def test_a_failed_load_undoes_the_extension_of_an_adapter(saved, tmp_path):
-    """What demonstrations taught is frozen, and the adapter grows; loading such a checkpoint grows it, too."""
+    """A warm start freezes the adapter and extends it; loading its checkpoint extends the adapter of the agent, too."""
     model, tokenizer, device = load_model_and_tokenizer(saved / "base", "cpu", "float32")
     taught = ChoiceAgent(model, tokenizer, device, None, SIZES, context="turn", seed=1)
     freeze_and_extend_(taught.policy.model.pretrained_model)

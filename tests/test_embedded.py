@@ -133,7 +133,7 @@ class ChoosingAgent(BlackjackAgent):
 
 
 @pytest.mark.long
-def test_no_turn_of_a_conversation_is_decided_before_anything_is_learnt(loaded):
+def test_untrained_agent_is_undecided_at_every_turn_of_a_conversation(loaded):
     """A model that repeats what it has said would hit to the end of a hand, and learn that to hit is bad."""
     _, tokenizer, device = loaded
     model = AutoModelForCausalLMWithValueHead.from_pretrained(embedded_model_folder()).to(device)

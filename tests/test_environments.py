@@ -585,7 +585,7 @@ class FrozenError(Exception):
     reason: str
 
     def __str__(self) -> str:
-        """What happened."""
+        """The reason."""
         return self.reason
 
 

@@ -53,7 +53,7 @@ def start(model, tmp_path, monkeypatch):
 
 
 def check(summary, metrics):
-    """What every summary promises."""
+    """Checks the facts that every summary must contain."""
     assert set(FACTS.split()) <= set(summary)
     for when in TIMES:
         assert 0.0 <= summary[f"expected_return_{when}"] <= summary["baselines"]["optimum"]
@@ -163,7 +163,7 @@ def test_babyai_replies_name_the_thing_that_the_mission_names():
     choices = agent.get_action_choices(agent, named)
     assert choices == ["purple key left", "purple key right", "purple key ahead"]
     assert [agent.extract_action(agent, choice) for choice in choices] == [0, 1, 2]
-    # MemoryS7's mission names nothing, and in a conversation it is said once.
+    # MemoryS7's mission names no object, and a conversation contains it only once.
     for unnamed in (view, f"{view} Mission: go to the matching object at the end of the hallway."):
         assert agent.get_action_choices(agent, unnamed) == ["left", "right", "ahead"]
 
@@ -271,7 +271,7 @@ def test_a_resumed_run_neither_repeats_its_warm_start_nor_its_first_score(start,
 
 
 def test_examples_import_documented_modules_only():
-    """What an example imports from the library is on the API page, or in the public names of `llamagym`."""
+    """Examples import only modules that are on the API page, or public names of `llamagym`."""
     root = Path(__file__).parent.parent
     api = (root / "docs" / "api.md").read_text(encoding="utf-8")
     undocumented = []

@@ -296,7 +296,7 @@ def test_card_code_samples_with_the_agents_options(base, tmp_path):
 
 
 def reply_of(agent: Any, observation: str) -> Any:
-    """What it says to an observation at the start of an episode."""
+    """The agent's reply to an observation at the start of an episode."""
     actor_of(agent).discard_episodes([0])
     agent.act(observation)
     return actor_of(agent).conversation(0).turns[-1].reply

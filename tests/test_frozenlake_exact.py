@@ -66,7 +66,7 @@ def test_baselines_are_ordered_and_known():
 
 
 @pytest.mark.parametrize("row", [[0.5, 0.5], [0.5, 0.5, 0.5, 0.5], [2.0, -1.0, 0.0, 0.0]])
-def test_a_policy_that_is_none_is_refused(row):
+def test_rejects_invalid_policy(row):
     with pytest.raises(ValueError, match=r"cell 6 .* four that sum to 1"):
         success_probability({**uniform_policy(), 6: row})
     with pytest.raises(ValueError, match="cell 0"):

@@ -1,4 +1,4 @@
-"""What other libraries do not document and this one needs, piece by piece, so that the one that broke is named."""
+"""Undocumented APIs of dependencies that the library uses; one test each, so that a failure names the API."""
 
 from __future__ import annotations
 

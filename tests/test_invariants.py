@@ -252,7 +252,7 @@ def test_node_attends_to_its_context_and_ancestors_only():
 
 @pytest.mark.pairwise(family=["smollm", "llama", "gemma"])
 def test_the_live_model_generates_as_the_agent_replies(family):
-    """What PEFT makes of the adapter by itself: it finds the reply by its invocation token."""
+    """PEFT activates the adapter at the invocation token, without the engine."""
     agent = make_agent(WordAgent, family, context="turn", generate={"max_new_tokens": 5})
     agent.eval(greedy=True)
     agent.act("x")

@@ -58,7 +58,7 @@ def test_rejects_rewards_too_large_for_float32():
     assert agent.current_episode_rewards == [6e11]
 
 
-def test_a_judge_sees_the_episode_and_its_rewards_are_learnt_from():
+def test_rewards_of_a_judge_are_added_before_learning():
     seen = []
 
     def judge(episode):

@@ -384,7 +384,7 @@ def test_a_model_s_first_agent_settles_its_depth(tmp_path: Path) -> None:
         ({"lora_layer_fraction": 1.0, "peft_config": False}, "cannot be combined with peft_config"),
     ],
 )
-def test_a_share_that_is_none_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_rejects_invalid_layer_fraction(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_model_and_tokenizer(folder, "cpu", **options)

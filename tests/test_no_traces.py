@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Wordy(ChoiceAgent):
-    """What it offers depends on the observation, so that there is always something new to offer."""
+    """Its choices depend on the observation, so that new lists of choices keep coming."""
 
     def get_action_choices(self, observation: Any) -> list[str]:
         return [*self.choices, f"take {int(observation) % 23}", f"drop {int(observation) % 29}"]
@@ -63,7 +63,7 @@ def state_of(agent: Any) -> str:
 
 
 def play(agent: Any, first: int, steps: int = 9) -> list[Any]:
-    """Steps in three environments; returns all that was said and the statistics of updates."""
+    """Steps in three environments; returns all actions and the statistics of updates."""
     said: list[Any] = []
     for step in range(first, first + steps):
         said.append(agent.act_batch([(7 * step + 13 * env) % 50 for env in range(3)]))

@@ -1,4 +1,4 @@
-"""What fails leaves no trace: acting, ending episodes, training."""
+"""Failed calls leave no trace: acting, ending episodes, training."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_update_that_fails_takes_back_the_final_observations_it_read(monkeypa
     assert agent.terminate_episodes([0, 1], [True, False], ["x", None])
 
 
-def test_turns_taken_in_eval_are_not_learnt_from():
+def test_turns_in_eval_are_not_trained_on():
     agent = make_agent(ChoiceAgent)
     agent.eval()
     agent.act_batch(["a", "b"])

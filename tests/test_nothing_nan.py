@@ -1,4 +1,4 @@
-"""What is not finite, or far beyond the rest, reaches neither weights nor controllers, and learning goes on."""
+"""Non-finite numbers and outliers reach neither weights nor controllers, and learning continues."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_controllers_ignore_values_that_are_not_finite():
 
 
 @pytest.mark.parametrize("kind", [ChoiceAgent, WordAgent])
-def test_weights_that_are_not_finite_are_said_and_not_sampled_from(kind: type):
+def test_non_finite_weights_raise_and_are_not_sampled_from(kind: type):
     agent = make_agent(kind)
     with torch.no_grad():
         next(weight for weight in agent.policy.model.parameters() if weight.requires_grad).fill_(math.nan)
@@ -207,11 +207,11 @@ def test_replay_makes_no_step_that_is_not_finite(monkeypatch, caplog):
     agent = make_agent(ChoiceAgent, replay_config_dict={"steps": 2})
     usual, calls = collector_of(agent).replay.accelerator.backward, []
 
-    def spoilt(loss: torch.Tensor) -> None:
+    def corrupted(loss: torch.Tensor) -> None:
         calls.append(loss)
         usual(loss * math.nan if len(calls) == 1 else loss)
 
-    monkeypatch.setattr(collector_of(agent).replay.accelerator, "backward", spoilt)
+    monkeypatch.setattr(collector_of(agent).replay.accelerator, "backward", corrupted)
     agent.act_batch(["a", "b", "c", "d"])
     agent.assign_rewards([1.0, 0.0, 1.0, 0.0])
     stats = agent.terminate_episodes(range(4))

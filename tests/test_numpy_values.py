@@ -85,7 +85,7 @@ def test_statistics_and_state_of_a_callback_are_logged_saved_and_resumed(tmp_pat
     [{"mine": np.ones(2)}, {"mine": None}, {"mine": [1.0]}, {"mine": object()}, {"mine": 1j}, {5: 1.0}],
     ids=range(6),
 )
-def test_rejects_statistic_that_is_no_number_by_name_and_saves_the_run(added, tmp_path):
+def test_rejects_non_numeric_statistic_by_name_and_saves_the_run(added, tmp_path):
     (name,) = added
     agent = make_agent(ChoiceAgent, **SMALL)
     with pytest.raises(ConfigError, match=rf"statistic.*{name}"):

@@ -24,7 +24,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 
 @pytest.fixture(scope="module", params=["other", GPU])
 def found(request: pytest.FixtureRequest) -> Any:
-    """What came of all cases and faults, in a process that has the other device."""
+    """Results of all cases and faults, from a process that has the other device."""
     environment = {**os.environ, "LLAMAGYM_CPU_KERNELS": "0"}
     command = [sys.executable, "-m", "tests.on_other_device", request.param]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

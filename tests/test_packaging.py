@@ -1,4 +1,4 @@
-"""What is installed: the version, every package, and the demonstrations from the repository's top level."""
+"""An installation contains the version, every package, and the demonstrations of the repository's top level."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def without_python_path() -> dict[str, str]:
 
 
 def look(python: Path, folder: Path, **variables: str) -> dict:
-    """What a process finds that starts in an empty folder."""
+    """The installed package as a process finds it that starts in an empty folder."""
     command = [str(python), "-c", LOOK.format(names=json.dumps(NAMES))]
     variables = without_python_path() | variables
     seen = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)

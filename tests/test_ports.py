@@ -1,4 +1,4 @@
-"""Scripts for LlamaGym 0.1.1, as `docs/from-llamagym.md` shows them: they run, and what has changed is said."""
+"""Scripts for LlamaGym 0.1.1, as `docs/from-llamagym.md` shows them: they run, and changes are reported."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_text_world_of_llamagym_runs_though_replies_name_no_command(folder, logg
     assert set(rates) == {1.0}
 
 
-def test_what_a_port_has_learnt_is_loaded_again(folder, logged, tmp_path):
+def test_trained_weights_of_a_port_are_loaded(folder, logged, tmp_path):
     agent = port(BLACKJACK, folder, logged)["agent"]
     agent.policy.model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
@@ -170,7 +170,7 @@ def test_before_and_after_differ_in_imports_model_and_device_only():
 
 
 @pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
-def test_quantising_without_a_gpu_is_refused_alike_by_both_ways_to_load(option, monkeypatch):
+def test_both_loaders_reject_quantization_without_a_gpu(option, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for load_model in (AutoModelForCausalLMWithValueHead.from_pretrained, load_model_and_tokenizer):
         with pytest.raises(ModelLoadError, match=f"{option} needs a CUDA device"):

@@ -1,4 +1,4 @@
-"""What happens when a private API of a dependency has changed: each is broken here, as a later release might."""
+"""The library's behavior after a private API of a dependency has changed: each is broken here in turn."""
 
 from __future__ import annotations
 

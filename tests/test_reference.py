@@ -102,7 +102,7 @@ def test_under_a_fresh_adapter_the_reference_costs_nothing():
     assert agent.policy.reference == {}
     assert first["ref_kl"] == pytest.approx(0.0, abs=1e-4)
     assert abs(last["ref_kl"]) > 1e-3
-    # Without a penalty there is none at all.
+    # Without a penalty no reference is kept.
     agent = agent_of("all weights", init_kl_coef=0.0)
     update(agent)
     assert agent.policy.reference is None

@@ -251,7 +251,7 @@ def test_warm_start_initializes_a_fresh_adapter_and_not_the_critic(demos):
         # What was learned is frozen: there is as much again.
         ranks = {layer: layer.out_features for layer in downs}
         assert {layer: 2 * len(rows) for layer, rows in fresh_rows(model).items()} == (ranks if aim else {})
-        # The first update still standardises the features, which are now the trained adapter's.
+        # The first update still standardizes the features, now those of the trained adapter.
         assert not agent.policy.is_initialized_from_data
         assert not model.v_head.feature_mean.any()
         for reward in (1.0, 0.0):

@@ -190,7 +190,7 @@ def test_saving_an_adapter_does_not_ask_the_hub(tmp_path: Path) -> None:
 
 
 def trl_state(model: AutoModelForCausalLMWithValueHead) -> dict[str, Tensor]:
-    """What TRL called the state dict: the model's own keys (none of an adapter's), and v_head's under its name."""
+    """A state dict with TRL's keys: the model's own (without those of an adapter), and the head's below `v_head`."""
     state = {} if model.is_peft_model else dict(model.pretrained_model.state_dict())
     state["v_head.summary.weight"] = model.v_head.summary.weight.detach()
     state["v_head.summary.bias"] = model.v_head.summary.bias.detach()
