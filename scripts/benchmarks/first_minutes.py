@@ -1,7 +1,7 @@
 """Measures a newcomer's first minutes on a fresh clone with empty caches: the README's commands and its first snippet.
 
 python scripts/benchmarks/first_minutes.py                          three repetitions of everything; takes 40 minutes
-python scripts/benchmarks/first_minutes.py --skip blackjack snippet --name first-minutes-tests
+python scripts/benchmarks/first_minutes.py --skip blackjack snippet --name only-tests
 
 Run it on an idle machine. It clones the commit at HEAD, so commit first. Writes results/first-minutes.json, or another
 file of that folder with --name, so that parts can be measured one after the other.
