@@ -418,13 +418,17 @@ def test_saves_tensors_that_share_memory(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs the modes of Unix")
-def test_state_files_have_the_mode_of_the_umask(tmp_path):
+def test_saved_files_have_the_mode_of_the_umask(tmp_path):
+    agent = make_agent(WordAgent)
     before = os.umask(0o027)
     try:
-        write_state(tmp_path, "state", {"a": torch.ones(1)})
+        agent.save_checkpoint(tmp_path / "checkpoint")
+        agent.save(tmp_path / "agent")
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files if path.stat().st_mode & 0o777 != 0o640} == set()
+    assert {path.suffix for path in files} >= {".json", ".safetensors", ".md"}
 
 
 def test_rejects_a_loop_state_that_cannot_be_saved(tmp_path):

@@ -103,7 +103,7 @@ def atomic_folder(
         new.mkdir()
         with locked(scratch / _MARKER):
             yield new
-            _seal(new, kind, facts or {})
+            _seal(new, kind, facts or {}, scratch / _MARKER)
             with locked(folder.parent):
                 _install(new, folder, kind, replace)
             is_in_place = True
@@ -326,10 +326,19 @@ def _require_writable(folder: Path) -> None:
             )
 
 
-def _seal(folder: Path, kind: str, facts: Mapping[str, Any]) -> None:
-    """Flushes a folder's files to the disk, then writes its manifest."""
+def _seal(folder: Path, kind: str, facts: Mapping[str, Any], marker: Path) -> None:
+    """Flushes a folder's files to the disk, then writes its manifest.
+
+    Args:
+        folder: The new folder.
+        kind: Its kind.
+        facts: Further entries of the manifest.
+        marker: A new file, which has the mode that the process gives to files.
+    """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
+        # safetensors creates files that only their owner can read.
+        keep_mode(marker, path)
         flush(path)
     write_manifest(folder, kind, facts, paths)
     flush(folder / MANIFEST)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, excerpt, reason_of
 from ..options import as_json, shortened
-from .file_operations import keep_mode, write_file
+from .file_operations import write_file
 from .paths import file_inside
 
 # Keys that stand for a tensor or a non-finite number in the JSON file, each the only key of its dictionary.
@@ -57,8 +57,6 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     tensor_file = folder / f"{name}.safetensors"
     write_file(plain_file, json.dumps(plain, allow_nan=False).encode())
     save_file(tensors, tensor_file)
-    # safetensors creates files that only their owner can read.
-    keep_mode(plain_file, tensor_file)
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
