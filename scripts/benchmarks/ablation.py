@@ -1,10 +1,11 @@
-"""What each cache and each kernel is good for: turns a second of CPU time without it, over those with all.
+"""Ablation of caches and kernels: throughput without each of them, relative to the throughput with all.
 
 python scripts/benchmarks/ablation.py [--only VARIANT ...] [--workloads WORKLOAD ...]
 
-In one process, with and without in turn. Below 1, the piece makes the workload faster: 0.9 is a tenth less without it.
-What is not below 0.95 anywhere does not pay. What a run leaves out stays as it was measured before; every value names
-its session, with the commit, the command and the machine.
+Throughput is turns per second of CPU time. One process measures with and without a variant alternately. A ratio of 0.9
+means that removing the variant costs 10 % of the throughput; a variant whose ratios all exceed 0.95 is not worth its
+code. Variants and workloads that a run omits keep their earlier values. Every value names its session: commit, command
+and machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unittest.mock import patch
 
 from common import RESULTS, command, setting
 from torch.nn import functional
-from workload import feign_update
+from workload import simulate_update
 from workloads import WORKLOADS, agent_of, round_of, take_batch
 
 from llamagym.engine import likelihood
@@ -29,7 +30,7 @@ from llamagym.engine.cpu import fused_layer
 from llamagym.engine.radix_tree import RadixTree
 from llamagym.policy.choice_cache import ChoiceCache
 
-# A conversation's round takes a minute otherwise, and the picture is the same.
+# Smaller than the usual conversations, whose rounds take a minute; the ratios are the same.
 MEASURED = {
     "repeated": WORKLOADS["repeated"],
     "choices": WORKLOADS["repeated-choices"],
@@ -49,7 +50,7 @@ def _acceleration(agent: Any) -> Any:
 @contextmanager
 def _without_packing(agent: Any) -> Iterator[None]:
     packed = _acceleration(agent)._packed
-    # Packed weights are put aside, not dropped: the next round with them would have to pack again.
+    # Hide the packed weights instead of dropping them; the next round with them need not pack again.
     with patch.object(packed, "_max_bytes", 0), patch.object(packed, "_weights", {}):
         yield
 
@@ -114,9 +115,9 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 
 
 def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManager[Any]) -> dict[str, float]:
-    """Turns a second of CPU time, of one round of acting, and of one update on it, with something switched off."""
+    """Turns per second of CPU time of one round of acting and one update on its turns, within a context manager."""
     with switched:
-        feign_update(agent)
+        simulate_update(agent)
         started = time.process_time()
         acting = play() / (time.process_time() - started)
         batch = take_batch(agent, play)
@@ -126,7 +127,7 @@ def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManage
 
 
 def main() -> None:
-    """Measure all variants, one after the other."""
+    """Measure the selected variants and merge the values into the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--workloads", nargs="+", choices=MEASURED, default=list(MEASURED))
@@ -159,7 +160,7 @@ def main() -> None:
 
 
 def merged(saved: dict[str, Any], table: dict[str, dict[str, Any]], session: dict[str, Any]) -> dict[str, Any]:
-    """A result with new values in the place of old ones; sessions that no value is of any more are dropped."""
+    """A result in which new values replace old ones; drops sessions that no value refers to."""
     key = f"{session['commit'][:7]} {time.strftime('%Y-%m-%d %H:%M:%S')}"
     rows: dict[str, dict[str, Any]] = {}
     for name in VARIANTS:

@@ -1,10 +1,10 @@
-"""Claim (a): turns a second while acting, against a plain transformers loop, LlamaGym 0.1.1 and AgileRL 2.58.
+"""Acting throughput, compared with a plain transformers loop, LlamaGym 0.1.1 and AgileRL 2.58.
 
 python scripts/benchmarks/acting.py [--dtype float32] [--llamagym-python PATH] [--agilerl-python PATH]
 
-PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in turn. An update of the
-weights is feigned every 512 turns: what depends on them is computed again. Replies are up to 8 sampled tokens, or one
-of two choices.
+PATH is the interpreter of a virtual environment; the script in rivals/ lists its packages. All are measured in
+alternation. Every 512 turns an update is simulated, which invalidates all caches that depend on the weights. Replies
+are up to 8 sampled tokens, or one of two choices.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from workload import (
     BlackjackAgent,
     bare_works,
     dtype_of,
-    feign_update,
     make_agent,
     plain_model,
     player,
     prompts,
+    simulate_update,
 )
 
 from llamagym.models.loading import embedded_model_folder
@@ -31,11 +31,11 @@ ENVS, STEPS = 64, 8
 
 
 def llamagym_work(agent: BlackjackAgent, per_turn: list[float]) -> Work:
-    """Turns of our agent at all tables, with weights that have just changed; appends the tokens forwarded a turn."""
+    """Plays at all tables after a simulated update; appends the tokens forwarded per turn to `per_turn`."""
     play = player(agent, ENVS)
 
     def work() -> float:
-        feign_update(agent)
+        simulate_update(agent)
         before = agent.policy.tokens_forwarded
         turns = play(STEPS)
         per_turn.append((agent.policy.tokens_forwarded - before) / turns)
@@ -45,7 +45,7 @@ def llamagym_work(agent: BlackjackAgent, per_turn: list[float]) -> Work:
 
 
 def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
-    """`generate` on a left-padded batch of rendered prompts."""
+    """Calls `generate` on a left-padded batch of rendered prompts."""
     tokenizer, texts = agent.tokenizer, prompts(agent, batch)
 
     def work() -> float:
@@ -66,9 +66,11 @@ def plain_work(agent: BlackjackAgent, model: Any, batch: int) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    asked, pythons = parse_args(__doc__, ("llamagym_0.1.1", "agilerl_2.58"))
+    dtype_option, pythons = parse_args(__doc__, ("llamagym_0.1.1", "agilerl_2.58"))
     torch.manual_seed(0)
-    agents = {f"llamagym_{kind}": make_agent(kind == "free_text", dtype=asked) for kind in ("free_text", "choices")}
+    agents = {
+        f"llamagym_{kind}": make_agent(kind == "free_text", dtype=dtype_option) for kind in ("free_text", "choices")
+    }
     agent = agents["llamagym_free_text"]
     dtype = dtype_of(agent)
     model = plain_model(agent)

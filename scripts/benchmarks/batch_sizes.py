@@ -1,11 +1,10 @@
-"""Blackjack with the defaults and one batch size after another: what the agent has learned after the same hands.
+"""Final return of Blackjack with the defaults after the same number of hands, by batch size.
 
 python scripts/benchmarks/batch_sizes.py 32 128 512 2048 8192 --seeds 0 1 2
 
-The agent is the README's, but it sees whole conversations, as agents do by default. A whole conversation has too many
-possible courses to enumerate, so that the return is the mean of played hands: 50,000 have a standard error of 0.004.
-Each run is a process of its own and writes results/batch-sizes/SIZE-seedN.json. Runs that have a result are skipped,
-so that a stopped series goes on where it was.
+The agent is the README's with the default context, the whole conversation. Conversations are too many to enumerate, so
+the return is the mean of 50,000 played hands, which has a standard error of 0.004. Each run has its own process and
+writes results/batch-sizes/SIZE-seedN.json. Runs that have a result are skipped, so an interrupted series can continue.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ FOLDER = RESULTS / "batch-sizes"
 HANDS = 60_000
 EVALUATED_HANDS = 50_000
 HELD_OUT_SEED = 1_000_000
-# The learning curve's points: mean returns of so many hands one after the other.
+# Number of consecutive hands whose mean return is one point of the learning curve.
 HANDS_PER_POINT = 3_000
 
 
@@ -36,7 +35,7 @@ class BlackjackAgent(Agent):
     """The agent of the README."""
 
     def get_system_prompt(self) -> str:
-        """What the model is told first."""
+        """The task."""
         return "You play blackjack. Answer with one word: stick or hit."
 
     def format_observation(self, observation: tuple[int, int, int]) -> str:
@@ -46,7 +45,7 @@ class BlackjackAgent(Agent):
         return f"You hold {hand}, the dealer shows {dealer}."
 
     def get_action_choices(self, observation: tuple[int, int, int]) -> list[str]:
-        """The two replies there are."""
+        """The two possible replies."""
         return ["stick", "hit"]
 
     def extract_action(self, response: str) -> int:
@@ -55,7 +54,7 @@ class BlackjackAgent(Agent):
 
 
 def run(batch_size: int, seed: int, hands: int) -> dict[str, Any]:
-    """Train one agent, then play with it."""
+    """Train one agent, then evaluate it; returns the result."""
     model, tokenizer, device = load_model_and_tokenizer("smollm2-135m")
     agent = BlackjackAgent(model, tokenizer, device, seed=seed, ppo_config_dict=PPOConfig(batch_size=batch_size))
     env = gym.make("Blackjack-v1", natural=False, sab=False)
@@ -85,12 +84,12 @@ def report(statistics: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Run what has no result yet, one run after the other."""
+    """Run all combinations that have no result yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batch_sizes", type=int, nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--hands", type=int, default=HANDS, help=f"default: {HANDS}")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the results")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder for the results")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:

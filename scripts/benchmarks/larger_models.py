@@ -1,10 +1,10 @@
-"""Models larger than the embedded one, on a processor: memory and speed. Weights are random.
+"""Memory and speed of models larger than the embedded one, on a CPU.
 
 python scripts/benchmarks/larger_models.py [--threads 2]
 
-A model's sizes are its own; text is split into bytes, so that no tokenizer has to be fetched, and what is said says
-nothing. Every observation is new. Seconds are the process's own on the processor, over its threads: those of the clock
-stand beside them, and are longer where the machine is shared.
+Models have their true sizes but random weights, and a tokenizer that splits text into bytes, so nothing is downloaded
+and replies are random. Every observation is new. Times are CPU seconds per thread; wall-clock times are recorded as
+well, and are longer on a shared machine.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ MODELS: dict[str, tuple[str, PretrainedConfig]] = {
 
 
 class Chatter(Agent):
-    """Says anything; every reply is an action."""
+    """Accepts every reply as an action."""
 
     def get_system_prompt(self) -> str:
-        """A short one."""
+        """A short prompt."""
         return "Name a number."
 
     def format_observation(self, observation: Any) -> str:
@@ -86,12 +86,12 @@ class Chatter(Agent):
         return f"{observation:08d} is the number that was named before."
 
     def extract_action(self, response: str) -> str:
-        """Whatever it is."""
+        """Returns the reply unchanged."""
         return response
 
 
 def status_gib(field: str) -> float:
-    """What Linux says of this process's memory: VmRSS is what it has, VmHWM the most that it has had."""
+    """A field of this process's memory status on Linux, in GiB: VmRSS (resident) or VmHWM (peak resident)."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 2**20
@@ -101,12 +101,12 @@ class Stage:
     """Seconds and peak memory of one stage."""
 
     def __init__(self) -> None:
-        """Begin: the peak starts at what the process has now."""
+        """Starts the stage; resets the peak to the current memory."""
         Path("/proc/self/clear_refs").write_text("5")
         self._clock, self._processor = time.perf_counter(), time.process_time()
 
     def end(self) -> dict[str, float]:
-        """What it took."""
+        """Ends the stage; returns its seconds and peak memory."""
         return {
             "clock_s": time.perf_counter() - self._clock,
             "processor_s": (time.process_time() - self._processor) / torch.get_num_threads(),
@@ -115,7 +115,7 @@ class Stage:
 
 
 def measure(name: str, threads: int) -> dict[str, Any]:
-    """One model: acting in free text and one update, each after a first round that is not counted."""
+    """Measures one model: acting in free text and one update, each after a warm-up round."""
     torch.set_num_threads(threads)
     family, config = MODELS[name]
     entry = lookup(name)
@@ -156,7 +156,7 @@ def measure(name: str, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all, each in a process of its own."""
+    """Measure each model in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)

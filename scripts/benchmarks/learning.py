@@ -1,11 +1,11 @@
-"""Claim (b): turns a second while learning, against a plain step, LlamaGym 0.1.1 and AgileRL 2.58.
+"""Learning throughput, compared with a plain PPO step, LlamaGym 0.1.1 and AgileRL 2.58.
 
 python scripts/benchmarks/learning.py [--dtype float32] [--llamagym-python PATH] [--agilerl-python PATH]
 
-A turn is counted once for each pass over its batch, and no batch is learned from twice: what is prepared or compiled
-for a batch's sizes would be found again. The plain step is what a direct reading of PPO gives: prompt and reply of
-every turn in one padded batch of 16, logits of every token over the whole vocabulary, LoRA on q_proj and v_proj of all
-layers. PATH is the interpreter of an environment made as the script in rivals/ says. All are measured in turn.
+A turn counts once per epoch. Every update has a new batch, since a repeated one would reuse what was prepared or
+compiled for its sizes. The plain step implements PPO directly: prompt and reply of every turn in one padded batch of
+16, logits of every token over the whole vocabulary, LoRA on q_proj and v_proj of all layers. PATH is the interpreter of
+a virtual environment; the script in rivals/ lists its packages. All are measured in alternation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TABLES, TURNS, BATCH = 16, 256, 16
 
 
 def llamagym_work(free_text: bool, dtype: str, per_turn: list[float]) -> Work:
-    """Our update, one pass over a batch, each time another one; appends the tokens that it forwards a turn."""
+    """Our update with one epoch over a new batch; appends the tokens forwarded per turn to `per_turn`."""
     agent = make_agent(free_text, dtype=dtype, ppo_epochs=1, mini_batch_size=2 * TURNS, learning_rate=1e-5)
     play = player(agent, TABLES)
     batches = [take_batch(agent, play) for _ in range(ROUNDS)]
@@ -33,7 +33,7 @@ def llamagym_work(free_text: bool, dtype: str, per_turn: list[float]) -> Work:
     def work() -> float:
         episodes = batches.pop()
         turns = sum(len(episode.turns) for episode in episodes)
-        # Each update learns from what its own weights sampled; turns of older weights would be evaluated first.
+        # Mark the turns as sampled with the current weights; turns of older weights would be evaluated first.
         for turn in (turn for episode in episodes for turn in episode.turns):
             turn.reply = replace(turn.reply, weights_version=agent.policy.weights_version)
         per_turn.append(agent.learner.update(episodes)["learn_tokens"] / turns)
@@ -43,7 +43,7 @@ def llamagym_work(free_text: bool, dtype: str, per_turn: list[float]) -> Work:
 
 
 def take_batch(agent: BlackjackAgent, play: Callable[[int], int]) -> list[Episode]:
-    """`TURNS` turns or, since episodes are whole, a few more."""
+    """Plays whole episodes with at least `TURNS` turns in total."""
     while collector_of(agent).buffered_turns < TURNS:
         play(1)
     episodes = list(collector_of(agent).buffer)
@@ -52,8 +52,8 @@ def take_batch(agent: BlackjackAgent, play: Callable[[int], int]) -> list[Episod
 
 
 def plain_work(agent: BlackjackAgent) -> Work:
-    """The plain step."""
-    # It allocates memory when it is imported; llamagym, imported before, has said how.
+    """A direct implementation of a PPO step."""
+    # Imported after llamagym, which configures how memory is allocated.
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -78,9 +78,9 @@ def plain_work(agent: BlackjackAgent) -> Work:
 
 def main() -> None:
     """Measure everything in one run."""
-    asked, pythons = parse_args(__doc__, ("llamagym_0.1.1", "agilerl_2.58"))
+    dtype_option, pythons = parse_args(__doc__, ("llamagym_0.1.1", "agilerl_2.58"))
     torch.manual_seed(0)
-    agent = make_agent(free_text=True, dtype=asked)
+    agent = make_agent(free_text=True, dtype=dtype_option)
     dtype = dtype_of(agent)
     length = len(agent.tokenizer(prompts(agent, 1)[0])["input_ids"]) + MAX_NEW_TOKENS
     per_turn: dict[str, list[float]] = {"llamagym_free_text": [], "llamagym_choices": []}

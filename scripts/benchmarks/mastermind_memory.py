@@ -1,6 +1,7 @@
-"""Does an agent that has imitated Mastermind's player remember? How likely it makes the player's own next guess.
+"""Tests whether an agent that imitated Mastermind's player uses earlier observations.
 
-Where the last observation leaves that open, only earlier ones tell it. The run must have been kept:
+Measures the probability that the agent gives to the player's next guess. If the last observation does not determine
+that guess, only earlier ones do. The run must have been kept:
 
 python scripts/benchmarks/learning/run.py mastermind --seeds 0 --keep runs/mastermind -- --shown-games 10000
 python scripts/benchmarks/mastermind_memory.py runs/mastermind/seed0
@@ -29,11 +30,11 @@ from llamagym.envs.mastermind import Mastermind
 from llamagym.text.episode import Reply
 
 SEEDS = range(1_000)
-"""Among them are seeds of all codes and of all first guesses."""
+"""Covers all codes and all first guesses."""
 
 
 class Turn(NamedTuple):
-    """What was said, and the number of the code that the player guessed then."""
+    """An observation, and the number of the code that the player guesses after it."""
 
     said: str
     guess: int
@@ -41,11 +42,11 @@ class Turn(NamedTuple):
 
 Game = list[Turn]
 Follows = dict[str, Counter[int]]
-"""How often the player makes each guess after an observation."""
+"""By observation, how often the player makes each guess after it."""
 
 
 def play(env: Mastermind, player_seed: int, code_seed: int) -> Game:
-    """A game of the player, who draws its first guess."""
+    """Plays a game with the player, whose first guess depends on its seed."""
     said, player, turns, over = env.reset(seed=code_seed)[0], Player(env, player_seed), [], False
     while not over:
         turns.append(Turn(said, player(said)))
@@ -54,12 +55,12 @@ def play(env: Mastermind, player_seed: int, code_seed: int) -> Game:
 
 
 def seeds_of_codes(env: Mastermind) -> dict[int, int]:
-    """A seed of each code, by its number: the player finds every code, with its last guess."""
+    """A seed for each code, by the code's number; the player finds every code with its last guess."""
     return {play(env, 0, seed)[-1].guess: seed for seed in SEEDS}
 
 
 def player_games() -> list[Game]:
-    """All games of the player: one for each first guess and each code."""
+    """All games of the player, one for each pair of first guess and code."""
     env = Mastermind()
     first, codes = {play(env, seed, 0)[0].guess: seed for seed in SEEDS}, seeds_of_codes(env)
     assert len(first) == len(codes) == len(CODES)
@@ -67,7 +68,7 @@ def player_games() -> list[Game]:
 
 
 def following(games: list[Game]) -> Follows:
-    """What the player guesses after each observation but the first."""
+    """Counts the player's guesses after each observation except the first."""
     follows: Follows = defaultdict(Counter)
     for game in games:
         for turn in game[1:]:
@@ -76,9 +77,9 @@ def following(games: list[Game]) -> Follows:
 
 
 def found_from_last(games: list[Game], follows: Follows) -> float:
-    """Share of the codes found by the most frequent guess after each observation, after the first guess of each game.
+    """Success rate of making the most frequent guess after each observation, after the first guess of each game.
 
-    The player never comes to some observations that this leads to; such games count as lost.
+    Some observations on the way occur in no game of the player; such games count as lost.
     """
     env, found = Mastermind(), []
     seeds = seeds_of_codes(env)
@@ -92,7 +93,12 @@ def found_from_last(games: list[Game], follows: Follows) -> float:
 
 
 def kind(number: int, guesses: Counter[int]) -> str:
-    """Which kind of guess a game's is, by its number from 0 and what follows its observation."""
+    """The kind of a guess.
+
+    Args:
+        number: The guess's position in its game, from 0.
+        guesses: The player's guesses after the same observation.
+    """
     if number == 1:
         return "second"
     if len(guesses) == 1:
@@ -101,7 +107,7 @@ def kind(number: int, guesses: Counter[int]) -> str:
 
 
 def likelihoods(agent: Agent, games: list[Game]) -> list[list[float]]:
-    """Probability of each of the player's guesses, by an agent in its place."""
+    """The agent's probability of each of the player's guesses, by game."""
     contexts = []
     for game in games:
         conversation = collector_of(agent).actor.new_conversation()
@@ -114,11 +120,11 @@ def likelihoods(agent: Agent, games: list[Game]) -> list[list[float]]:
 
 
 def main() -> None:
-    """Measure the agents of a kept run: that which has only imitated, and that which then learned from rewards."""
+    """Measure the agents of a kept run: after imitation, and after learning from rewards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run with --shown-games")
-    parser.add_argument("--games", type=int, default=128, help="of the player, to measure likelihoods on")
-    parser.add_argument("--eval-episodes", type=int, default=256, help="held-out games to play greedily")
+    parser.add_argument("--games", type=int, default=128, help="number of the player's games to measure likelihoods on")
+    parser.add_argument("--eval-episodes", type=int, default=256, help="number of held-out games to play greedily")
     args = parser.parse_args()
     every = player_games()
     follows = following(every)

@@ -1,4 +1,4 @@
-"""Claim (e): resident memory of the default Blackjack run, sampled twice a second, beside the hands played.
+"""Resident memory of the default Blackjack run, sampled twice per second, against the number of hands played.
 
 python scripts/benchmarks/memory.py [--episodes 30000]
 """
@@ -26,24 +26,24 @@ def resident_gib(pid: int) -> float:
 
 
 class Counter(Thread):
-    """Reads the example's progress lines to their end, and keeps the number of hands in the latest one."""
+    """Reads the example's progress lines in a thread; `hands` is the number of hands in the latest one."""
 
     def __init__(self, lines: IO[str]) -> None:
-        """Start to read."""
+        """Starts the thread."""
         super().__init__(daemon=True)
         self.hands = 0
         self._lines = lines
         self.start()
 
     def run(self) -> None:
-        """Read until the example ends."""
+        """Reads until the example ends."""
         for line in self._lines:
             if found := re.search(r"([\d,]+) episodes", line):
                 self.hands = int(found[1].replace(",", ""))
 
 
 def main() -> None:
-    """Run the example and watch it."""
+    """Run the example and sample its memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=30_000)
     args = parser.parse_args()

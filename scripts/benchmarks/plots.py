@@ -25,7 +25,7 @@ BASELINE_STYLES = (":", "--", "-.", (0, (5, 1)))
 
 
 def canvas(columns: int) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels side by side, which share their vertical axis."""
+    """A figure with a number of panels side by side, which share their vertical axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.4 * columns, 3.2), dpi=90, layout="constrained")
@@ -51,7 +51,12 @@ def memory() -> Figure:
 
 
 def curve(run: Run, axis: str) -> tuple[list[float], list[float]]:
-    """Where along `axis` ("episodes" or "minutes") a run was scored, and how: before, between and after its updates."""
+    """The scores of a run before, between and after its updates: positions on `axis` and expected returns.
+
+    Args:
+        run: The run.
+        axis: "episodes" or "minutes".
+    """
     scored = [point for point in run["curve"] if "expected_return" in point]
     key = "step" if axis == "episodes" else axis
     places, scores = [point[key] for point in scored], [point["expected_return"] for point in scored]
@@ -61,12 +66,12 @@ def curve(run: Run, axis: str) -> tuple[list[float], list[float]]:
 
 
 def is_greedy(run: Run) -> bool:
-    """Whether the curve is the greedy policy's: in free text sampling all states would take longer than an update."""
+    """Whether the curve is the greedy policy's: free text takes too long to sample in all states between updates."""
     return bool(run["settings"].get("free_text"))
 
 
 def on_common_grid(curves: list[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
-    """Where all seeds have a score: positions (GRID_POINTS,), and each seed's score there (seeds, GRID_POINTS)."""
+    """Interpolates curves on the range that all share: positions (GRID_POINTS,) and scores (seeds, GRID_POINTS)."""
     start, end = max(places[0] for places, _ in curves), min(places[-1] for places, _ in curves)
     grid = np.linspace(start, end, GRID_POINTS)
     return grid, np.stack([np.interp(grid, *one) for one in curves])
@@ -98,7 +103,7 @@ def learning(name: str, runs: list[Run]) -> Figure:
 
 
 def figures() -> Iterator[tuple[Path, Figure]]:
-    """Each figure and its place beside the results."""
+    """Each figure, with its path beside the results."""
     yield MEMORY.with_suffix(".png"), memory()
     for name, runs in runs_by_name().items():
         yield RESULTS / f"{name}.png", learning(name, runs)

@@ -46,7 +46,7 @@ Run = dict[str, Any]
 
 
 def runs_by_name(folder: Path | None = None) -> dict[str, list[Run]]:
-    """The runs of each experiment in order of their seeds; `file` says where each lies (NAME-seedN.json)."""
+    """The runs of each experiment, sorted by seed; a run's `file` is its file name, NAME-seedN.json."""
     found: dict[str, list[Run]] = {}
     for path in sorted((folder or RESULTS).glob("*-seed*.json")):
         run = {"file": path.name, **json.loads(path.read_text(encoding="utf-8"))}

@@ -1,4 +1,4 @@
-"""Claims (c) and (d): the cost of a turn against the length of the episode, and against the number of environments.
+"""Cost per turn by length of the episode, and throughput by number of environments.
 
 python scripts/benchmarks/scaling.py
 """
@@ -10,7 +10,7 @@ import time
 
 import torch
 from common import save
-from workload import dtype_of, feign_update, make_agent, player
+from workload import dtype_of, make_agent, player, simulate_update
 
 from llamagym.agent.agent import collector_of
 
@@ -19,7 +19,7 @@ ENVS = (1, 4, 16, 64, 256)
 
 
 def episode_length() -> list[dict]:
-    """One conversation that keeps growing: tokens forwarded and seconds of single turns, choices and free text."""
+    """Tokens forwarded and seconds of single turns in one growing conversation, for choices and free text."""
     rows = []
     for free_text in (False, True):
         agent = make_agent(free_text, context="episode")
@@ -43,7 +43,7 @@ def episode_length() -> list[dict]:
 
 
 def environments() -> list[dict]:
-    """Turns a second at so many tables; an update of the weights is feigned every 256 turns, or every 16 or 2 steps."""
+    """Turns per second by number of environments; an update is simulated every 256 turns, within 2 to 16 steps."""
     rows = []
     for free_text in (False, True):
         for count in ENVS:
@@ -52,7 +52,7 @@ def environments() -> list[dict]:
             play(2)
             steps, turns, started = max(2, min(16, 256 // count)), 0, time.perf_counter()
             while turns < min(512, 16 * count):
-                feign_update(agent)
+                simulate_update(agent)
                 turns += play(steps)
             rows.append(
                 {

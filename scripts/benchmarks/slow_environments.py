@@ -1,9 +1,9 @@
-"""Turns a second where a step takes 50 ms: copies stepped in turn, in processes, and in two halves of processes.
+"""Throughput with environments whose step takes 50 ms: stepped sequentially, in processes, and with overlap.
 
 python scripts/benchmarks/slow_environments.py [--dtype bfloat16] [--envs 16] [--free-text] [--repeated]
 
-"In turn" is the naive loop: one process, one copy after the other. "At once" steps all copies at the same time, in
-processes of their own, while the agent waits. With "overlap" it acts in one half while the other half steps.
+"In turn" is the naive loop: one process, one environment after the other. "At once" steps all environments in parallel
+processes while the agent waits. With "overlap" the agent acts in one half while the other half steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP_S, STEPS = 0.05, 12
 
 
 class SlowTable(gym.Env):
-    """Hands that come and go, 50 ms each; they show what Blackjack does and never end by themselves."""
+    """Random hands with Blackjack's observations; a step takes 50 ms, and an episode has a fixed length."""
 
     observation_space = gym.spaces.Tuple((gym.spaces.Discrete(32), gym.spaces.Discrete(11), gym.spaces.Discrete(2)))
     action_space = gym.spaces.Discrete(2)
@@ -42,28 +42,28 @@ class SlowTable(gym.Env):
         return self._hand(), {}
 
     def step(self, action: int) -> tuple[tuple[int, int, int], float, bool, bool, dict]:
-        """Deal another one, slowly."""
+        """Deal another hand after a delay."""
         time.sleep(STEP_S)
         self.left -= 1
         return self._hand(), float(action), self.left == 0, False, {}
 
 
 class Clock(Callback):
-    """Notes when the first step and the last one ended."""
+    """Records when the first and the last step ended."""
 
     def on_training_start(self, run: Run) -> None:
-        """Nothing has ended yet."""
+        """Resets the times."""
         self.first = self.last = self.first_turns = 0.0
 
     def on_step(self, run: Run) -> None:
-        """Look at the clock."""
+        """Records the time."""
         self.last = time.perf_counter()
         if not self.first:
             self.first, self.first_turns = self.last, run.turns
 
 
 def rate(agent: BlackjackAgent, envs: int, repeated: bool, options: dict) -> Callable[[], float]:
-    """Measures turns a second of an episode in each copy, without updates and without the time to start processes."""
+    """A function that measures turns per second over one episode in each environment, without updates and start-up."""
     seed = iter(range(1000))
 
     def measured() -> float:
@@ -72,23 +72,27 @@ def rate(agent: BlackjackAgent, envs: int, repeated: bool, options: dict) -> Cal
             agent.policy.weights_changed()
         result = train(agent, SlowTable, episodes=envs, num_envs=envs, seed=next(seed), callbacks=clock, **options)
         collector_of(agent).buffer.clear()
-        # The first step is where processes have started.
+        # All processes have started by the end of the first step.
         return (result.turns - clock.first_turns) / (clock.last - clock.first)
 
     return measured
 
 
 def main() -> None:
-    """Measure all, in turn."""
+    """Measure all three modes in alternation."""
     parser = parser_of(__doc__)
     parser.add_argument("--envs", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=4, help="the first is not counted")
-    parser.add_argument("--free-text", action="store_true", help="instead of choices")
-    parser.add_argument("--repeated", action="store_true", help="all observations have been met, as in a long batch")
+    parser.add_argument("--rounds", type=int, default=4, help="number of rounds; the first is not counted")
+    parser.add_argument("--free-text", action="store_true", help="reply in free text instead of choices")
+    parser.add_argument(
+        "--repeated", action="store_true", help="keep caches, so that observations repeat as in a long batch"
+    )
     args = parser.parse_args()
-    ways: dict[str, dict] = {"in turn": {}, "at once": {"env_timeout": 600.0}, "overlap": {"overlap": True}}
+    modes: dict[str, dict] = {"in turn": {}, "at once": {"env_timeout": 600.0}, "overlap": {"overlap": True}}
     agent = make_agent(args.free_text, dtype=args.dtype)
-    rates = rates_in_turn({name: rate(agent, args.envs, args.repeated, way) for name, way in ways.items()}, args.rounds)
+    rates = rates_in_turn(
+        {name: rate(agent, args.envs, args.repeated, mode) for name, mode in modes.items()}, args.rounds
+    )
     over = {name: of_one["median"] / rates["in turn"]["median"] for name, of_one in rates.items()}
     setting = {"dtype": dtype_of(agent), "free_text": args.free_text, "environments": args.envs, "step_s": STEP_S}
     save(

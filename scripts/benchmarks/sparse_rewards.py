@@ -1,14 +1,14 @@
-"""How many turns a task takes in which a random policy meets its first reward after some twenty updates.
+"""Number of turns to solve a task whose first reward a random policy finds after about 16 updates.
 
 python scripts/benchmarks/sparse_rewards.py --seeds 0 1 2
 python scripts/benchmarks/sparse_rewards.py --seeds 0 1 2 --name before     # with another version on PYTHONPATH
 
 A lock has five dials with four positions each, and opens for one of 1,024 combinations. An episode sets all dials, and
-its only reward is 1 if the lock opens. Batches hold 64 episodes, so the first reward takes 16 updates on average, and
-most of the updates before and long after it see equal returns only. The agent's prompt and observations say nothing of
-the combination. A run ends when 95 of 100 episodes in a row open the lock, or after 400,000 turns.
+its only reward is 1 if the lock opens. Batches hold 64 episodes, so the first reward takes 16 updates on average. Most
+updates before and long after it see equal returns only. The agent's prompt and observations do not reveal the
+combination. A run ends when 95 of 100 consecutive episodes open the lock, or after 400,000 turns.
 
-Only what earlier versions offer as well is used. Each run writes results/sparse-rewards/NAME-seedN.json.
+The script uses only APIs that earlier versions have, too. Each run writes results/sparse-rewards/NAME-seedN.json.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ COLORS = ("red", "green", "blue", "yellow")
 DIALS = 5
 EPISODES_PER_BATCH = 64
 MOST_TURNS = 400_000
-# The task counts as solved with so many openings in so many episodes.
+# The task is solved with `OPENINGS` openings in the latest `WINDOW` episodes.
 OPENINGS, WINDOW = 95, 100
 
 
 class Lock(gym.Env[int, int]):
-    """Sets one dial a step; the reward is 1 at the end if all are right."""
+    """Sets one dial per step; the reward is 1 at the end if all are right."""
 
     observation_space = gym.spaces.Discrete(DIALS + 1)
     action_space = gym.spaces.Discrete(len(COLORS))
 
     def __init__(self, combination: tuple[int, ...]) -> None:
-        """A lock with a combination."""
+        """Creates a lock with a combination."""
         self._combination = combination
         self._dial = 0
         self._is_right = True
@@ -68,11 +68,11 @@ class LockAgent(Agent):
     """Names a color for each dial."""
 
     def get_system_prompt(self) -> str:
-        """What the model is told first."""
+        """The task."""
         return "You open a lock with five dials. Answer with one color: red, green, blue or yellow."
 
     def format_observation(self, observation: int) -> str:
-        """The dial whose turn it is."""
+        """The number of the next dial."""
         return f"Dial {observation + 1}."
 
     def get_action_choices(self, observation: int) -> list[str]:
@@ -85,10 +85,10 @@ class LockAgent(Agent):
 
 
 class UntilSolved(Callback):
-    """Ends a run once the lock opens nearly always, and remembers when rewards and updates came."""
+    """Ends a run once the task is solved; counts turns and updates and records the entropy."""
 
     def __init__(self) -> None:
-        """Nothing has happened yet."""
+        """Creates the counters."""
         self.latest: deque[float] = deque(maxlen=WINDOW)
         self.is_solved = False
         self.turns = 0
@@ -97,7 +97,7 @@ class UntilSolved(Callback):
         self.entropy: list[float] = []
 
     def on_episode_end(self, run: Any, episode: Any) -> bool:
-        """Count an episode; False once the task is solved."""
+        """Counts an episode; returns False once the task is solved."""
         self.turns += DIALS
         self.latest.append(episode.total_reward)
         if episode.total_reward and self.turns_to_first_reward is None:
@@ -107,7 +107,7 @@ class UntilSolved(Callback):
         return not self.is_solved
 
     def on_update(self, run: Any, statistics: dict[str, float]) -> None:
-        """Remember the entropy."""
+        """Records the entropy."""
         self.updates += 1
         self.entropy.append(round(statistics["entropy"], 4))
 
@@ -135,10 +135,10 @@ def run(seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run each seed in a process of its own."""
+    """Run each seed in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--name", default="now", help="of the result files")
+    parser.add_argument("--name", default="now", help="prefix of the result files")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:

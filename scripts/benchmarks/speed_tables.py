@@ -1,4 +1,4 @@
-"""Tables of speed, from the results in `results`."""
+"""Tables of the speed results in `results`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORKLOADS = {
 
 
 def workloads() -> str:
-    """Acting on all workloads, against the hardware's limit and `generate`."""
+    """Acting throughput on all workloads, compared with the hardware's limit and `generate`."""
     lines = [
         "| acting | turns per second | tokens per second | of the hardware's limit | times `generate` |",
         "|---|---|---|---|---|",
@@ -69,7 +69,7 @@ def of_limit(result: dict[str, Any], workload: str) -> float:
 
 
 def end_to_end() -> str:
-    """Acting and learning together, against others."""
+    """Throughput of acting and learning together, compared with other libraries."""
     result = speed_result("end-to-end-bfloat16")
     lines = ["| turns learned per second | llamagym | the other | times |", "|---|---|---|---|"]
     for name, ours, label in (
@@ -97,7 +97,7 @@ def pieces() -> str:
 
 
 def benchmarks() -> str:
-    """Acting and learning against others, from one run each."""
+    """Throughput of acting and of learning, compared with other libraries; one run each."""
     lines = ["| turns per second | free text, 8 tokens | choices |", "|---|---|---|"]
     names = {
         "transformers_batch_1": "times transformers' `generate`, one at a time",

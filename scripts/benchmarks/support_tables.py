@@ -12,7 +12,7 @@ from runs import table_row
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 _DIFFERENCES = ("acting", "choosing", "learning", "gradient", "reference", "loading")
-# What frames the reason in an error message.
+# Patterns of the text around the reason in an error message.
 _FRAMES = (
     r"^\w+Error: ",
     r"^\w+ computes in a way that llamagym does not reproduce \((?P<reason>.*?)\)\. It needs.*$",
@@ -50,7 +50,7 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def _table(subject: str, groups: dict[str, list[str]]) -> list[str]:
-    """One row for each outcome, equal ones first."""
+    """One row per outcome, with equal ones first."""
     order = sorted(groups, key=lambda outcome: (not outcome.startswith("equal"), outcome))
     rows = [table_row(outcome, str(len(groups[outcome])), ", ".join(groups[outcome])) for outcome in order]
     return [table_row("result", "number", subject), "|---|---|---|", *rows]
@@ -78,7 +78,7 @@ def reason_in(message: str) -> str:
         elif found:
             message = message.replace(found[0], "")
     message = re.sub(r"^(\w+)( with [^)]*)?\) is not supported: it ", "", message)
-    # Errors of other libraries are cut short, since they describe tensors of the probe.
+    # Shorten errors of other libraries, which describe tensors of the probe.
     if re.match(r"\w+Error: ", message):
         return "its forward pass fails in the probe"
     if message.startswith("cannot attach the adapter"):

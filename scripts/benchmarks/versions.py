@@ -1,12 +1,12 @@
-"""This version against an earlier one, in turn: turns acted and learned from a second of CPU time, and memory.
+"""Compares this version with an earlier one: throughput of acting and learning per CPU second, and memory.
 
 git worktree add /tmp/before COMMIT
 python scripts/benchmarks/versions.py /tmp/before
 
-Each version is a process of its own that knows only what users know, with the same options; both have the packages of
-this environment. An update of several steps, as users have them, follows every few games, so acting meets new weights
-as often as it does for them. CPU time, since what else runs on a machine sways it least. What a run leaves out stays as
-it was measured before; each workload names its commit.
+Each version runs in its own process with the same options and the packages of this environment. An update of several
+optimizer steps follows every few games, so weights change as often as in a user's run. CPU time is less sensitive to
+other load on the machine than wall-clock time. Workloads that a run omits keep their earlier values; each workload
+names its commit.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OPTIONS = {
     "value_learning_rate": 3e-3,
     "cliprange_value": 0.2,
 }
-# Environments, turns of an episode, episodes of each between updates, words of an observation, longest reply in tokens
-# (0: choices), and its context.
+# Environments, turns per episode, episodes per environment between updates, words per observation (0: Blackjack's
+# states), maximum tokens per reply (0: choices), and context.
 WORKLOADS = {
     "repeated": (64, 1, 4, 0, 8, "turn"),
     "repeated-choices": (64, 1, 4, 0, 0, "turn"),
@@ -47,13 +47,13 @@ WORKLOADS = {
     "conversation": (16, 6, 1, 30, 16, "episode"),
     "single": (1, 4, 4, 10, 32, "turn"),
 }
-# Turns acted and learned from, and tokens learned from, since replies in free text differ in length, a second of CPU
-# time; memory in GiB.
+# Turns acted in and learned from per second of CPU time; tokens learned from per second of CPU time, since replies in
+# free text differ in length; memory in GiB.
 WORK = ("act", "learn", "learn_tokens", "memory")
 
 
 def observations(words: int) -> Iterator[str]:
-    """Blackjack's states, which come again and again, or so many words at random, which do not."""
+    """Random texts: a number of words, which hardly ever repeat, or for 0 Blackjack's states, which often do."""
     rng = np.random.default_rng(0)
     while True:
         if words:
@@ -63,8 +63,8 @@ def observations(words: int) -> Iterator[str]:
 
 
 def serve_version(kind: str) -> None:
-    """Be one version: answer each line of the input by a rate, of acting or learning, or by the memory it takes."""
-    import llamagym  # of the path that this process was given
+    """Serve the rates and the memory of the version of llamagym on this process's path, for one workload."""
+    import llamagym  # the version on PYTHONPATH
 
     num_envs, turns, games, words, tokens, context = WORKLOADS[kind]
 
@@ -95,7 +95,7 @@ def serve_version(kind: str) -> None:
                 agent.assign_rewards(np.arange(num_envs, dtype=float) % 3, ids)
             agent.terminate_episodes(ids)
         spent["act"] = time.process_time() - started
-        # In versions up to 0.2.0 the agent itself held the buffer.
+        # Up to version 0.2.0 the buffer was an attribute of the agent.
         buffer = agent._buffer if hasattr(agent, "_buffer") else agent._collector.buffer
         batch = list(buffer)
         buffer.clear()
@@ -122,7 +122,7 @@ def serve_version(kind: str) -> None:
 
 
 def compare(kind: str, folders: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Both versions on one workload, in turn: medians, all rounds, and the ratios of the later one to the earlier."""
+    """Measures both versions on one workload, in alternation; returns medians, all rounds, and ratios after/before."""
     with ExitStack() as stack:
         rivals = {
             name: stack.enter_context(
@@ -149,14 +149,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, nargs="?", help="a checkout of the earlier version")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=6, help="of which the first is not counted")
+    parser.add_argument("--rounds", type=int, default=6, help="number of rounds; the first is not counted")
     parser.add_argument("--serve", choices=WORKLOADS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve_version(args.serve)
         return
     if args.before is None:
-        parser.error("name a checkout of the earlier version")
+        parser.error("the checkout of the earlier version is missing")
     earlier = git("-C", str(args.before.resolve()), "rev-parse", "HEAD")
     folders = {"before": args.before.resolve(), "after": ROOT}
     results = {kind: compare(kind, folders, args.rounds) for kind in args.workloads}

