@@ -1,10 +1,10 @@
-"""Counts what becomes of damaged saves: 2,000 mutated files, and each part of a loop's state with other values.
+"""Counts the outcomes of loading damaged saves: 2,000 mutated files, and each field of a loop's state replaced.
 
     python -m scripts.reliability.damaged_files
 
-Mutations, seed and checks are those of tests/test_damaged_files.py. An error other than CheckpointError, or an agent in
-memory that a failed load changed, ends the script. What was loaded acts and learns. The counts go to
-results/damaged_files.json, and the page on security shows them.
+Mutations, seed and checks are those of tests/test_damaged_files.py. The script stops at an error other than
+CheckpointError, or at a failed load that changed the agent in memory. Agents that were loaded must act and learn. The
+counts go to results/damaged_files.json, and the page on security shows them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULT = Path(__file__).resolve().parent / "results" / "damaged_files.json"
 
 
 def main() -> None:
-    """Count, and write the result."""
+    """Load all damaged saves and write the counts."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -44,7 +44,7 @@ def main() -> None:
             ),
             "loop_states": try_damaged_loops(folder / "saved", stopped, folder / "loops", damaged_loops(stopped)),
         }
-    # Others end this script.
+    # Always 0, since the script stops otherwise.
     totals = {"other_errors": 0, "failed_loads_that_changed_the_agent": 0}
     record = {
         "command": "python -m scripts.reliability.damaged_files",

@@ -1,12 +1,12 @@
-"""Records short training runs with fixed seeds, and compares them with those of another commit, bit by bit.
+"""Records short training runs with fixed seeds and compares them bit by bit with those of another commit.
 
     python -m scripts.reliability.golden_runs record before.json
     python -m scripts.reliability.golden_runs compare before.json
 
-Record before a refactoring, compare after it, on the same machine: another processor rounds differently. The runs are
-those of tests/resumed_run.py and a few more: PPO with both critics, GRPO, REINFORCE, replay, warm start, references;
-choices and free text, one turn or the whole conversation as context; float32 and bfloat16. `compare` exits with 1 if
-anything differs, and prints the statistic that differs most of each such run.
+Record before a refactoring and compare after it on the same machine, since other processors round differently. The
+runs are those of tests/resumed_run.py and a few more: PPO with both critics, GRPO, REINFORCE, replay, warm start,
+references; choices and free text, one turn or the whole conversation as context; float32 and bfloat16. `compare` exits
+with 1 if a run differs, and prints its statistic with the largest relative difference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALL_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def run(name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Trains a case's agent for a few updates; returns its statistics, returns and a checksum of its weights."""
     kind, options = ALL_CASES[name]
-    # REINFORCE has other options than those that `make` passes.
+    # `make` passes options that REINFORCE does not have.
     build = make_agent if name.startswith("REINFORCE") else make
     agent = build(kind, **dict(options))
     for weight in agent.policy.model.parameters():
@@ -56,7 +56,7 @@ def runs() -> dict[str, Any]:
     """All cases in both dtypes, by name."""
     torch.set_num_threads(1)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    # Without an adapter every weight learns, in float32.
+    # Without an adapter all weights are trained, and trained weights are float32.
     cases = [(case, dtype) for case in ALL_CASES for dtype in dtypes if (case, dtype) != ("all weights", "bfloat16")]
     return {f"{case}, {dtype}": run(case, dtypes[dtype]) for case, dtype in cases}
 
@@ -80,7 +80,7 @@ def largest_difference(before: list[dict[str, float]], after: list[dict[str, flo
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Prints each run and whether it is equal; returns how many are not."""
+    """Prints for each run whether it is equal; returns the number of different runs."""
     different = 0
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after:
@@ -99,7 +99,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """Record or compare, as the command line says."""
+    """Record or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("path", type=Path, help="the file with the recorded runs")

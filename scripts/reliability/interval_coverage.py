@@ -1,9 +1,9 @@
-"""How often `EvaluationResult.interval` covers the true mean, by simulation; 95 % is what it says.
+"""Measures the coverage of `EvaluationResult.interval`, a nominal 95 % interval, by simulation.
 
 python -m scripts.reliability.interval_coverage [--repetitions 500] [--seed 0]
 
-Returns are drawn from distributions whose mean is known. The share of intervals that hold it, and their median width,
-go to results/interval_coverage.json. A share of 500 repetitions has a standard error of 0.01 at 0.95.
+Returns are drawn from distributions with a known mean. The share of intervals that contain it and the intervals' median
+width go to results/interval_coverage.json. With 500 repetitions a coverage of 0.95 has a standard error of 0.01.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Rng = np.random.Generator
 
 
 class Returns(NamedTuple):
-    """A distribution of returns: how so many are drawn, and their mean."""
+    """A distribution of returns: a function that draws a number of them, and their mean."""
 
     draw: Callable[[Rng, int], np.ndarray]
     mean: float
 
 
 def successes(probability: float) -> Returns:
-    """1 with a probability, else 0."""
+    """Returns of 1 with a probability, else 0."""
     return Returns(lambda rng, count: (rng.random(count) < probability).astype(float), probability)
 
 
@@ -58,16 +58,23 @@ DISTRIBUTIONS = {
 
 
 def coverage(returns: Returns, count: int, repetitions: int, rng: Rng) -> tuple[float, float]:
-    """The share of intervals that hold the mean, each of so many episodes, and the intervals' median width."""
+    """The share of intervals that contain the mean, and their median width.
+
+    Args:
+        returns: The distribution.
+        count: Number of episodes per interval.
+        repetitions: Number of intervals.
+        rng: The random generator.
+    """
     intervals = [EvaluationResult(returns.draw(rng, count).tolist()).interval for _ in range(repetitions)]
-    # Equal returns have an interval without width, which holds its only number up to rounding.
+    # The interval of equal returns has no width; compare up to rounding.
     holds = [low - 1e-9 <= returns.mean <= high + 1e-9 for low, high in intervals]
     return sum(holds) / repetitions, statistics.median(high - low for low, high in intervals)
 
 
 def main() -> None:
-    """Measure all distributions, and write the result."""
-    # The tests import this module, not what benchmarks share.
+    """Measure all distributions and write the result."""
+    # Tests import this module without the benchmarks on the path.
     sys.path.insert(0, str(HERE.parent / "benchmarks"))
     from common import setting
 

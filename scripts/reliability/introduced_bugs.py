@@ -1,9 +1,9 @@
-"""Introduce ten bugs into a copy of the repository, one after the other, and find the first test that fails.
+"""Introduces bugs into a copy of the repository, one at a time, and finds the first test that fails.
 
     python scripts/reliability/introduced_bugs.py
 
-Each bug is looked for by the short test run, with the files that are likeliest to notice it in front, and by the whole
-test run only if the short one passes. Writes results/introduced_bugs.json. With --only NAME one bug is looked for.
+For each bug the short tests run, starting with the files that most likely detect it, and the long tests only if the
+short ones pass. Writes results/introduced_bugs.json. --only NAME tries a single bug.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SHORT, LONG = ("-m", "not long"), ("-m", "long")
 
 @dataclass(frozen=True)
 class Bug:
-    """A change of one line.
+    """A bug, as a change of one line.
 
     Attributes:
         name: The mistake.
         path: The file.
-        old: The text that is replaced, which occurs once.
-        new: The text in its place.
+        old: The text to replace; it occurs once.
+        new: The replacement.
         likely: Test files that run first, without `tests/test_` and `.py`.
     """
 
@@ -119,29 +119,29 @@ BUGS = (
 
 
 def copy_of_the_repository(folder: Path) -> Path:
-    """The files that git knows, or would add."""
+    """Copies all files that git tracks or would add; returns the folder."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    for name in listed:
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in names:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     compiled = Path("llamagym") / "engine" / "cpu" / "__pycache__"
     if (ROOT / compiled).is_dir():
-        # Kernels, which take minutes to compile. numba knows them by their source file's time, which was kept.
+        # Compiled kernels, since compilation takes minutes. numba checks the source's modification time, which is kept.
         shutil.copytree(ROOT / compiled, folder / compiled)
     return folder
 
 
 def write(path: Path, text: str) -> None:
-    """Write a source file and drop its bytecode, which Python would take for current if size and second agree."""
+    """Writes a source file and deletes its bytecode, which could pass as current: same size, same second."""
     path.write_text(text, encoding="utf-8")
     for old in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
         old.unlink()
 
 
 def first_failure(folder: Path, *arguments: str) -> str | None:
-    """The first test that fails, or None if all pass."""
+    """Runs the tests; returns the first that fails, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
     settings = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -151,7 +151,7 @@ def first_failure(folder: Path, *arguments: str) -> str | None:
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", done.stdout, flags=re.MULTILINE)
     if failed is None:
-        raise SystemExit(f"pytest failed without a failed test:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise SystemExit(f"pytest failed, but no test did:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return failed[1]
 
 
@@ -162,13 +162,11 @@ def diff(bug: Bug, before: str, after: str) -> str:
 
 
 def look_for(bug: Bug, folder: Path) -> dict[str, str | None]:
-    """Introduce a bug, run the tests, and take it back."""
+    """Introduces a bug, runs the tests, and restores the file; returns the first failed test and its run."""
     path = folder / bug.path
     before = path.read_text(encoding="utf-8")
     if before.count(bug.old) != 1:
-        raise SystemExit(
-            f"{bug.path} holds {bug.old!r} {before.count(bug.old)} times; expected once. Update the table."
-        )
+        raise SystemExit(f"{bug.path} contains {bug.old!r} {before.count(bug.old)} times; expected once. Update BUGS.")
     after = before.replace(bug.old, bug.new)
     write(path, after)
     found: dict[str, str | None] = {"bug": bug.name, "diff": diff(bug, before, after), "run": None, "test": None}
@@ -180,14 +178,14 @@ def look_for(bug: Bug, folder: Path) -> dict[str, str | None]:
             break
     write(path, before)
     if found["test"] is not None and first_failure(folder, found["test"]) is not None:
-        raise SystemExit(f"{found['test']} fails without the bug, too, so it does not show that the bug is found.")
+        raise SystemExit(f"{found['test']} also fails without the bug, so it does not detect it.")
     return found
 
 
 def main() -> int:
-    """Look for all bugs; 0 if each is found."""
+    """Try all bugs; returns 0 if tests detect each of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[bug.name for bug in BUGS], help="look for this bug and write nothing")
+    parser.add_argument("--only", choices=[bug.name for bug in BUGS], help="try this bug only and write no result")
     only = parser.parse_args().only
     with tempfile.TemporaryDirectory() as temporary:
         folder = copy_of_the_repository(Path(temporary))

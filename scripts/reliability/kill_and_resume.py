@@ -1,10 +1,10 @@
-"""Kills a run, over and over, and shows that it goes on as if nothing had happened.
+"""Kills a run repeatedly and checks that it resumes with identical results.
 
 python -m scripts.reliability.kill_and_resume [--kills 50] [--seed 0]
 
-A tiny model of random weights learns with a checkpoint after every update (`tests/endless_run.py`). `kill -9` comes at
-random moments. After each, the newest checkpoint must be whole and hold all updates but the last one that was reported;
-at the end the statistics of all updates must be those of a run that was never killed. Writes
+A tiny model with random weights trains with a checkpoint after every update (`tests/endless_run.py`) and is killed with
+`kill -9` at random times. After each kill, the newest checkpoint must be intact and contain all reported updates but
+the last. At the end the statistics of all updates must equal those of an uninterrupted run. Writes
 results/kill_and_resume.json.
 """
 
@@ -31,19 +31,19 @@ HERE = Path(__file__).resolve().parent
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    """Begin the run, or go on with it."""
+    """Starts or resumes the run."""
     command = [sys.executable, "-m", "tests.endless_run", str(folder)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def saved(folder: Path) -> int:
-    """Updates in the newest whole checkpoint; 0 where there is none yet. Raises if all are damaged."""
+    """Number of updates in the newest intact checkpoint; 0 without checkpoints. Raises if all are damaged."""
     path = newest(folder)
     return 0 if path is None else int(json.loads((path / MANIFEST).read_text())["updates"])
 
 
 def killed_at_random(folder: Path, kills: int, seed: int) -> Counter[int]:
-    """How often so many updates were lost."""
+    """Kills the run at random times; returns how often each number of updates was lost."""
     draw, lost = random.Random(seed), Counter[int]()
     for number in range(kills):
         with start(folder) as process:
@@ -59,7 +59,7 @@ def killed_at_random(folder: Path, kills: int, seed: int) -> Counter[int]:
 
 
 def updates_of(folder: Path, count: int) -> list[dict[str, float]]:
-    """Statistics of the first updates, without times."""
+    """Statistics of the first `count` updates, without times."""
     path = newest(folder)
     assert path is not None
     updates = read_state(path, "state")["loop"]["updates"][:count]
@@ -67,7 +67,7 @@ def updates_of(folder: Path, count: int) -> list[dict[str, float]]:
 
 
 def uninterrupted(folder: Path, count: int) -> list[dict[str, float]]:
-    """The same of a run that is stopped only once it has come as far."""
+    """Statistics of the first `count` updates of a run that is not interrupted before."""
     with start(folder) as process:
         assert process.stdout is not None
         for _ in range(count + 1):
@@ -77,7 +77,7 @@ def uninterrupted(folder: Path, count: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Run, write down what came of it."""
+    """Kill and resume, compare, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

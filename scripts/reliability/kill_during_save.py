@@ -1,15 +1,15 @@
-"""Kills a process at everything that a save does to files, and shows that the old or the new one is always whole.
+"""Kills a process at every file operation of a save and checks that the old or the new save is intact.
 
 python -m scripts.reliability.kill_during_save
 
-A checkpoint, an agent with an adapter and one with all weights are saved, each where nothing lies and in the place of
-an older one.
+A checkpoint, an agent with an adapter and an agent with all weights are saved, each to a new folder and over an older
+save.
 
-1. `kill -9` at everything that Python opens, writes, flushes, renames or deletes; a write is half made by then.
-2. From the same points on the kernel kills the process in its next write, whoever makes it: PEFT, safetensors and
-   tokenizers write in Rust, and Python sees nothing of it. By then the file holds 0 or 500 bytes.
+1. `kill -9` at every open, write, flush, rename and delete by Python; a killed write is half done.
+2. From the same points on, the kernel kills the process in the next write by any library, at 0 or 500 bytes. This covers
+   safetensors and tokenizers, whose writes in Rust Python cannot intercept.
 
-After each kill the folder must be whole by its checksums; where nothing lay, it may also be missing. Writes
+After each kill the folder must match its checksums; a new folder may also be missing. Writes
 results/kill_during_save.json.
 """
 
@@ -36,12 +36,12 @@ from tests.killed import killed_at
 from tests.resumed_run import DiceEnv, make
 
 HERE = Path(__file__).resolve().parent
-# Between two writes Python makes several calls.
+# Step between tried points, since Python makes several calls between two writes.
 _STEP = 5
 
 
 def kills(folder: Path, kind: str, save: Callable[[Path], Any]) -> dict[str, int]:
-    """How often a save was killed at one of Python's own calls, and in a write of whoever made it."""
+    """Kills saves; returns how often at a call by Python, and how often in a write by any library."""
 
     def is_killed(point: int, replaces: bool, most: int | None = None) -> bool:
         if not replaces:
@@ -64,13 +64,13 @@ def kills(folder: Path, kind: str, save: Callable[[Path], Any]) -> dict[str, int
 
 
 def trained(agent: Agent) -> Agent:
-    """An agent that has learned something."""
+    """Trains an agent for a few updates and returns it."""
     train(agent, DiceEnv, episodes=12, num_envs=2, seed=0)
     return agent
 
 
 def main() -> None:
-    """Kill all kinds of saves, write down how often."""
+    """Kill all kinds of saves and write the counts."""
     adapted, whole = trained(make_agent(ChoiceAgent, replay_config_dict={})), trained(make(ChoiceAgent, adapter=False))
     saves = {
         "a checkpoint": (checkpoints.KIND, adapted.save_checkpoint),
