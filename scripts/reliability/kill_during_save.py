@@ -6,8 +6,8 @@ A checkpoint, an agent with an adapter and an agent with all weights are saved, 
 save.
 
 1. `kill -9` at every open, write, flush, rename and delete by Python; a killed write is half done.
-2. From the same points on, the kernel kills the process in the next write by any library, at 0 or 500 bytes. This covers
-   safetensors and tokenizers, whose writes in Rust Python cannot intercept.
+2. From the same points on, the kernel kills the process in the next write by any library, at 0 or 500 bytes. This
+   covers safetensors and tokenizers, whose writes in Rust Python cannot intercept.
 
 After each kill the folder must match its checksums; a new folder may also be missing. Writes
 results/kill_during_save.json.
