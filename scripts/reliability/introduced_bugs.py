@@ -55,8 +55,8 @@ BUGS = (
     Bug(
         "a value is bootstrapped after termination, too",
         "llamagym/agent/collector.py",
-        "            if cut[index] and self.learner.has_critic:\n",
-        "            if finals[index] is not None and self.learner.has_critic:\n",
+        "            if was_cut and self.learner.has_critic:\n",
+        "            if final is not None and self.learner.has_critic:\n",
         ("agent",),
     ),
     Bug(
