@@ -125,7 +125,9 @@ def parse_args(description: str | None, rivals: Iterable[str]) -> tuple[str, dic
     parser = parser_of(description)
     for name in rivals:
         package = name.split("_")[0]
-        parser.add_argument(f"--{package}-python", dest=name, type=Path, metavar="PATH", help=f"has {name}")
+        parser.add_argument(
+            f"--{package}-python", dest=name, type=Path, metavar="PATH", help=f"interpreter with {name}"
+        )
     options = vars(parser.parse_args())
     return options.pop("dtype"), {name: path for name, path in options.items() if path}
 

@@ -26,12 +26,12 @@ PARTS = ("blackjack", "snippet", "tests")
 
 
 def timed(command: list[str], clone: Path, home: Path) -> tuple[float, str, float]:
-    """Run a command in the clone with caches of its own.
+    """Runs a command in the clone with empty caches.
 
     Returns:
-        Seconds in all; the output; the longest time between two lines, in seconds, once the set-up is ready.
+        Total seconds, the output, and the longest time between two lines after the set-up, in seconds.
     """
-    # What other runs on this machine have cached or set counts for nothing.
+    # Ignore caches and settings of other runs on this machine.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "NUMBA_", "OMP_"))}
     environment |= {"HOME": str(home), "PYTHONUNBUFFERED": "1"}
     started = latest = time.perf_counter()
@@ -71,7 +71,7 @@ def blackjack(clone: Path, home: Path) -> dict[str, Any]:
 
 
 def snippet(clone: Path, home: Path, seed: int) -> dict[str, Any]:
-    """The README's first snippet as printed, but for the seed, with the environment that the first command set up."""
+    """The README's first snippet with another seed, in the environment that the first command set up."""
     code = re.findall(r"```python\n(.*?)```", (clone / "README.md").read_text(), flags=re.DOTALL)[0]
     assert "seed=0)" in code
     path = clone / "runs" / f"snippet-{seed}.py"
