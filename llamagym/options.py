@@ -399,7 +399,9 @@ def json_safe(value: Any, longest: int = 10_000, depth: int = 20) -> Any:
 
 
 def _check_types(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    for name in hints.keys() & values.keys():
+    for name in values:
+        if name not in hints:
+            continue
         hint = hints[name]
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         value = values[name]
@@ -445,5 +447,7 @@ def _describe(annotations: Sequence[Any]) -> str:
     descriptions = []
     for annotation in annotations:
         origin = get_origin(annotation) or annotation
-        descriptions.append(names.get(annotation) or names.get(origin) or f"a {getattr(origin, '__name__', origin)}")
+        name = str(getattr(origin, "__name__", origin))
+        article = "an" if name[0] in "AEIOUaeiou" else "a"
+        descriptions.append(names.get(annotation) or names.get(origin) or f"{article} {name}")
     return " or ".join(descriptions)

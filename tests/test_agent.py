@@ -28,6 +28,7 @@ from llamagym import (
 )
 from llamagym.agent import collector
 from llamagym.agent.agent import collector_of
+from llamagym.learners.algorithms import make_learner
 from tests.agents import PLAIN, ChoiceAgent, WordAgent, actor_of, experienced, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 
@@ -322,17 +323,58 @@ def test_learner_selects_the_algorithm():
     assert WordAgent(model, tokenizer, learner=PPOConfig(seed=5), seed=3).learner.config.seed == 5
     with pytest.raises(ConfigError, match=r"learner=.* and algorithm and ppo_config_dict are both set"):
         WordAgent(model, tokenizer, None, None, {"gamma": 1.0}, learner=PPOConfig(), algorithm="ppo")
-    with pytest.raises(ConfigError, match="learner must be a PPOConfig, GRPOConfig or ReinforceConfig, got Generation"):
+    with pytest.raises(ConfigError, match=r"learner must be a configuration, got Generation.* Pass PPOConfig"):
         WordAgent(model, tokenizer, learner=GenerationConfig())
-    with pytest.raises(ConfigError, match="learner must be a LearnerConfig or None, got 'grpo'"):
+    with pytest.raises(ConfigError, match="learner must be a configuration, got 'grpo'"):
         WordAgent(model, tokenizer, learner="grpo")
 
 
 def test_model_tokenizer_and_device_are_attributes():
-    agent = make_agent()
+    agent = make_agent(response_prefix="I")
     assert agent.model is agent.policy.model
     assert isinstance(agent.tokenizer, PreTrainedTokenizerBase)
-    assert agent.device == torch.device("cpu")
+    assert (agent.device, agent.response_prefix) == (torch.device("cpu"), "I")
+    agent.device = "my own"
+    agent.model = agent.policy.model
+    for name in ("model", "tokenizer", "policy", "response_prefix"):
+        with pytest.raises(ConfigError, match=rf"agent\.{name} cannot be replaced"):
+            setattr(agent, name, None)
+
+
+def test_a_replaced_learner_updates():
+    agent = make_agent(ChoiceAgent)
+    agent.learner = make_learner(agent.policy, GRPOConfig(batch_size=2, group_size=2))
+    agent.act_batch(["a", "b"])
+    agent.assign_rewards([0.0, 1.0])
+    assert "value_loss" not in agent.terminate_episodes([0, 1])
+    assert agent.policy.num_updates == 1
+
+
+def test_load_overrides_the_saved_learner_by_either_name(tmp_path):
+    model = make_agent().policy.model
+    saved = WordAgent(model, tiny_tokenizer("llama"), learner=GRPOConfig(learning_rate=7e-4, group_size=4))
+    saved.save(tmp_path)
+
+    def loaded(**options):
+        return WordAgent.load(tmp_path, "cpu", model=model, **options).learner.config
+
+    assert (loaded().learning_rate, loaded().group_size) == (7e-4, 4)
+    assert loaded(algorithm="grpo").learning_rate == 7e-4
+    assert loaded(ppo_config_dict=None).learning_rate == 7e-4
+    assert loaded(grpo_config_dict={"group_size": 2}).group_size == 2
+    assert (loaded(use_target_kl=False).target_kl, loaded(use_target_kl=False).learning_rate) == (None, 7e-4)
+    assert isinstance(loaded(learner=PPOConfig()), PPOConfig)
+    with pytest.raises(ConfigError, match=r"ppo_config_dict=.* has no effect on algorithm='grpo'"):
+        loaded(ppo_config_dict={"gamma": 0.5})
+
+
+def test_a_derived_configuration_is_accepted():
+    class MyConfig(PPOConfig):
+        pass
+
+    assert isinstance(make_agent(WordAgent).learner.config, PPOConfig)
+    agent = WordAgent(make_agent().policy.model, tiny_tokenizer("llama"), learner=MyConfig(gamma=0.5))
+    assert agent.learner.config.gamma == 0.5
 
 
 def test_transcripts_have_advantages_where_episodes_are_copied_between_processes(monkeypatch):

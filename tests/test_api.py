@@ -1,4 +1,4 @@
-"""The public interface: complete, documented, and each documented example runs."""
+"""The public interface: complete, documented (docs/api.md), and each documented example runs."""
 
 from __future__ import annotations
 

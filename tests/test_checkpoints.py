@@ -95,7 +95,7 @@ def test_episodes_that_cannot_be_replayed_restart_and_are_logged(tmp_path, caplo
     with pytest.raises(SystemExit):
         stop_after_steps(tmp_path, 1, env=Fickle)
     learning(tmp_path, env=Fickle, resume=True)
-    assert "begin again" in caplog.text
+    assert "start again" in caplog.text
 
 
 def test_a_custom_loop_resumes_an_agent(tmp_path):

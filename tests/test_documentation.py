@@ -31,7 +31,12 @@ from tests.tiny import tiny_base_model, tiny_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # Pages whose blocks are tested elsewhere, for more than that they run.
-ELSEWHERE = {"README.md": "test_readme.py", "from-llamagym.md": "test_ports.py", "training.md": "test_loop_inputs.py"}
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "api.md": "test_api.py",
+    "from-llamagym.md": "test_ports.py",
+    "training.md": "test_loop_inputs.py",
+}
 _PART = re.compile(r"<!-- (?P<key>not run|run with|needs): (?P<value>[^\n]*?) -->\n|"
                    r"<!-- setup\n(?P<setup>.*?)-->\n|"
                    r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)  # fmt: skip

@@ -59,7 +59,7 @@ def test_a_solved_task_stays_solved(name):
 @pytest.mark.long
 def test_without_lower_bounds_a_solved_task_is_unlearned(monkeypatch):
     """The negative control: advantages at unit variance, however little the returns differ."""
-    monkeypatch.setattr(advantages, "_LEAST_SHARE", 0.0)
-    monkeypatch.setattr(advantages, "_LEAST_SHARE_OF_SPREAD", 0.0)
+    monkeypatch.setattr(advantages, "_MIN_SHARE_OF_DEVIATION", 0.0)
+    monkeypatch.setattr(advantages, "_MIN_SHARE_OF_SPREAD", 0.0)
     monkeypatch.setattr(advantages.Information, "is_in", lambda *_: True)
     assert lowest_probability("ppo", 200) < 0.1

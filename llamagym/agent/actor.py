@@ -166,12 +166,13 @@ class Actor:
             self.policy.calibrate(contexts)
             replies = self.policy.sample(contexts, self.is_learning, self.is_greedy)
         texts = [self._reply_text(reply, offered) for reply, offered in zip(replies, choices, strict=True)]
-        named = [hooks.action(text) for text in texts]
+        # None where a reply names no action.
+        parsed = [hooks.action(text) for text in texts]
         actions = [
             hooks.fallback(observation, text, info) if action is None else action
-            for observation, text, info, action in zip(observations, texts, infos, named, strict=True)
+            for observation, text, info, action in zip(observations, texts, infos, parsed, strict=True)
         ]
-        for conversation, reply, text, action in zip(conversations, replies, texts, named, strict=True):
+        for conversation, reply, text, action in zip(conversations, replies, texts, parsed, strict=True):
             turn = conversation.answer(reply, text)
             conversation.learns &= self.is_learning
             conversation.awaits_reward = self.is_learning

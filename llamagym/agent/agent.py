@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from .. import distributed
 from ..errors import ConfigError, needs
-from ..learners.algorithms import OLD_ARGUMENTS, config_from, config_record, learner_config, make_learner
+from ..learners.algorithms import OLD_ARGUMENTS, config_from, config_record, learner_config, make_learner, old_arguments
 from ..learners.base import Learner, Stats
 from ..learners.checks import warn_if_shared
 from ..learners.config import LearnerConfig
@@ -43,6 +43,9 @@ from .export import KIND, read_export, write_export
 from .preflight import Report, preflight
 from .text_interface import TextInterface
 
+# Attributes of an agent that its other parts refer to.
+_FIXED_PARTS = frozenset({"model", "tokenizer", "policy", "response_prefix"})
+
 
 class Agent(TextInterface):
     """A language model that acts in an environment and learns from its rewards.
@@ -63,13 +66,14 @@ class Agent(TextInterface):
     Attributes:
         model: The causal language model with a value head.
         tokenizer: Its tokenizer.
-        device: The model's device.
+        device: The model's device when the agent was made.
+        response_prefix: Fixed text that every reply begins with.
         policy: The model as a stochastic policy.
         learner: The learner, which turns batches of episodes into updates.
         demonstrations: The file that `sft_warm_start=True` learns from; a subclass may set it.
     """
 
-    demonstrations: ClassVar[str | Path | None]
+    demonstrations: ClassVar[str | Path | None] = None
 
     @explains_wrong_calls(positional=6, old_names=OLD_ARGUMENTS)
     def __init__(
@@ -118,6 +122,7 @@ class Agent(TextInterface):
             ConfigError: An option is unknown or out of range, or `demonstrations` cannot be learned from.
             ChatTemplateError: The tokenizer's template cannot carry the conversation.
         """
+        config = learner_config(learner, ppo_config_dict, old_options)
         if not isinstance(model, AutoModelForCausalLMWithValueHead):
             raise ConfigError(
                 f"The model is a {type(model).__name__}; PPO needs a value head. Wrap it: "
@@ -126,7 +131,6 @@ class Agent(TextInterface):
         check_arguments(Agent.__init__, locals())
         seed = as_seed(seed)
         generation = GenerationConfig.from_dict(generate_config_dict or {})
-        config = learner_config(learner, ppo_config_dict, old_options)
         if config.seed is None and seed is not None:
             config = replace(config, seed=seed)
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
@@ -144,6 +148,8 @@ class Agent(TextInterface):
         seeds = distributed.gather_objects(np.random.default_rng(seed))[0]
         self.model = model
         self.tokenizer = tokenizer
+        self.device = policy.device
+        self.response_prefix = response_prefix
         self.policy = policy
         self.learner: Learner[Any] = make_learner(policy, config)
         options = {
@@ -161,10 +167,19 @@ class Agent(TextInterface):
         if sft_warm_start:
             self.sft_from_jsonl()
 
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return self.policy.device
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; a new learner takes effect, and other parts of the agent cannot be replaced.
+
+        Raises:
+            ConfigError: The attribute is a part that belongs to others, such as the policy.
+        """
+        collector = vars(self).get("_collector")
+        if collector is not None:
+            if name in _FIXED_PARTS and value is not getattr(self, name):
+                raise ConfigError(f"agent.{name} cannot be replaced, since caches depend on it. Make another agent.")
+            if name == "learner":
+                collector.learner = value
+        super().__setattr__(name, value)
 
     @property
     def current_episode_messages(self) -> list[Message]:
@@ -342,7 +357,7 @@ class Agent(TextInterface):
             from ..learners.sft import WarmStartConfig, fine_tune  # TRL's trainer takes seconds to import
 
         config = WarmStartConfig.from_dict(options)
-        path = getattr(self, "demonstrations", None) if path is None else user_path(path)
+        path = self.demonstrations if path is None else user_path(path)
         actor = self._collector.actor
         with self.policy.lock:
             end = actor.chat_template.closing_id(end_ids(self.model.pretrained_model, self.tokenizer))
@@ -433,8 +448,10 @@ class Agent(TextInterface):
             model, tokenizer, state = read_export(folder, device, dtype, model)
             saved = dict(state["options"])
             saved_learner = config_from(saved.pop("learner"))
-            if not options.keys() & {"learner", "ppo_config_dict", *OLD_ARGUMENTS - {"use_target_kl"}}:
-                options = {"learner": saved_learner, **options}
+            if options.keys() & {"ppo_config_dict", *OLD_ARGUMENTS}:
+                saved |= old_arguments(saved_learner)
+            else:
+                saved["learner"] = saved_learner
             agent = cls(model, tokenizer, **{**saved, **options})
             restore_choices(agent.policy, state, agent.policy.calibrates == saved["calibrate_choices"])
             agent.policy.rng.set_state(state["rng"])

@@ -24,9 +24,9 @@ _STATE = "state"
 # Entries of a checkpoint's manifest that the library writes.
 _RESERVED_FACTS = frozenset({"options", "kind", "schema", "llamagym", "files"})
 # Options that may differ from the saved ones: the random numbers of a checkpoint continue whatever the seeds are.
-_FREE = frozenset({"seed", "max_tokens_per_pass"})
+_MAY_DIFFER = frozenset({"seed", "max_tokens_per_pass"})
 # Options that the saved state depends on: the learner, its state, and the content of conversations.
-_FIXED = frozenset({"algorithm", "critic", "init_kl_coef", "replay_config_dict", "context"})
+_MUST_MATCH = frozenset({"algorithm", "critic", "init_kl_coef", "replay_config_dict", "context"})
 
 
 def write_checkpoint(
@@ -98,7 +98,7 @@ def loading_checkpoint(
     folder = user_path(folder, "folder")
     with as_checkpoint_error(folder):
         folder = checkpoints.find(folder)
-    checkpoints.check_options(folder, "options", collector.identity, _FREE, _FIXED, allow_changes)
+    checkpoints.check_options(folder, "options", collector.identity, _MAY_DIFFER, _MUST_MATCH, allow_changes)
     state = read_state(folder, _STATE)
     actor = collector.actor
     with _unchanged_on_error(collector):

@@ -73,8 +73,8 @@ class Collector:
         self.alarms = Alarms(_alarm_settings(actor, learner))
         self.buffer: list[Episode] = []
         self._sample = EpisodeSample(actor.policy.num_updates)
-        # Environments whose unfinished episodes a batch may use.
-        self._cut: Sequence[Hashable] = ()
+        # Environments whose unfinished episodes may enter a batch.
+        self._usable_unfinished: Sequence[Hashable] = ()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -142,17 +142,17 @@ class Collector:
         terminated_flags = per_env(terminated, False, ids, "terminated")
         check_flags([*truncated_flags, *terminated_flags, train], "truncated, terminated or train")
         if terminated is None:
-            cut = [bool(flag) for flag in truncated_flags]
+            was_truncated = [bool(flag) for flag in truncated_flags]
         else:
-            cut = [not flag for flag in terminated_flags]
+            was_truncated = [not flag for flag in terminated_flags]
         is_recorded = actor.is_learning and train
         needs_final = is_recorded and self.learner.has_critic
-        for env_id, was_cut, final in zip(ids, cut, finals, strict=True):
-            check_end(env_id, actor.has_turns(env_id), needs_final and was_cut and final is None)
+        for env_id, is_truncated, final in zip(ids, was_truncated, finals, strict=True):
+            check_end(env_id, actor.has_turns(env_id), needs_final and is_truncated and final is None)
         stats = Stats()
         if is_recorded:
             with self._buffer_restored_on_error(), actor.undone_on_error(ids):
-                conversations, own = self._ended(ids, cut, finals, last_infos, group_of)
+                conversations, own = self._ended(ids, was_truncated, finals, last_infos, group_of)
                 finished = episodes_of_all_ranks(actor.policy, own)
                 self.buffer += finished
                 # With several processes, `finished` holds copies of `own`.
@@ -177,7 +177,7 @@ class Collector:
     def _ended(
         self,
         env_ids: Sequence[Hashable],
-        cut: list[bool],
+        was_truncated: list[bool],
         finals: list[Any],
         infos: list[Any],
         groups: list[Hashable | None],
@@ -186,43 +186,43 @@ class Collector:
 
         Args:
             env_ids: The environments whose episodes end.
-            cut: Whether each episode ended without reaching a final state.
+            was_truncated: Whether each episode ended without reaching a final state.
             finals: Each environment's final observation.
             infos: Each environment's final info.
             groups: Each episode's group, for learners that compare episodes with one start.
         """
         conversations = []
         episodes = []
-        for env_id, was_cut, final, info, group in zip(env_ids, cut, finals, infos, groups, strict=True):
+        for env_id, is_truncated, final, info, group in zip(env_ids, was_truncated, finals, infos, groups, strict=True):
             conversation = self.actor.conversation(env_id)
             if not conversation.learns:
                 continue
-            if was_cut and self.learner.has_critic:
+            if is_truncated and self.learner.has_critic:
                 hooks = self.actor.hooks
                 conversation.observe(hooks.text(final, info), hooks.response_prefix)
             conversations.append(conversation)
-            episodes.append(conversation.finished(was_cut, group))
+            episodes.append(conversation.finished(is_truncated, group))
         return conversations, episodes
 
     @contextmanager
     def cutting_episodes(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
-        """While open, a batch also uses the turns so far of these environments' unfinished episodes.
+        """While open, a batch may include unfinished episodes of these environments.
 
         The last turn of each waits for the next batch: the critic's estimate there replaces the rewards to come. So an
         update needs one finished episode, not all of them. Rewards must not come late. Nothing is cut without a critic,
         if prompts hold more than one turn, or if replay needs whole episodes.
         """
         if self.learner.has_critic and self.actor.sees_one_turn and self.replay is None:
-            self._cut = env_ids
+            self._usable_unfinished = env_ids
         try:
             yield
         finally:
-            self._cut = ()
+            self._usable_unfinished = ()
 
     def _unfinished(self, ended: set[Hashable]) -> list[tuple[Conversation, Episode]]:
         """Returns the conversations under way that a batch may use, each with its turns so far as an episode."""
         pairs = []
-        for env_id in self._cut:
+        for env_id in self._usable_unfinished:
             if env_id in ended or not self.actor.has_turns(env_id):
                 continue
             conversation = self.actor.conversation(env_id)
@@ -244,7 +244,9 @@ class Collector:
         """
         policy = self.actor.policy
         unfinished = self._unfinished(ended)
-        so_far = episodes_of_all_ranks(policy, [episode for _, episode in unfinished]) if self._cut else []
+        so_far = (
+            episodes_of_all_ranks(policy, [episode for _, episode in unfinished]) if self._usable_unfinished else []
+        )
         batch = self.learner.take(self.buffer, so_far)
         if not batch:
             return {}

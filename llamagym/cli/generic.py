@@ -51,12 +51,6 @@ class GenericAgent(Agent):
     fallback: ClassVar[Any]
     """Action after a reply in free text that names no action."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Creates an agent; arguments as for `Agent`."""
-        # Replies begin with it, and the names of actions do not.
-        self.response_prefix = options.get("response_prefix", "")
-        super().__init__(*args, **options)
-
     def get_system_prompt(self) -> str:
         """Returns the user's system prompt, or one with the environment's name and the format of replies."""
         return self.system_prompt

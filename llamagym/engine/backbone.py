@@ -2,8 +2,8 @@
 
 A context's history runs first, then the decisions that branch off it. With an activated LoRA, histories do not depend
 on the trained weights. Then what decisions need of a history (keys and values of the top, and the trunk's output for
-the decision nodes) is computed once and cached for good. Otherwise it is cached until the weights change, and in
-training gradients flow through the history, whose shared prefix is computed once per pass.
+the decision nodes) is computed once and cached for good. Otherwise it is cached until the weights change. In training,
+gradients flow through the history; the shared prefix runs once per pass.
 
 Shapes: B rows, T tokens, S tokens of history after the prefix, D decision nodes a row, N nodes of all rows, H width,
 L layers.
@@ -240,7 +240,8 @@ class Backbone:
         size = max(map(len, inputs))
         width = 0 if decisions is None else decisions.inputs.shape[1]
         # Tokens are counted once, in the lowest layers that they go through.
-        if layers is (transformer.trunk or transformer.top):
+        lowest_layers = transformer.top if transformer.trunk is None else transformer.trunk
+        if layers is lowest_layers:
             self.tokens_forwarded += len(inputs) * size
         lengths = torch.tensor([token_count(history) for history in histories])[:, None]
         tokens = _continuation(inputs, lengths, prefix.shape[2], decisions)

@@ -16,7 +16,8 @@ from .ppo import PPO, PPOConfig
 
 logger = logging.getLogger(__name__)
 
-_CONFIGS: dict[str, type[PPOConfig | GRPOConfig]] = {"ppo": PPOConfig, "grpo": GRPOConfig, "reinforce": ReinforceConfig}
+# A subclass stands before its base class.
+_CONFIGS: dict[str, type[PPOConfig | GRPOConfig]] = {"ppo": PPOConfig, "reinforce": ReinforceConfig, "grpo": GRPOConfig}
 # Constructor arguments of earlier versions of `Agent` that chose the algorithm.
 OLD_ARGUMENTS = frozenset({"algorithm", "grpo_config_dict", "reinforce_config_dict", "use_target_kl"})
 
@@ -51,26 +52,25 @@ def learner_config(
         others = set(old)
         if ppo_options:
             others.add("ppo_config_dict")
+        if not isinstance(learner, (PPOConfig, GRPOConfig)):
+            raise ConfigError(
+                f"learner must be a configuration, got {excerpt(learner)} ({type(learner).__name__}). Pass "
+                "PPOConfig(...), GRPOConfig(...) or ReinforceConfig(...)."
+            )
         if others:
             names = " and ".join(sorted(others))
-            raise ConfigError(f"learner={learner!r} and {names} are both set. Pass learner= only.")
-        if type(learner) not in _CONFIGS.values():
-            raise ConfigError(
-                f"learner must be a PPOConfig, GRPOConfig or ReinforceConfig, got {excerpt(learner)} "
-                f"({type(learner).__name__})."
-            )
+            raise ConfigError(f"learner={type(learner).__name__}(...) and {names} are both set. Pass learner= only.")
         return learner
     algorithm = old.get("algorithm", "ppo")
     if not isinstance(algorithm, str) or algorithm not in _CONFIGS:
         raise ConfigError(f"algorithm={excerpt(algorithm)}. {did_you_mean(str(algorithm), _CONFIGS)}")
-    for name in ("grpo_config_dict", "reinforce_config_dict"):
-        if not isinstance(old.get(name), (Mapping, LearnerConfig, type(None))):
-            raise ConfigError(
-                f"{name} must be a dictionary, got {excerpt(old[name])} ({type(old[name]).__name__}). Pass learner="
-                "GRPOConfig(...) instead."
-            )
     options = {"ppo": ppo_options, "grpo": old.get("grpo_config_dict"), "reinforce": old.get("reinforce_config_dict")}
     for other, values in options.items():
+        if not isinstance(values, (Mapping, LearnerConfig, type(None))):
+            raise ConfigError(
+                f"{other}_config_dict must be a dictionary or a configuration, got {excerpt(values)} "
+                f"({type(values).__name__}). Pass learner={_CONFIGS[other].__name__}(...) instead."
+            )
         if values and other != algorithm:
             raise ConfigError(
                 f"{other}_config_dict={values} has no effect on algorithm={algorithm!r}. Pass "
@@ -80,8 +80,12 @@ def learner_config(
     if "use_target_kl" in old:
         config = _with_target_kl(config, old["use_target_kl"])
     if old:
+        arguments = "target_kl=None" if old.get("use_target_kl") is False else "..."
         logger.warning(
-            "Accepted for now: %s. Pass learner=%s(...) instead.", ", ".join(sorted(old)), _CONFIGS[algorithm].__name__
+            "Accepted for now: %s. Pass learner=%s(%s) instead.",
+            ", ".join(sorted(old)),
+            _CONFIGS[algorithm].__name__,
+            arguments,
         )
     return config
 
@@ -99,8 +103,17 @@ def _with_target_kl(config: PPOConfig | GRPOConfig, is_used: object) -> PPOConfi
 
 def config_record(config: LearnerConfig) -> dict[str, Any]:
     """Returns a configuration as saved files hold it: its options and the algorithm's name."""
-    (algorithm,) = (name for name, kind in _CONFIGS.items() if type(config) is kind)
+    algorithm = next(name for name, kind in _CONFIGS.items() if isinstance(config, kind))
     return {"algorithm": algorithm, **config.to_dict()}
+
+
+def old_arguments(config: LearnerConfig) -> dict[str, Any]:
+    """Returns a configuration as arguments of earlier versions, which other old arguments can override."""
+    options = config_record(config)
+    algorithm = options.pop("algorithm")
+    if algorithm == "ppo":
+        return {"ppo_config_dict": options}
+    return {"algorithm": algorithm, f"{algorithm}_config_dict": options}
 
 
 def config_from(record: Mapping[str, Any]) -> LearnerConfig:

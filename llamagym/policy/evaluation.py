@@ -196,23 +196,23 @@ def evaluate_turns(
     decision, offset = plan.text_slots.unbind(1)
     logprobs = logprobs.index_put((decision, offset), reading.text_logprobs)
     entropy = entropy.index_put((decision, offset), reading.text_entropy)
-    first = torch.tensor(0, device=device)
+    first_column = torch.tensor(0, device=device)
     # A choice is one decision. The sum of entropies on its way is an unbiased estimate of the entropy over choices.
-    entropy = entropy.index_put((plan.branch_turns, first), reading.branch_entropy, accumulate=True)
+    entropy = entropy.index_put((plan.branch_turns, first_column), reading.branch_entropy, accumulate=True)
     decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
     decision_of_turn = torch.tensor(decisions, device=device)
     logprobs = logprobs[decision_of_turn]
     entropy = entropy[decision_of_turn]
-    # Equal choices in equal contexts are computed once: by decision and index, their place in the result.
-    places: dict[tuple[int, int], int] = {}
+    # Equal choices in equal contexts are computed once: the number of each distinct (decision, choice).
+    distinct: dict[tuple[int, int], int] = {}
     chosen: list[tuple[int, int]] = []
     for row, turn in enumerate(turns):
         if turn.reply.choice_index is not None:
-            place = places.setdefault((decisions[row], turn.reply.choice_index), len(places))
-            chosen.append((row, place))
-    of_choice = choice_logprobs(plan, reading.branch_logprobs, [(turn, [index]) for turn, index in places])
-    rows, places_of_rows = torch.tensor(chosen, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
-    logprobs = logprobs.index_put((rows, first), of_choice[places_of_rows])
+            number = distinct.setdefault((decisions[row], turn.reply.choice_index), len(distinct))
+            chosen.append((row, number))
+    distinct_logprobs = choice_logprobs(plan, reading.branch_logprobs, [(turn, [index]) for turn, index in distinct])
+    rows, numbers = torch.tensor(chosen, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
+    logprobs = logprobs.index_put((rows, first_column), distinct_logprobs[numbers])
     lengths = torch.tensor([turn.decision_count for turn in turns])
     mask = (torch.arange(width) < lengths[:, None]).to(device)
     branches = _branches_by_decision(reading, count)[decision_of_turn]

@@ -514,11 +514,9 @@ class Policy:
 
     def _invalidate(self, change: Change) -> None:
         """Drops what depends on the changed weights."""
-        unused = (
-            [] if self._eval_workspace is None or self._eval_workspace in self._workspaces else [self._eval_workspace]
-        )
-        # The workspace in use comes last, so that the backbone keeps its activations.
-        workspaces = [*unused, *self._workspaces]
+        workspaces = list(self._workspaces)
+        if self._eval_workspace is not None and self._eval_workspace not in workspaces:
+            workspaces.insert(0, self._eval_workspace)
         if change is Change.FROZEN:
             self.backbone.transformer.drop_packed_weights()
         elif change is Change.PARTS:
@@ -529,13 +527,14 @@ class Policy:
                 workspace.prefix_cache = self.backbone.prefix_cache.copy()
         for workspace in workspaces:
             workspace.choices.clear()
-            self.backbone.prefix_cache = workspace.prefix_cache
             if change is Change.TRAINED:
                 workspace.prefix_cache.remove_outdated()
             else:
                 workspace.prefix_cache.clear()
-                # The base weights have changed.
-                workspace.calibration = workspace.calibration and workspace.calibration.empty_copy()
+                if workspace.calibration is not None:
+                    # The base weights have changed.
+                    workspace.calibration = workspace.calibration.empty_copy()
+        self.backbone.prefix_cache = self._workspaces[-1].prefix_cache
         self._state.accept(change)
 
     @contextmanager

@@ -108,7 +108,7 @@ def check_options(
     if not rejected:
         return accepted
     hint = ""
-    if changeable:
+    if changeable == rejected:
         hint = f" To continue with the new values, pass allow_changes={changeable}."
     raise CheckpointError(
         f"{str(folder)!r} is a checkpoint of a run with other options: "

@@ -260,8 +260,11 @@ def _evaluation_mode(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: 
             yield
     finally:
         rng.set_state(rng_state)
-        actor.is_learning = was_learning
-        actor.is_greedy = was_greedy
+        # By the public methods, which a subclass may override.
+        if was_learning:
+            agent.train()
+        else:
+            agent.eval(was_greedy)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from .tracking import MultiTracker, Tracker, trackers_of_run
 
 logger = logging.getLogger(__name__)
 
-# Forward passes over fewer environments take more time per turn, and episodes of one environment follow each other.
+# With fewer environments a turn costs more, and the episodes run one after another.
 _FEWEST_ENVS = 16
 
 
@@ -121,8 +121,8 @@ def train(
             to what a resumed run has used before (see `resume`).
         num_envs: Number of environments that are stepped together. None: 1 if the environment cannot be made several
             times, else up to 64 in whole groups. Unless groups are compared or steps overlap, only 16 of them act at
-            first, and after each update as many as a batch holds episodes, at least 16. With more, few episodes would
-            start per batch, so early turns would hardly be trained on.
+            first, and after each update as many as a batch holds episodes, at least 16. With more, a batch would hold
+            few beginnings of episodes, and early turns would rarely be trained.
         seed: Base seed of the episodes' reset seeds; None draws one, from the agent's seed if it has one.
         on_update: Called with the statistics of each update, after callbacks and tracker. Returning False ends the
             training, as in callbacks.
@@ -142,9 +142,9 @@ def train(
         checkpoint_every: Number of updates between two checkpoints; one is also written before the first step. Each
             drops all caches, so observations that recur are processed again after it.
         keep_checkpoints: Number of newest checkpoints that are kept; the best is kept as well.
-        resume: Whether to continue from the newest intact checkpoint; without one, training starts. An interrupted
-            call's budget continues where it stood if it is passed again; any other budget, or that of a call that used
-            its own up, is granted in full.
+        resume: Whether to continue from the newest intact checkpoint; without one, training starts. Passing the
+            interrupted call's budget again uses only what is left of it; another budget, or one after a finished call,
+            counts from zero.
         allow_changes: With `resume`: names of what may differ from the checkpoint, as the error lists them:
             "learner.learning_rate" for an option, "learner" for all of them, "environment", "choices", "model". With
             another environment, another number of them, or a judge added or removed, unfinished episodes start again.
@@ -181,7 +181,7 @@ def train(
     size = agent.learner.group_size
     if group_size not in (None, size):
         raise ConfigError(
-            f"group_size={group_size}, but the agent's learner compares {size} episodes of each start (1: none). Leave "
+            f"group_size={group_size}, but the group_size of the agent's learner is {size}. Leave "
             "it out here, and set it in the agent's learner=GRPOConfig(group_size=...)."
         )
     adapts_num_envs = num_envs is None and size == 1 and not overlap
@@ -191,6 +191,7 @@ def train(
     agent.train()
     collector = collector_of(agent)
     ids = list(range(num_envs))
+    # Whole groups in each half.
     half = num_envs // size // 2 * size
     part_sizes = [half, num_envs - half] if overlap else [num_envs]
     with (
@@ -459,7 +460,7 @@ class _Loop:
         run = self.run
         is_over = any(distributed.gather_objects(run.is_over))
         if is_over:
-            logger.warning("Nothing is left of the budget of the call that was interrupted (%s).", run)
+            logger.warning("The interrupted call's budget is used up (%s).", run)
         if is_new:
             # A run that is killed before its next checkpoint resumes from here: later metrics are dropped, and the
             # callbacks' states are restored.

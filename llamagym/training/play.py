@@ -410,7 +410,7 @@ class Play:
     def _start_again(self, which: np.ndarray[Any, Any]) -> None:
         """Starts these environments' episodes again, bool (count,)."""
         logger.warning(
-            "%d of %d episodes under way begin again: played again from their seeds, they lead elsewhere.",
+            "%d of %d unfinished episodes start again: their actions cannot be replayed, or replay led elsewhere.",
             which.sum(),
             len(which),
         )

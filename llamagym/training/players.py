@@ -80,7 +80,7 @@ class AgentPlayer:
         Raises:
             ActionParseError: A reply names no action, and the agent defines no fallback.
         """
-        actions = self._agent.act_batch(observations, env_ids, infos)
+        actions = list(self._agent.act_batch(observations, env_ids, infos))
         if any(action is None for action in actions):
             raise ActionParseError(f"A reply names no action. {self._actor.hooks.no_action_advice()}")
         return actions
@@ -121,7 +121,7 @@ class RandomPolicy:
     """Draws uniformly from an action space, among the actions that `info["action_mask"]` allows if it is given."""
 
     def __init__(self, space: gymnasium.Space[Any], seed: int | None) -> None:
-        """EnvGroup a space and seeds the copy."""
+        """Copies a space and seeds the copy."""
         self._space = copy.deepcopy(space)
         self._space.seed(seed)
 

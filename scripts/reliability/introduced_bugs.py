@@ -55,7 +55,7 @@ BUGS = (
     Bug(
         "a value is bootstrapped after termination, too",
         "llamagym/agent/collector.py",
-        "            if was_cut and self.learner.has_critic:\n",
+        "            if is_truncated and self.learner.has_critic:\n",
         "            if final is not None and self.learner.has_critic:\n",
         ("agent",),
     ),
