@@ -165,10 +165,10 @@ def test_the_trainers_loss_is_the_policys(demos, monkeypatch, kind, context):
 
 @pytest.mark.long
 def test_losses_are_measured_on_some_of_many_conversations(demos, monkeypatch):
-    monkeypatch.setattr(sft, "_MEASURED", 2)
+    monkeypatch.setattr(sft, "MAX_MEASURED", 2)
     agent = WordAgent(model_of("activated"), tiny_tokenizer("llama"), context="turn", seed=0)
-    measured, measure = [], sft._measure
-    monkeypatch.setattr(sft, "_measure", lambda policy, some: measured.append(some) or measure(policy, some))
+    measured, measure = [], sft.measure
+    monkeypatch.setattr(sft, "measure", lambda policy, some: measured.append(some) or measure(policy, some))
     stats = agent.sft_from_jsonl(demos, epochs=1)
     assert [len(some) for some in measured] == [2, 2]
     assert stats["samples"] == 12
