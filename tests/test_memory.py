@@ -126,7 +126,7 @@ def test_choice_cache_stays_within_its_budget():
 def test_cached_tries_are_bounded():
     for token in range(1000):
         ChoiceTrie.of(((token, 1), (token, 2)))
-    assert choice_trie._trie_of.cache_info().currsize <= 256
+    assert choice_trie.trie_of.cache_info().currsize <= 256
 
 
 RESULT = Path(__file__).parent.parent / "scripts" / "benchmarks" / "results" / "larger-models.json"
