@@ -48,7 +48,7 @@ def demos(tmp_path):
 
 
 def episodes_of(agent, path):
-    end = actor_of(agent).chat_template.closing_id(agent.policy._eos_ids)
+    end = actor_of(agent).chat_template.closing_id(agent.policy.eos_ids)
     return read_demonstrations(path, actor_of(agent).new_conversation, actor_of(agent).hooks.response_prefix, end)
 
 
@@ -96,7 +96,7 @@ def test_warm_start_trains_the_templates_ids_and_only_replies(family, tmp_path):
     tokenizer = tiny_tokenizer(family)
     for reply, words in ((first, "go left"), (second, "stay")):
         assert tokenizer.decode(reply[:-1]) == words
-        assert reply[-1] in agent.policy._eos_ids
+        assert reply[-1] in agent.policy.eos_ids
     assert context[: len(before + first)] == before + first
     opening = [SYSTEM]
     if not actor_of(agent).chat_template.has_system_role:

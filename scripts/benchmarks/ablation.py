@@ -110,7 +110,7 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
     "shared prefix in attention": lambda agent: patch.object(agent.policy.backbone.transformer, "can_share", False),
-    "policy/choice_cache": lambda agent: patch.object(agent.policy._workspaces[0], "choices", ChoiceCache(0)),
+    "policy/choice_cache": lambda agent: patch.object(agent.policy.workspaces[0], "choices", ChoiceCache(0)),
 }
 
 
