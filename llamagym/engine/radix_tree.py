@@ -98,6 +98,8 @@ class RadixTree:
 
     Attributes:
         nbytes: Total size of the cached activations.
+        max_bytes: Maximum of `nbytes`.
+        root: The node of the empty sequence.
     """
 
     def __init__(self, max_bytes: int) -> None:
