@@ -76,8 +76,8 @@ class FailingEnv(SeededEnv):
 class CountedAgent(ChoiceAgent):
     """Counts how often it has acted."""
 
-    def _act(self, *args: Any) -> Any:
-        actions = super()._act(*args)
+    def act_batch(self, *args: Any) -> Any:
+        actions = super().act_batch(*args)
         ACTED.value += 1
         return actions
 
