@@ -66,4 +66,4 @@ def _reproducible():
         if not vars(api).get("works", True):
             vars(api).pop("works")
             vars(api).pop("_fault", None)
-            verification._FINDINGS.clear()
+            verification.FINDINGS.clear()

@@ -177,7 +177,7 @@ def test_suggests_only_options_that_are_not_set():
 
 def test_alarms_have_the_agents_settings():
     agent = make_agent(ChoiceAgent, response_prefix="I ", ppo={"target_kl": 0.05, "value_learning_rate": 0.1})
-    settings = collector_of(agent).alarms._settings
+    settings = collector_of(agent).alarms.settings
     assert (settings.target_kl, settings.has_prefix, settings.sets_critic) == (0.05, True, True)
 
 
@@ -195,8 +195,8 @@ def test_does_not_suggest_calibration_for_free_text():
 
 
 def test_settings_record_whether_critic_options_were_passed():
-    assert not collector_of(make_agent(ChoiceAgent)).alarms._settings.sets_critic
-    assert collector_of(make_agent(ChoiceAgent, ppo={"cliprange_value": 0.3})).alarms._settings.sets_critic
+    assert not collector_of(make_agent(ChoiceAgent)).alarms.settings.sets_critic
+    assert collector_of(make_agent(ChoiceAgent, ppo={"cliprange_value": 0.3})).alarms.settings.sets_critic
 
 
 def test_counts_undone_updates_among_informative_ones():

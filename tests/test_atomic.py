@@ -107,7 +107,7 @@ def test_a_kill_at_a_rename_leaves_the_old_or_the_new_folder(tmp_path, nth, expe
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "now"), str(nth)], check=False)
     assert killed.returncode == (0 if nth == 4 else 9)
     # Much later, when what was left aside counts as stale.
-    for left in tmp_path.glob(f"{atomic._SCRATCH_PREFIX}*"):
+    for left in tmp_path.glob(f"{atomic.SCRATCH_PREFIX}*"):
         aged(left)
     atomic.remove_stale(tmp_path)
     assert content(tmp_path / "now") == expected
@@ -125,8 +125,8 @@ def test_a_backup_never_replaces_an_existing_folder(tmp_path):
 
 def abandoned(folder: Path) -> Path:
     """A temporary folder of a process that was killed two hours ago."""
-    (folder / atomic._NEW).mkdir(parents=True)
-    (folder / atomic._MARKER).touch()
+    (folder / "whole").mkdir(parents=True)
+    (folder / "llamagym").touch()
     return aged(folder)
 
 

@@ -13,6 +13,7 @@ from llamagym.engine import attention, transformer, verification
 from llamagym.engine.cpu import fused_layer
 from llamagym.engine.kv_cache import KVBuffer
 from llamagym.engine.verification import verified_transformer
+from llamagym.models.transformers_internals import attention_name
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.rounding import LOGPROB_TOLERANCE, assert_within_rounding
 from tests.tiny import FAMILIES, tiny_model
@@ -24,7 +25,8 @@ attention.register()
 @pytest.fixture
 def passes(monkeypatch):
     """Number of queries to a shared prefix, by layer and pass, except those of fused layers in acting."""
-    rows, attend, fused = [], ALL_ATTENTION_FUNCTIONS[attention._NAME], fused_layer.attend_with_gradients
+    rows, fused = [], fused_layer.attend_with_gradients
+    attend = ALL_ATTENTION_FUNCTIONS[attention.SHARED_PREFIX_ATTENTION]
 
     def counted_fused(query, key, value, angles, cached, shared, *others):
         if shared is not None:
@@ -37,9 +39,9 @@ def passes(monkeypatch):
         rows.append(query.shape[0] * query.shape[2])
         return attend(module, query, *others, **more)
 
-    ALL_ATTENTION_FUNCTIONS.register(attention._NAME, counted)
+    ALL_ATTENTION_FUNCTIONS.register(attention.SHARED_PREFIX_ATTENTION, counted)
     yield rows
-    ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
+    ALL_ATTENTION_FUNCTIONS.register(attention.SHARED_PREFIX_ATTENTION, attend)
 
 
 @pytest.mark.numerical
@@ -48,7 +50,7 @@ def passes(monkeypatch):
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("heads", [2, 6])
 def test_shared_prefix_equals_a_copy_in_each_row(heads, length, scores, monkeypatch):
-    monkeypatch.setattr(attention, "_MAX_SCORES", scores)
+    monkeypatch.setattr(attention, "MAX_SCORES", scores)
     rows, groups, shared, own, size = 3, 2, 7, 6, 4
     inputs = [
         torch.randn(rows, length, heads, size),
@@ -68,7 +70,7 @@ def test_shared_prefix_equals_a_copy_in_each_row(heads, length, scores, monkeypa
             more = {}
             prefixes = prefix[:, None].expand(-1, rows, -1, -1, -1)
             key, value = torch.cat([prefixes, torch.stack([key, value])], dim=3)
-        attend = ALL_ATTENTION_FUNCTIONS[attention._NAME if is_shared else "sdpa"]
+        attend = ALL_ATTENTION_FUNCTIONS[attention.SHARED_PREFIX_ATTENTION if is_shared else "sdpa"]
         output, _ = attend(module, query.transpose(1, 2), key, value, mask.to(dtype), scaling=0.3, dropout=0.0, **more)
         output.square().sum().backward()
         return [output.detach(), *(leaf.grad for leaf in leaves)]
@@ -87,7 +89,7 @@ def test_shared_prefix_equals_a_copy_in_each_row(heads, length, scores, monkeypa
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES, kind=[WordAgent, ChoiceAgent], activated=[True, False])
 def test_agent_with_shared_prefix_equals_copies_in_each_row(family, kind, activated, passes, monkeypatch):
-    monkeypatch.setattr(transformer, "_MIN_SHARED_SCORES", 0)
+    monkeypatch.setattr(transformer, "MIN_SHARED_SCORES", 0)
     agent = make_agent(kind, family, activated)
     backbone = agent.policy.backbone
     for texts in (["a", "bb", "ccc"], ["dd", "e", "f"]):
@@ -127,7 +129,7 @@ def test_eager_attention_does_not_share_a_prefix(passes):
 @pytest.mark.equivalence
 @pytest.mark.pairwise(family=FAMILIES)
 def test_wrong_shared_attention_disables_sharing(family, monkeypatch):
-    attend, fused = ALL_ATTENTION_FUNCTIONS[attention._NAME], fused_layer.attend_with_gradients
+    attend, fused = ALL_ATTENTION_FUNCTIONS[attention.SHARED_PREFIX_ATTENTION], fused_layer.attend_with_gradients
 
     def narrowed(mask):
         """Hides the first visible token, which is a shared one, unless it is the only one."""
@@ -144,13 +146,13 @@ def test_wrong_shared_attention_disables_sharing(family, monkeypatch):
     usual = verified_transformer(tiny_model(family))
     assert usual.can_share
     monkeypatch.setattr(fused_layer, "attend_with_gradients", blind_fused)
-    monkeypatch.setattr(verification, "_FINDINGS", {})
-    ALL_ATTENTION_FUNCTIONS.register(attention._NAME, blind)
+    monkeypatch.setattr(verification, "FINDINGS", {})
+    ALL_ATTENTION_FUNCTIONS.register(attention.SHARED_PREFIX_ATTENTION, blind)
     try:
         misled = verified_transformer(tiny_model(family))
         assert not misled.can_share
     finally:
-        ALL_ATTENTION_FUNCTIONS.register(attention._NAME, attend)
+        ALL_ATTENTION_FUNCTIONS.register(attention.SHARED_PREFIX_ATTENTION, attend)
 
 
 @pytest.mark.equivalence
@@ -175,11 +177,11 @@ def test_attention_is_restored_after_a_pass():
     cache = KVBuffer(prefix, 1, 4, True).cache(slice(None), 3)
     with attention.sharing(backbone.transformer.body, cache) as given:
         assert given["shared_prefix"]
-        assert config._attn_implementation == attention._NAME
-    assert config._attn_implementation == "sdpa"
+        assert attention_name(config) == attention.SHARED_PREFIX_ATTENTION
+    assert attention_name(config) == "sdpa"
     with pytest.raises(RuntimeError), attention.sharing(backbone.transformer.body, cache):
         raise RuntimeError
-    assert config._attn_implementation == "sdpa"
+    assert attention_name(config) == "sdpa"
     with attention.sharing(backbone.transformer.body, DynamicCache()) as given:
         assert given == {}
-        assert config._attn_implementation == "sdpa"
+        assert attention_name(config) == "sdpa"

@@ -42,7 +42,7 @@ def updates_to_solve(base_of_kind: tuple[float, float], shuffles: bool, seed: in
 def test_the_constant_explains_a_base_return(monkeypatch):
     assert updates_to_solve((1000.0, 1000.0), shuffles=False)[0] < 70
     # The control: a fifth of it is left to the features' weights.
-    monkeypatch.setattr(lstd, "_PRIOR_TURNS_OF_CONSTANT", 4.0)
+    monkeypatch.setattr(lstd, "PRIOR_TURNS_OF_CONSTANT", 4.0)
     assert updates_to_solve((1000.0, 1000.0), shuffles=False)[0] == MOST_UPDATES
 
 

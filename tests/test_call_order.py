@@ -31,7 +31,7 @@ REWARDS = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 1e6]), st.floats(), st.none
 GROUPS = st.lists(st.sampled_from([None, 0, 1, "a", (1, "b"), [1]]), max_size=4)
 # What an update goes through.
 PARTS = [
-    "learner._compute_targets",
+    "learner.compute_targets",
     "learner._bounded_entropy_coef",
     "learner._value_loss",
     "learner._step",

@@ -515,13 +515,13 @@ def test_states_and_positions_of_maximum_depth_are_saved(tmp_path):
 
 
 def test_a_run_s_lists_are_checked_without_a_path_for_each_value(monkeypatch):
-    checked, check = [], state_files._check_part
+    checked, check = [], state_files.check_part
 
     def record(part, path, *rest):
         checked.append(path)
         check(part, path, *rest)
 
-    monkeypatch.setattr(state_files, "_check_part", record)
+    monkeypatch.setattr(state_files, "check_part", record)
     saveable_state({"returns": [1.0] * 9, "successes": [True, None, False] * 9, "names": ["a"] * 9}, "loop")
     assert checked == ["loop", "loop/returns", "loop/successes", "loop/names"]
 
@@ -589,7 +589,7 @@ def test_callbacks_may_change_statistics_of_other_callbacks():
 
 
 def test_states_may_hold_tensors_of_every_saveable_type(tmp_path):
-    dtypes = state_files._FLOAT_DTYPES + state_files._INT_DTYPES
+    dtypes = state_files.SAVEABLE_DTYPES
     state = saveable_state({str(dtype): torch.tensor([0, 1]).to(dtype) for dtype in dtypes}, "loop")
     write_state(tmp_path, "state", state)
     loaded = read_state(tmp_path, "state")

@@ -65,7 +65,7 @@ def agent_with(template: str, kind: type = ChoiceAgent, **options):
 def test_next_prompt_equals_the_text_after_the_last_reply(template: str, system: str):
     tokenizer = templated(template, "llama")
     chat = ChatTemplate(tokenizer)
-    messages = chat._first_messages(system, "one")
+    messages = chat.first_messages(system, "one")
     for number in range(4):
         ids = chat.next_prompt(system, f"observation {number}", None)
         messages += [{"role": "assistant", "content": "REPLY"}, {"role": "user", "content": f"observation {number}"}]

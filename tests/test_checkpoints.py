@@ -603,7 +603,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
         agent.save_checkpoint(before)
     monkeypatch.undo()
     assert newest(tmp_path / "run") == before
-    assert not list((tmp_path / "run").glob(f"{atomic._SCRATCH_PREFIX}*"))
+    assert not list((tmp_path / "run").glob(f"{atomic.SCRATCH_PREFIX}*"))
     assert len(learning(tmp_path / "run", episodes=8, resume=True)[1].returns) == 20
 
 
@@ -632,7 +632,7 @@ def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, limit):
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_kill_during_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, replaces):
     # Every tensor takes several writes, the manifest too.
-    monkeypatch.setattr(file_operations, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(file_operations, "BLOCK_BYTES", 64)
 
     def save(turns: int, number: float) -> None:
         with atomic_folder(checkpoint_path(tmp_path, turns), "checkpoint") as whole:

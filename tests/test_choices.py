@@ -270,7 +270,7 @@ def test_choices_first_offered_after_the_sample_is_full_get_a_prior():
         if number >= 1000:
             late[choices[1]] = 1.0
             assert calibration.unmeasured([tree], learns=False) == []
-    assert len(calibration._sample) == 512
+    assert len(calibration.sample) == 512
     assert late.items() <= calibration.prior.items()
     resumed = Calibration.from_record(json.loads(json.dumps(calibration.record(learns=False))))
     assert (resumed.prior, resumed.measured.keys()) == (calibration.prior, calibration.measured.keys())
@@ -524,7 +524,10 @@ def test_replies_are_those_of_the_turns_that_are_shown():
         given.append(turns[-1].reply.ids)
         agent.assign_reward(0.0)
     actor_of(agent).conversation(0).first_shown = 3
-    assert dict(actor_of(agent).conversation(0)._count_visible_replies()) == {given[3]: 1}
+    conversation = actor_of(agent).conversation(0)
+    conversation.observe("Observation 4", choices=["left", "right"])
+    assert conversation.pending is not None
+    assert dict(conversation.pending.replies_shown) == {given[3]: 1}
     alone = make_agent(ChoiceAgent, context="turn")
     for turn in range(2):
         alone.act(turn)

@@ -27,13 +27,13 @@ TERMS = {torch.float32: 64, torch.bfloat16: 1}
 @pytest.fixture
 def runs(monkeypatch):
     """The layers that have run fused so far."""
-    layers, run = [], fused_layer._FusedLayer._run
+    layers, run = [], fused_layer.FusedLayer.run
 
     def counted(fused, *given, **more):
-        layers.append(fused._layer)
+        layers.append(fused.layer)
         return run(fused, *given, **more)
 
-    monkeypatch.setattr(fused_layer._FusedLayer, "_run", counted)
+    monkeypatch.setattr(fused_layer.FusedLayer, "run", counted)
     return layers
 
 
@@ -91,7 +91,7 @@ def test_fused_layers_equal_unfused_ones(family, activated, is_shared, dtype, ru
     fused = states(transformer)
     assert len(runs) == (len(transformer.body.layers) if family in FUSED else 0)
     runs.clear()
-    transformer._acceleration.unfuse()
+    transformer.unfuse()
     usual = states(transformer)
     assert not runs
     expected, allowed = exact_and_allowed(model, states, dtype)
@@ -181,7 +181,7 @@ def test_fused_gradients_equal_unfused_ones(family, is_shared, dtype, runs):
     fused = gradients_of(transformer, is_shared, dtype)
     assert len(runs) == len(transformer.body.layers)
     runs.clear()
-    transformer._acceleration.unfuse()
+    transformer.unfuse()
     usual = gradients_of(transformer, is_shared, dtype)
     assert not runs
     expected, allowed = exact_and_allowed(model, lambda of: gradients_of(of, is_shared, dtype), dtype)
@@ -200,7 +200,7 @@ def test_too_many_scores_are_not_stored(monkeypatch):
     assert not held
     assert (gradients_of(transformer, True, dtype) - expected).norm() <= allowed
     assert len(held) == len(transformer.body.layers)
-    monkeypatch.setattr(attention, "_MAX_SCORES", 0)
+    monkeypatch.setattr(attention, "MAX_SCORES", 0)
     assert (gradients_of(transformer, True, dtype) - expected).norm() <= allowed
     assert len(held) == len(transformer.body.layers)
 
@@ -231,7 +231,7 @@ def test_ready_can_be_nested_and_restores_the_model():
     def open_it():
         with transformer.ready():
             with transformer.ready():
-                transformer.logits(torch.zeros(1, transformer._head.in_features))
+                transformer.logits(torch.zeros(1, transformer.head.in_features))
             assert all("forward" in vars(layer) for layer in layers)
             raise KeyboardInterrupt
 
@@ -246,7 +246,7 @@ def test_no_weight_is_packed_twice():
         agent.act_batch(["a", "bb"])
         agent.assign_rewards([1.0, 0.0])
         agent.terminate_episodes([0, 1])
-    copies = agent.policy.backbone.transformer._acceleration._packed._weights
+    copies = agent.policy.backbone.transformer.acceleration.packed_weights.weights
     for is_transposed in (False, True):
         copied = [layer for layers, of_transposed in copies if of_transposed == is_transposed for layer in layers]
         assert len(copied) == len(set(copied)) > 0
@@ -260,7 +260,7 @@ def test_wrong_fused_layers_are_disabled(fault, monkeypatch, runs):
         return rowwise.gated(up, gate)
 
     monkeypatch.setattr(fused_layer, "gated", gated)
-    monkeypatch.setattr(verification, "_FINDINGS", {})
+    monkeypatch.setattr(verification, "FINDINGS", {})
     agent = make_agent(WordAgent)
     runs.clear()
     agent.act_batch(["a", "bb"])
@@ -288,7 +288,7 @@ def test_adapters_beyond_plain_lora_run_in_peft(change):
             nn.init.normal_(layer.lora_B["other"].weight)
     torch.manual_seed(1)
     received, _ = states_of(transformer, True)
-    transformer._acceleration.unfuse()
+    transformer.unfuse()
     torch.manual_seed(1)
     expected, _ = states_of(transformer, True)
     assert torch.allclose(received, expected, atol=1e-4)

@@ -31,7 +31,7 @@ def test_gathers_each_layer_and_saves_new_columns(given, is_shared, at_once, lea
     prefix, histories = given
     with torch.set_grad_enabled(learns):
         cache = GatheringCache(prefix, histories, LONGEST, NEW, is_shared, FIRST)
-        cache._layers_at_once = at_once
+        cache.layers_at_once = at_once
         own = LONGEST + (0 if is_shared else PREFIX)
         new = torch.arange(2 * LAYERS * len(SIZES) * HEADS * NEW * WIDTH).float()
         new = new.view(LAYERS, 2, len(SIZES), HEADS, NEW, WIDTH).requires_grad_(learns)

@@ -30,7 +30,7 @@ def play(agent, rewards, group=None, **end):
 def advantages_of(agent):
     """The advantages of the buffer's episodes, as lists."""
     episodes = list(collector_of(agent).buffer)
-    targets, _ = agent.learner._compute_targets(
+    targets, _ = agent.learner.compute_targets(
         episodes, collect(agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=False)
     )
     flat = iter(targets.advantages.tolist())

@@ -165,7 +165,7 @@ def test_rotary_embedding_rotates_halves_of_heads():
     query, key = torch.randn(2, 1, 1, 3, 4).unbind()
     angle = torch.rand(1, 3, 2).repeat(1, 1, 2)
     angles = angle.cos(), angle.sin()
-    for before, after in ((part, fused_layer._rotate(part, angles)) for part in (query, key)):
+    for before, after in ((part, fused_layer.rotate(part, angles)) for part in (query, key)):
         low, high = before.double().chunk(2, -1)
         cosines, sines = angle.cos()[:, None, :, :2], angle.sin()[:, None, :, :2]
         expected = torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1)

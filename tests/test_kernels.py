@@ -39,8 +39,8 @@ def no_gradients():
 # Compiling for threads takes half a minute.
 @pytest.fixture(params=[pytest.param(True, marks=pytest.mark.long), False], ids=["threads", "alone"])
 def has_threads(request, monkeypatch):
-    monkeypatch.setattr(compiling, "_HAS_THREADS", request.param)
-    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 64)
+    monkeypatch.setattr(compiling, "HAS_THREADS", request.param)
+    monkeypatch.setattr(compiling, "MULTIPLICATIONS_PER_THREAD", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
@@ -132,7 +132,7 @@ def test_attention_rotates_and_covers_shared_and_own_columns(
     columns, dtype, threads, is_joint, heads, length, monkeypatch
 ):
     before, own = columns
-    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 1)
+    monkeypatch.setattr(compiling, "MULTIPLICATIONS_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rows, groups, size = 3, 2, 8
     widths = [heads * size, groups * size, groups * size]
@@ -220,18 +220,18 @@ def test_threads_are_used_for_large_work_and_safe_thread_pools_only(monkeypatch)
             part, part, part, (part, part), kept.unbind(), None, torch.zeros(rows, 1, 1, columns), 1.0
         )
 
-    monkeypatch.setattr(compiling, "_HAS_THREADS", True)
+    monkeypatch.setattr(compiling, "HAS_THREADS", True)
     attend(4, 100)
     attend(64, 100)
     attend(64, 1000)
-    monkeypatch.setattr(compiling, "_HAS_THREADS", False)
+    monkeypatch.setattr(compiling, "HAS_THREADS", False)
     attend(64, 1000)
     assert calls == [1, 2, 4, 1]
 
 
 @pytest.mark.numerical
 def test_kernel_gives_the_same_with_and_without_threads(monkeypatch):
-    monkeypatch.setattr(compiling, "_HAS_THREADS", True)
+    monkeypatch.setattr(compiling, "HAS_THREADS", True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     states, weight = torch.randn(600, 1000), torch.ones(1000)
     whole = rowwise.normalize(states, weight, 1e-5)[1]

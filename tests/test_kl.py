@@ -208,7 +208,7 @@ def test_whitening_uses_decisions_only():
     agent.terminate_episodes(range(8))
     episodes = list(collector_of(agent).buffer)
     rollout = collect(agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=False)
-    targets, _ = agent.learner._compute_targets(episodes, rollout)
+    targets, _ = agent.learner.compute_targets(episodes, rollout)
     assert targets.advantages[:4].abs().tolist() == pytest.approx([0.75**0.5] * 4, rel=1e-3)
 
 

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(params=["alone", pytest.param("threads", marks=pytest.mark.long), "plain"], autouse=True)
 def way(request, monkeypatch):
     """Each implementation: compiled for one thread, for several, and PyTorch's operations."""
-    monkeypatch.setattr(compiling, "_MULTIPLICATIONS_PER_THREAD", 1 if request.param == "threads" else 2**62)
+    monkeypatch.setattr(compiling, "MULTIPLICATIONS_PER_THREAD", 1 if request.param == "threads" else 2**62)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     if request.param == "plain":
         monkeypatch.setattr(likelihood, "likelihood_kernels", lambda _: None)

@@ -28,6 +28,7 @@ from llamagym.errors import CheckpointError, ConfigError, ModelLoadError
 from llamagym.models import loading, quantization
 from llamagym.models.loading import embedded_model_folder, load_model_and_tokenizer
 from llamagym.models.registry import PLAIN_CHAT_TEMPLATE
+from llamagym.models.transformers_internals import attention_name
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.agents import WordAgent, make_agent
 from tests.tiny import tiny_base_model, tiny_config, tiny_model, tiny_tokenizer
@@ -226,7 +227,7 @@ def test_ignores_a_half_written_cache(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (folder / "config.json").touch()
         raise OSError("disk full")
 
-    monkeypatch.setattr(loading, "_convert", die)
+    monkeypatch.setattr(loading, "convert_gguf", die)
     with pytest.raises(ModelLoadError, match=r"disk full.*LLAMAGYM_CACHE"):
         embedded_model_folder()
     assert list(tmp_path.iterdir()) == []
@@ -234,11 +235,11 @@ def test_ignores_a_half_written_cache(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def lose(gguf: Path, folder: Path) -> None:
         assert gguf.is_file()
         (folder / "mine").touch()
-        winner = tmp_path / f"SmolLM2-135M-Instruct-0.1.2-{loading._CONVERSION}"
+        winner = tmp_path / f"SmolLM2-135M-Instruct-0.1.2-{loading.CONVERSION_VERSION}"
         winner.mkdir()
         (winner / "theirs").touch()
 
-    monkeypatch.setattr(loading, "_convert", lose)
+    monkeypatch.setattr(loading, "convert_gguf", lose)
     folder = embedded_model_folder()
     assert [path.name for path in folder.iterdir()] == ["theirs"]
     assert list(tmp_path.iterdir()) == [folder]
@@ -253,7 +254,7 @@ def test_removes_files_of_killed_conversions_only(monkeypatch: pytest.MonkeyPatc
             (tmp_path / name / "llamagym").touch()
         for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
             os.utime(path, (time.time() - 60 * minutes,) * 2)
-    monkeypatch.setattr(loading, "_convert", lambda gguf, folder: None)
+    monkeypatch.setattr(loading, "convert_gguf", lambda gguf, folder: None)
     folder = embedded_model_folder()
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".writing-running1", "letters"}
 
@@ -271,7 +272,7 @@ def test_the_cache_folder_needs_no_home(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(Path, "home", fail)
     monkeypatch.setattr(Path, "expanduser", lambda path: fail() if str(path).startswith("~") else path)
-    monkeypatch.setattr(loading, "_convert", lambda gguf, folder: None)
+    monkeypatch.setattr(loading, "convert_gguf", lambda gguf, folder: None)
     monkeypatch.delenv("LLAMAGYM_CACHE", raising=False)
     for name in ("XDG_CACHE_HOME", "LLAMAGYM_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -309,7 +310,7 @@ def test_attention_implementations_are_equal_and_others_rejected(tmp_path: Path)
     logits = {}
     for wanted, used in ((None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
         model, _, _ = load_model_and_tokenizer(folder, device="cpu", dtype="float32", attn_implementation=wanted)
-        assert model.pretrained_model.config._attn_implementation == used
+        assert attention_name(model.pretrained_model.config) == used
         logits[wanted] = model(torch.tensor([[1, 2, 3]]))[0]
     torch.testing.assert_close(logits["eager"], logits["sdpa"])
     with pytest.raises(ConfigError, match="does not accept the masks"):
@@ -798,7 +799,7 @@ def test_a_gguf_file_is_converted_once_and_loaded(
     # No bar of reading, loading or writing, where no terminal shows it.
     assert "it/s" not in capfd.readouterr().err
     # The same file is not converted again; what is saved comes back.
-    monkeypatch.setattr(loading, "_convert", None)
+    monkeypatch.setattr(loading, "convert_gguf", None)
     (folder,) = (tmp_path / "cache").iterdir()
     assert folder.name.startswith("tiny-")
     WordAgent(model, tokenizer, device, seed=0).save(tmp_path / "agent")

@@ -89,7 +89,7 @@ def test_choice_cache_counts_bytes(length: int, count: int, tokens: int):
     cache = ChoiceCache()
     for number in range(4):
         cache.update(scored_context(number, length, count, tokens))
-    assert 0.8 < cache.size / held(cache._entries) < 1.5
+    assert 0.8 < cache.size / held(cache.entries) < 1.5
 
 
 @pytest.mark.long
@@ -101,24 +101,24 @@ def test_choice_cache_holds_a_hundred_megabytes(length: int, count: int, tokens:
         if len(cache) == before:
             break
         before = len(cache)
-    assert 60e6 < held(cache._entries) < 130e6
+    assert 60e6 < held(cache.entries) < 130e6
 
 
 def test_choice_cache_stays_within_its_budget():
     agent, most = make_agent(ChoiceAgent, context="turn", calibrate_choices=False), 200_000
     usual = agent.action_probabilities(["0"])
-    cache = agent.policy._workspaces[0].choices = ChoiceCache(most)
+    cache = agent.policy.workspaces[0].choices = ChoiceCache(most)
     for observation in range(0, 300, 3):
         agent.act_batch([str(observation), str(observation + 1), str(observation + 2)])
         agent.assign_rewards([0.0] * 3)
-        assert held(cache._entries) < 2 * most
+        assert held(cache.entries) < 2 * most
     assert 10 < len(cache) < 200
     assert agent.action_probabilities(["0"])[0] == pytest.approx(usual[0], abs=1e-5)
     # More at once than there is room for.
     agent.act_batch([str(observation) for observation in range(300)])
     shown = agent.action_probabilities([str(observation) for observation in range(300)])
     assert shown[0] == pytest.approx(usual[0], abs=1e-5)
-    assert held(cache._entries) < 2 * most
+    assert held(cache.entries) < 2 * most
     agent.policy.weights_changed()
     assert len(cache) == cache.size == 0
 
@@ -126,7 +126,7 @@ def test_choice_cache_stays_within_its_budget():
 def test_cached_tries_are_bounded():
     for token in range(1000):
         ChoiceTrie.of(((token, 1), (token, 2)))
-    assert choice_trie._trie_of.cache_info().currsize <= 256
+    assert choice_trie.trie_of.cache_info().currsize <= 256
 
 
 RESULT = Path(__file__).parent.parent / "scripts" / "benchmarks" / "results" / "larger-models.json"

@@ -29,7 +29,7 @@ from tests.tiny import tiny_base_model, tiny_config, tiny_tokenizer
 @pytest.fixture
 def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the table that the test may change."""
-    monkeypatch.setattr(registry, "_BY_KEY", dict(registry._BY_KEY))
+    monkeypatch.setattr(registry, "ENTRIES_BY_KEY", dict(registry.ENTRIES_BY_KEY))
 
 
 def test_registry_contains_the_documented_models() -> None:

@@ -87,7 +87,9 @@ def test_looking_changes_no_state(name, kind, activated, stage):
     before = everything(agent)
     look(agent, name)
     # A packed weight is a function of the weight alone: that more of them are there makes no difference.
-    ways = [way for way in changed(before, everything(agent)) if "._packed._weights" not in way or name == "preflight"]
+    ways = [
+        way for way in changed(before, everything(agent)) if ".packed_weights.weights" not in way or name == "preflight"
+    ]
     assert ways == []
 
 
@@ -179,15 +181,15 @@ def test_what_is_packed_where_there_is_room_for_some_weights_alone(dtype, kind):
     """Weights are packed at their first use, as long as there is room; looking leaves it to those that acting uses."""
     agents = [agent_of(kind, dtype) for _ in range(2)]
     for agent in agents:
-        packed = agent.policy.backbone.transformer._acceleration._packed
+        packed = agent.policy.backbone.transformer.acceleration.packed_weights
         if packed is None:
             pytest.skip("no weights are packed here")
-        packed._max_bytes = 12_000
+        packed.max_bytes = 12_000
     for name in LOOKS:
         if kind is Wordy or name != "action_probabilities":
             look(agents[0], name)
     assert play(agents[0], 0) == play(agents[1], 0)
-    copies = [agent.policy.backbone.transformer._acceleration._packed._weights.values() for agent in agents]
+    copies = [agent.policy.backbone.transformer.acceleration.packed_weights.weights.values() for agent in agents]
     found = [[copy is not None for _, copy in of_agent] for of_agent in copies]
     assert found[0] == found[1]
     assert {True, False} <= set(found[0])

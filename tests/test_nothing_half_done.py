@@ -102,7 +102,7 @@ def test_an_update_that_fails_takes_back_the_final_observations_it_read(monkeypa
     agent.act_batch(["a", "b"])
     before = state_of(agent)
     with monkeypatch.context() as context:
-        context.setattr(agent.learner, "_compute_targets", failing_at(1, BrokenError, None))
+        context.setattr(agent.learner, "compute_targets", failing_at(1, BrokenError, None))
         with pytest.raises(BrokenError):
             agent.terminate_episodes([0, 1], [True, False], ["x", None])
     assert state_of(agent) == before

@@ -126,10 +126,10 @@ def test_undo_restores_the_latest_copy_in_the_same_memory():
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = SafeOptimizer([[weight]], [0.1], distributed.accelerator(weight.device), max_grad_norm=1.0)
     optimizer.keep_weights()
-    memory = optimizer._kept[0].data_ptr()
+    memory = optimizer.kept_weights[0].data_ptr()
     weight.data.fill_(1.0)
     optimizer.keep_weights()
-    assert optimizer._kept[0].data_ptr() == memory
+    assert optimizer.kept_weights[0].data_ptr() == memory
     weight.data.fill_(math.nan)
     optimizer.undo()
     assert weight.tolist() == [1.0] * 3

@@ -28,7 +28,7 @@ ROUNDINGS = {"half": lambda layer: layer.half().float(), "single": lambda layer:
 @pytest.fixture
 def products(monkeypatch):
     """The inputs of all products with packed weights so far."""
-    inputs, pack = [], packing._pack
+    inputs, pack = [], packing.pack_weight
 
     def counted(*given):
         copied = pack(*given)
@@ -39,7 +39,7 @@ def products(monkeypatch):
 
         return copied and replace(copied, multiply=multiply)
 
-    monkeypatch.setattr(packing, "_pack", counted)
+    monkeypatch.setattr(packing, "pack_weight", counted)
     return inputs
 
 
@@ -157,9 +157,12 @@ def test_a_forward_set_by_another_library_stays():
 def test_packed_weights_stay_within_the_budget(room, is_packed, products):
     first, second = frozen_layer(), frozen_layer(inputs=40, outputs=24)
     inputs = torch.randn(3, 24)
-    with PackedWeights(nn.Sequential(first, second), room * first.weight.nbytes // 2):
+    budget = room * first.weight.nbytes // 2
+    packed = PackedWeights(nn.Sequential(first, second), budget)
+    with packed:
         hidden = first(inputs)
         output = second(hidden)
+    assert packed.nbytes == budget
     assert [any(given is fed for given in products) for fed in (inputs, hidden)] == is_packed
     exact = copy.deepcopy(nn.Sequential(first, second)).double()(inputs.double())
     assert_within_rounding(output, exact, torch.float32, 24 + 40 + 2)
@@ -188,7 +191,7 @@ def test_temporary_packing_drops_only_new_weights(products):
         first(inputs)
     # There is room for one packed weight, which the first layer has released.
     assert len(products) == 2
-    assert [layers for (layers, _), (_, copied) in packed._weights.items() if copied is not None] == [(second,)]
+    assert [layers for (layers, _), (_, copied) in packed.weights.items() if copied is not None] == [(second,)]
 
 
 @pytest.mark.parametrize(("rounding", "share"), [("half", 1 / 2), ("single", 1)])
@@ -203,8 +206,8 @@ def test_weights_that_float16_represents_take_half_the_bytes(rounding, share, pr
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 def test_acting_and_learning_pack_each_weight_once_per_direction(kind, monkeypatch):
-    made, pack = [], packing._pack
-    monkeypatch.setattr(packing, "_pack", lambda *given: made.append(pack(*given)) or made[-1])
+    made, pack = [], packing.pack_weight
+    monkeypatch.setattr(packing, "pack_weight", lambda *given: made.append(pack(*given)) or made[-1])
     agent = make_agent(kind, context="turn")
     for name, weight in agent.policy.model.named_parameters():
         if "lora_B" in name or "v_head" in name:
@@ -217,12 +220,12 @@ def test_acting_and_learning_pack_each_weight_once_per_direction(kind, monkeypat
     agent.act("x")
     assert agent.policy.num_updates
     assert agent.policy.is_initialized_from_data
-    copies = agent.policy.backbone.transformer._acceleration._packed._weights
+    copies = agent.policy.backbone.transformer.acceleration.packed_weights.weights
     copied = [(layer, is_transposed) for layers, is_transposed in copies for layer in layers]
     assert {is_transposed for _, is_transposed in copied} == {True, False}
     assert len(set(copied)) == len(copied)
     # Choices need no product with the whole vocabulary.
-    assert (kind is WordAgent) == (agent.policy.backbone.transformer._head in {layer for layer, _ in copied})
+    assert (kind is WordAgent) == (agent.policy.backbone.transformer.head in {layer for layer, _ in copied})
     # No weight is packed twice. To aim the adapter, q, k, v, gate and up of its layers multiply one by one, once.
     watched = 5 * len(agent.policy.backbone.transformer.top.layers)
     assert len(made) == len(copies) + watched
@@ -245,7 +248,7 @@ def test_policy_with_packed_weights_equals_the_model(kind, family, products):
     assert products
     model, ids = agent.policy.model.pretrained_model.get_base_model(), torch.tensor([[1, 2, 3, 4]])
     before = len(products)
-    with torch.no_grad(), agent.policy.backbone.transformer._acceleration._packed:
+    with torch.no_grad(), agent.policy.backbone.transformer.acceleration.packed_weights:
         received = model(ids).logits
     assert len(products) > before
     assert_as_exact(received, model, ids)

@@ -325,7 +325,7 @@ def test_parsing_time_is_linear_in_the_length_of_the_reply(piece, monkeypatch):
         "raw_decode",
         lambda decoder, text, *where: counted.append(len(text)) or usual(decoder, text, *where),
     )
-    most = parsing._WINDOW + 2 * (parsing._MAX_WASTED_READS + 2)
+    most = parsing.WINDOW + 2 * (parsing.MAX_WASTED_READS + 2)
     for length in (1_000, 10_000, 100_000):
         reply = (piece * length)[:length]
         counted.clear()

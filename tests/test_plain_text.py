@@ -68,7 +68,7 @@ def test_texts_that_form_a_mark_when_joined_are_encoded_as_text(texts):
 def test_texts_without_control_tokens_are_encoded_normally(family):
     tokenizer = tiny_tokenizer(family)
     template = ChatTemplate(tokenizer, append_only=False)
-    messages = template._first_messages("Be good.", " hello there ")
+    messages = template.first_messages("Be good.", " hello there ")
     expected = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, enable_thinking=False, return_dict=False
     )

@@ -33,7 +33,7 @@ def targets_of(agent, episodes):
     rollout = collect(
         agent.policy, episodes, segments_of(episodes), max_tokens=1000, with_reference=bool(learner.config.init_kl_coef)
     )
-    return learner._compute_targets(episodes, rollout)[0], rollout.ref_kl.mean().item()
+    return learner.compute_targets(episodes, rollout)[0], rollout.ref_kl.mean().item()
 
 
 @pytest.mark.parametrize("context", ["episode", "turn"])
@@ -159,7 +159,7 @@ def test_turns_of_older_weights_have_importance_weights(kind):
     assert (rollout.importance[-1] == 1.0).all()
     assert rollout.old_values[-1].item() == turns[-1].reply.value
     # The policy has moved since most were sampled; in this update it does not.
-    agent.learner._learning_rates[0] = 0.0
+    agent.learner.learning_rates[0] = 0.0
     assert agent.learner.update(episodes)["approx_kl"] == pytest.approx(0.0, abs=1e-6)
 
 

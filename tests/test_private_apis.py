@@ -163,7 +163,7 @@ def forget_checks():
 @pytest.fixture(autouse=True)
 def _fresh_checks(monkeypatch):
     """Results of checks in other tests do not count here, and those of these tests do not count elsewhere."""
-    monkeypatch.setattr(verification, "_FINDINGS", {})
+    monkeypatch.setattr(verification, "FINDINGS", {})
     forget_checks()
     yield
     forget_checks()
@@ -263,7 +263,7 @@ def test_a_check_that_raises_counts_as_a_change(caplog, kind, request):
 
 @pytest.mark.kernels
 def test_layers_that_compute_something_else_run_unfused(monkeypatch, caplog):
-    monkeypatch.setattr(fused_layer._FusedLayer, "_run", lambda self, hidden, *_, **__: 2 * hidden)
+    monkeypatch.setattr(fused_layer.FusedLayer, "run", lambda self, hidden, *_, **__: 2 * hidden)
     act_and_learn(make_agent(context="turn"))
     check_warning(caplog, transformers_internals.DECODER_LAYER)
 

@@ -47,7 +47,7 @@ def test_prints_a_line_after_a_long_silence(monkeypatch):
     """A run whose updates take longer than the longest silence still prints lines."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress_module, "_MAX_SILENCE_S", 0.05)
+    monkeypatch.setattr(progress_module, "MAX_SILENCE_S", 0.05)
     with Progress(4) as progress:
         progress.advance([1.0], {})
         deadline = time.monotonic() + 10

@@ -31,7 +31,7 @@ def found_of(tree, ids, key, start=0):
 
 def sizes_of(tree):
     """Bytes of all reachable pieces, and the number of nodes without activations and children."""
-    nodes, nbytes, useless = [tree._root], 0, 0
+    nodes, nbytes, useless = [tree.root], 0, 0
     while nodes:
         node = nodes.pop()
         nodes += node.children.values()

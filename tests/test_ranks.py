@@ -127,7 +127,7 @@ def play_all() -> dict[str, Any]:
 
 def weights_of(agent: Any) -> np.ndarray:
     """Returns all trained tensors, concatenated."""
-    return torch.cat([weight.detach().flatten() for weight in agent.learner._updated_tensors()]).numpy().copy()
+    return torch.cat([weight.detach().flatten() for weight in agent.learner.updated_tensors()]).numpy().copy()
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def train_until_killed(folder: Path) -> tuple[str, float, int]:
     """Trains until process 1 is killed in the third update; returns the error of process 0 and its delay."""
     kind, options = RUNS["ppo"]
     agent, died = make(kind, **options), 0.0
-    credit = agent.learner._compute_targets
+    credit = agent.learner.compute_targets
     entropy_coef = agent.learner._bounded_entropy_coef
     before = weights_of(agent)
 
@@ -233,7 +233,7 @@ def train_until_killed(folder: Path) -> tuple[str, float, int]:
                 os.kill(os.getpid(), signal.SIGKILL)
         return entropy_coef(*args, **options)
 
-    agent.learner._compute_targets = crediting  # type: ignore[method-assign]
+    agent.learner.compute_targets = crediting  # type: ignore[method-assign]
     agent.learner._bounded_entropy_coef = dying  # type: ignore[method-assign]
     try:
         learn(agent, 9, seed=0, checkpoint_dir=folder)
@@ -281,7 +281,7 @@ def check_different_weights() -> None:
     if distributed.rank() == 1:
         with torch.no_grad():
             agent.policy.model.v_head.summary.bias.add_(1e-3)
-    distributed.check_equal_weights(agent.learner._updated_tensors())
+    distributed.check_equal_weights(agent.learner.updated_tensors())
 
 
 @pytest.mark.long
@@ -304,7 +304,8 @@ def step_with_ratio(ratio: float) -> tuple[float, np.ndarray]:
         trainer._loss = loss_with_ratio  # type: ignore[method-assign]
     query = torch.tensor([1, 2])
     stats = trainer.step([query, query], [torch.tensor([3]), torch.tensor([4 + distributed.rank()])], [0.0, 1.0])
-    weights = torch.cat([weight.detach().flatten() for weight in trainer._safe_optimizer.weights])
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    weights = torch.cat([weight.detach().flatten() for weight in trained])
     return stats["skipped"], weights.numpy().copy()
 
 

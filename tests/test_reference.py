@@ -155,7 +155,7 @@ def test_a_checkpoint_between_warm_start_and_first_update_leaves_the_reference_o
 
 def test_an_update_that_fails_leaves_the_reference_open(monkeypatch):
     agent = agent_of("all weights")
-    monkeypatch.setattr(agent.learner, "_compute_targets", lambda *_: 1 / 0)
+    monkeypatch.setattr(agent.learner, "compute_targets", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         update(agent)
     assert agent.policy.reference is None

@@ -48,7 +48,7 @@ def demos(tmp_path):
 
 
 def episodes_of(agent, path):
-    end = actor_of(agent).chat_template.closing_id(agent.policy._eos_ids)
+    end = actor_of(agent).chat_template.closing_id(agent.policy.eos_ids)
     return read_demonstrations(path, actor_of(agent).new_conversation, actor_of(agent).hooks.response_prefix, end)
 
 
@@ -96,7 +96,7 @@ def test_warm_start_trains_the_templates_ids_and_only_replies(family, tmp_path):
     tokenizer = tiny_tokenizer(family)
     for reply, words in ((first, "go left"), (second, "stay")):
         assert tokenizer.decode(reply[:-1]) == words
-        assert reply[-1] in agent.policy._eos_ids
+        assert reply[-1] in agent.policy.eos_ids
     assert context[: len(before + first)] == before + first
     opening = [SYSTEM]
     if not actor_of(agent).chat_template.has_system_role:
@@ -165,10 +165,10 @@ def test_the_trainers_loss_is_the_policys(demos, monkeypatch, kind, context):
 
 @pytest.mark.long
 def test_losses_are_measured_on_some_of_many_conversations(demos, monkeypatch):
-    monkeypatch.setattr(sft, "_MEASURED", 2)
+    monkeypatch.setattr(sft, "MAX_MEASURED", 2)
     agent = WordAgent(model_of("activated"), tiny_tokenizer("llama"), context="turn", seed=0)
-    measured, measure = [], sft._measure
-    monkeypatch.setattr(sft, "_measure", lambda policy, some: measured.append(some) or measure(policy, some))
+    measured, measure = [], sft.measure
+    monkeypatch.setattr(sft, "measure", lambda policy, some: measured.append(some) or measure(policy, some))
     stats = agent.sft_from_jsonl(demos, epochs=1)
     assert [len(some) for some in measured] == [2, 2]
     assert stats["samples"] == 12

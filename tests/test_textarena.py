@@ -99,8 +99,9 @@ def test_only_seed_and_actions_determine_an_episode(game):
                 random.seed(99)
                 np.random.seed(99)
                 other.reset(seed=5)
-            said.append(env.step(move)[0])
-            if env._over:
+            observation, _, is_over, _, _ = env.step(move)
+            said.append(observation)
+            if is_over:
                 break
         return said
 

@@ -335,7 +335,8 @@ def test_an_unsaveable_position_does_not_stop_training(tmp_path, caplog):
 def test_all_trackers_are_closed_after_an_error_of_one(tmp_path):
     other = JsonlTracker(tmp_path / "metrics.jsonl")
     MultiTracker(Full(), other).close()
-    assert other._file.closed
+    with pytest.raises(ValueError, match="closed file"):
+        other.log({}, 1)
 
 
 def test_a_report_that_cannot_be_written_keeps_the_result(tmp_path, monkeypatch, caplog):

@@ -28,6 +28,7 @@ from llamagym import (
 from llamagym.__main__ import main
 from llamagym.cli.prompts import agent_class, read_wording
 from llamagym.cli.runs import load_agent
+from llamagym.models.transformers_internals import attention_name
 from llamagym.saving.manifest import MANIFEST
 from tests.test_damaged_files import reseal
 from tests.tiny import tiny_base_model, tiny_tokenizer
@@ -408,7 +409,7 @@ def test_a_model_s_own_code_is_never_executed(run, monkeypatch, file, changes):
     except ModelLoadError:
         pass
     else:
-        assert model.config._attn_implementation in ("sdpa", "eager")
+        assert attention_name(model.config) in ("sdpa", "eager")
     assert executed(run.parent) == []
 
 

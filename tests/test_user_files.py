@@ -592,7 +592,7 @@ def test_a_kill_during_a_model_save_leaves_the_old_or_the_new_model(tmp_path, mo
             break
     assert found[0] == {3.0}
     assert found[-1] == {7.0}
-    monkeypatch.setattr(atomic, "_STALE_S", -1.0)
+    monkeypatch.setattr(atomic, "STALE_S", -1.0)
     model.save_pretrained(folder)
     # A folder whose process was killed before it could mark it stays, but it is empty.
     assert {name.split("/")[0] for name in tree(folder.parent)} == {"model"}
@@ -709,7 +709,7 @@ def test_a_full_disk_at_any_write_leaves_the_previous_save(save, tmp_path, monke
     if existed:
         save(folder)
     before = tree(tmp_path)
-    monkeypatch.setattr(file_operations, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(file_operations, "BLOCK_BYTES", 4096)
     disk = SmallDisk(os.write)
     monkeypatch.setattr(os, "write", disk.write)
     while (error := raised_by(lambda: save(folder))) is not None:
@@ -773,8 +773,8 @@ def test_checks_a_folder_only_under_its_lock(tmp_path, monkeypatch, saves):
             (tmp_path / "aside").rename(tmp_path / "now" / "manifest.json")
             events.append("renamed")
 
-    usual = atomic._check_replaceable
-    monkeypatch.setattr(atomic, "_check_replaceable", lambda *args: events.append("looked") or usual(*args))
+    usual = atomic.check_replaceable
+    monkeypatch.setattr(atomic, "check_replaceable", lambda *args: events.append("looked") or usual(*args))
     other = threading.Thread(target=rename)
     other.start()
     is_locked.wait()

@@ -22,9 +22,9 @@ def model() -> Any:
 
 
 def test_models_that_differ_in_weights_only_are_compared_once(monkeypatch):
-    monkeypatch.setattr(verification, "_FINDINGS", {})
-    checks, compare = [], verification._compare
-    monkeypatch.setattr(verification, "_compare", lambda checked: checks.append(checked) or compare(checked))
+    monkeypatch.setattr(verification, "FINDINGS", {})
+    checks, compare = [], verification.compare
+    monkeypatch.setattr(verification, "compare", lambda checked: checks.append(checked) or compare(checked))
     agents = [make_agent(ChoiceAgent) for _ in range(2)]
     assert len(checks) == 1
     one, other = (agent.policy.backbone.transformer for agent in agents)
@@ -37,11 +37,11 @@ def test_models_that_differ_in_weights_only_are_compared_once(monkeypatch):
 
 
 def test_number_of_findings_is_limited(monkeypatch):
-    monkeypatch.setattr(verification, "_FINDINGS", {})
-    monkeypatch.setattr(verification, "_MAX_FINDINGS", 2)
+    monkeypatch.setattr(verification, "FINDINGS", {})
+    monkeypatch.setattr(verification, "MAX_FINDINGS", 2)
     for family in ("llama", "qwen3", "gemma"):
         make_agent(ChoiceAgent, family)
-    assert len(verification._FINDINGS) == 2
+    assert len(verification.FINDINGS) == 2
 
 
 def eager(lm: Any) -> None:

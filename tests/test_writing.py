@@ -62,7 +62,7 @@ def test_a_reply_given_before_costs_nothing_until_the_weights_change():
 
 def test_evicted_replies_are_computed_again():
     agent, forgetful = speaker(), speaker()
-    forgetful.policy.backbone.prefix_cache.activations._max_bytes = 10_000
+    forgetful.policy.backbone.prefix_cache.activations.max_bytes = 10_000
     for _ in range(3):
         (expected, _), (received, _) = (say(one, ["x", "yy"] * 4) for one in (agent, forgetful))
         assert [reply.ids for reply in expected] == [reply.ids for reply in received]

@@ -85,6 +85,9 @@ class Settings:
 class Alarms:
     """Watches the statistics of successive updates.
 
+    Attributes:
+        settings: The agent's settings.
+
     >>> alarms = Alarms()
     >>> [alarm.split(":")[0] for alarm in alarms.check({"approx_kl": 0.3})]
     ['approx_kl jumped to 0.300']
@@ -100,7 +103,7 @@ class Alarms:
         Args:
             settings: The agent's settings; None is the defaults.
         """
-        self._settings = settings or Settings()
+        self.settings = settings or Settings()
         self._history: deque[Stats] = deque(maxlen=_HISTORY_LENGTH)
         # Names of the rules that warned about the latest update.
         self._active: set[str] = set()
@@ -130,7 +133,7 @@ class Alarms:
         """
         self._history.append(dict(stats))
         history = list(self._history)
-        settings = self._settings
+        settings = self.settings
         if not offers_choices:
             settings = replace(settings, calibrates_choices=True)
         warnings = {}

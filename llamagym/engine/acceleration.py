@@ -34,24 +34,28 @@ def likelihood_kernels(logits: Tensor) -> ModuleType | None:
 
 
 class Acceleration:
-    """A context in which a model runs on this machine's kernels; outside of it the model is unchanged."""
+    """A context in which a model runs on this machine's kernels; outside of it the model is unchanged.
+
+    Attributes:
+        packed_weights: The `PackedWeights` of the model; None without kernels.
+    """
 
     def __init__(self, lm: nn.Module, body: nn.Module) -> None:
         """Finds the layers of a causal language model, and of its body, that can be accelerated."""
-        self._packed: Any = None
+        self.packed_weights: Any = None
         self._fused: Any = None
         self._open = ExitStack()
         if is_enabled() and next(body.parameters()).device.type == "cpu":
             from .cpu.fused_layer import FusedLayers
             from .cpu.packing import PackedWeights
 
-            self._packed = PackedWeights(lm, int(PACKED_SHARE * memory_bytes(torch.device("cpu"))))
+            self.packed_weights = PackedWeights(lm, int(PACKED_SHARE * memory_bytes(torch.device("cpu"))))
             if HOOKS.works and ATTENTION_NAME.works:
-                self._fused = FusedLayers(body, self._packed, may_store_scores, attend_in_parts)
+                self._fused = FusedLayers(body, self.packed_weights, may_store_scores, attend_in_parts)
 
     def __enter__(self) -> None:
         """Uses the kernels; weights that changed outside of the context are packed again."""
-        for context in (self._packed, self._fused):
+        for context in (self.packed_weights, self._fused):
             if context is not None:
                 self._open.enter_context(context)
 
@@ -61,12 +65,12 @@ class Acceleration:
 
     def drop_packed_weights(self) -> None:
         """Drops the packed copies of weights; later passes pack them again."""
-        if self._packed is not None:
-            self._packed.clear()
+        if self.packed_weights is not None:
+            self.packed_weights.clear()
 
     def temporary_packing(self) -> AbstractContextManager[None]:
         """Drops the weights that are packed while this is open, and no others, on closing."""
-        return nullcontext() if self._packed is None else self._packed.temporary()
+        return nullcontext() if self.packed_weights is None else self.packed_weights.temporary()
 
     def unfuse(self, fault: str | None = None) -> None:
         """Runs all layers unfused from now on.

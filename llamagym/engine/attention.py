@@ -25,17 +25,18 @@ from ..models.hardware import sum_dtype
 from ..models.transformers_internals import register_attention, using_attention
 from .kv_cache import BufferCache
 
-_NAME = "llamagym_shared_prefix"
+# Name of the attention function in transformers.
+SHARED_PREFIX_ATTENTION = "llamagym_shared_prefix"
 # Without cuDNN's, which is faster on long sequences but makes a plan for every new shape.
 _BACKENDS_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # More scores than these are never stored at once.
-_MAX_SCORES = 2**23
+MAX_SCORES = 2**23
 
 
 @cache
 def register() -> None:
     """Registers this attention with transformers, once; `sharing` needs it."""
-    register_attention(_NAME, _attend)
+    register_attention(SHARED_PREFIX_ATTENTION, _attend)
 
 
 def without_shape_plans(device: torch.device) -> AbstractContextManager[None]:
@@ -49,13 +50,13 @@ def sharing(body: Any, cache: Cache) -> Iterator[dict[str, Any]]:
     if not isinstance(cache, BufferCache) or cache.prefix is None:
         yield {}
         return
-    with using_attention(body.config, _NAME):
+    with using_attention(body.config, SHARED_PREFIX_ATTENTION):
         yield {"shared_prefix": cache.prefix}
 
 
 def may_store_scores(mask: Tensor, heads: int) -> bool:
     """Whether the scores of all heads under a mask (B, 1, T, P + S) may be stored at once."""
-    return mask.numel() * heads <= _MAX_SCORES
+    return mask.numel() * heads <= MAX_SCORES
 
 
 def _attend(

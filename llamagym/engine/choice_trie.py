@@ -59,7 +59,7 @@ class ChoiceTrie:
         >>> [(branch.path, branch.targets, branch.counts) for branch in trie.branches]
         [((5,), (6, 8), (1, 2)), ((5, 8), (9, -1), (1, 1))]
         """
-        return _trie_of(choices)
+        return trie_of(choices)
 
     def path_to(self, choice: Ids) -> ChoiceTrie:
         """The nodes and branch points on the way to one choice, a sequence.
@@ -116,7 +116,8 @@ def repeat_counts(branches: Sequence[Branch], replies: Iterable[tuple[Ids, int]]
 
 # Lists of choices recur, and hundreds of choices take a millisecond.
 @lru_cache(maxsize=256)
-def _trie_of(choices: tuple[Ids, ...]) -> ChoiceTrie:
+def trie_of(choices: tuple[Ids, ...]) -> ChoiceTrie:
+    """The trie of a list of choices, from a cache."""
     following: dict[Ids, Counter[int]] = {}
     for choice in choices:
         for depth, token in enumerate((*choice, END)):

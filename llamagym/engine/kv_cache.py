@@ -148,7 +148,11 @@ class _BufferLayer(InitializedLayer):
 
 
 class GatheringCache(BufferCache):
-    """KV cache of one pass over several rows, whose layers are gathered when they run."""
+    """KV cache of one pass over several rows, whose layers are gathered when they run.
+
+    Attributes:
+        layers_at_once: Number of layers that are gathered together.
+    """
 
     def __init__(
         self,
@@ -177,8 +181,8 @@ class GatheringCache(BufferCache):
         heads = prefix.shape[1]
         head_size = prefix.shape[3]
         self._shape = 2, len(histories), heads, self._columns + new_columns, head_size
-        # The layers that are gathered at once, and the buffer that holds them.
-        self._layers_at_once = 1 if prefix.device.type == "cpu" else len(pairs)
+        self.layers_at_once = 1 if prefix.device.type == "cpu" else len(pairs)
+        # The layers that are gathered, and the buffer that holds them.
         self._gathered = range(0)
         self._buffer: Tensor | None = None
         # The backward pass reads each layer again.
@@ -194,7 +198,7 @@ class GatheringCache(BufferCache):
         Those of the layers before are overwritten, unless gradients may flow through them.
         """
         if index not in self._gathered:
-            self._gather(range(index, min(index + self._layers_at_once, len(self._new) // 2)))
+            self._gather(range(index, min(index + self.layers_at_once, len(self._new) // 2)))
         assert self._buffer is not None
         return self._buffer[index - self._gathered.start]
 

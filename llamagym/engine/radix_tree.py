@@ -98,22 +98,24 @@ class RadixTree:
 
     Attributes:
         nbytes: Total size of the cached activations.
+        max_bytes: Maximum of `nbytes`.
+        root: The node of the empty sequence.
     """
 
     def __init__(self, max_bytes: int) -> None:
         """Creates an empty tree that holds up to `max_bytes`."""
         self.nbytes = 0
-        self._max_bytes = max_bytes
-        self._root = _Node((), None)
+        self.max_bytes = max_bytes
+        self.root = _Node((), None)
         # Least recently used first.
         self._uses: OrderedDict[tuple[_Node, CacheKey], None] = OrderedDict()
 
     def copy(self) -> RadixTree:
         """An independent tree with the same activations, which are not copied."""
-        copied = RadixTree(self._max_bytes)
+        copied = RadixTree(self.max_bytes)
         copied.nbytes = self.nbytes
-        copy_of = {self._root: copied._root}
-        pending = [self._root]
+        copy_of = {self.root: copied.root}
+        pending = [self.root]
         while pending:
             node = pending.pop()
             for first, child in node.children.items():
@@ -161,7 +163,7 @@ class RadixTree:
                 added.append((node, key))
         for use in reversed(added):
             self._uses[use] = None
-        while self.nbytes > self._max_bytes:
+        while self.nbytes > self.max_bytes:
             self._evict(*next(iter(self._uses)))
 
     def remove(self, is_outdated: Callable[[CacheKey], bool]) -> None:
@@ -172,7 +174,7 @@ class RadixTree:
 
     def _walk(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
         """Yields the nodes along `ids` with the number of matching tokens, which is all of them but for the last."""
-        node = self._root
+        node = self.root
         depth = 0
         while depth < len(ids) and (child := node.children.get(ids[depth])) is not None:
             length = _common_length(child.ids, ids[depth : depth + len(child.ids)])
@@ -185,7 +187,7 @@ class RadixTree:
     def _insert(self, ids: Ids, start: int) -> list[_Node]:
         """The nodes along `ids`, created where missing, with node boundaries at `start` and at the end."""
         path: list[_Node] = []
-        node = self._root
+        node = self.root
         depth = 0
         while depth < len(ids):
             remaining = ids[depth : start if depth < start else None]

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # With fewer pairs of tokens to share, attention in two parts, to the shared prefix and to a row's own keys, is slower
 # than attention to a copy in each row.
-_MIN_SHARED_SCORES = 1024
+MIN_SHARED_SCORES = 1024
 # Config options, other than `sliding_window`, that limit attention by the columns of the model's own cache.
 _UNSUPPORTED_WINDOWS = (
     "attention_window",
@@ -54,6 +54,8 @@ class Transformer:
         pretrained: The language model, with adapters if it has any.
         lm: The language model without the wrapper of its adapters.
         body: All layers between embeddings and output layer.
+        head: The output layer.
+        acceleration: The context in which the model runs on this machine's kernels.
         trunk: The frozen layers below the first trained one; None if the body is not split.
         top: The other layers, or the whole body.
         first_top_layer: Number of the top's first layer.
@@ -87,7 +89,7 @@ class Transformer:
         with rejecting_errors(lm):
             self.body: Any = getattr(lm, lm.base_model_prefix, None) or lm.model
             self._cache_argument = cache_argument(self.body)
-            self._head: nn.Module = lm.get_output_embeddings()
+            self.head: nn.Module = lm.get_output_embeddings()
             config = lm.config.get_text_config()
             self._scale = logit_scale(config)
             self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -95,7 +97,7 @@ class Transformer:
             self.layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
             self.max_length = context_length(config, type(lm).__name__)
             self.vocabulary: int = config.vocab_size
-        self._acceleration = Acceleration(lm, self.body)
+        self.acceleration = Acceleration(lm, self.body)
         self._is_ready = False
         self.trunk: Any = None
         self.top = self.body
@@ -139,22 +141,22 @@ class Transformer:
             return
         self._is_ready = True
         try:
-            with self._acceleration if is_accelerated else nullcontext(), without_shape_plans(self.device):
+            with self.acceleration if is_accelerated else nullcontext(), without_shape_plans(self.device):
                 yield
         finally:
             self._is_ready = False
 
     def unfuse(self, fault: str | None = None) -> None:
         """Runs all layers unfused from now on; see `Acceleration.unfuse`."""
-        self._acceleration.unfuse(fault)
+        self.acceleration.unfuse(fault)
 
     def drop_packed_weights(self) -> None:
         """Drops the packed copies of weights; later passes pack them again."""
-        self._acceleration.drop_packed_weights()
+        self.acceleration.drop_packed_weights()
 
     def temporary_packing(self) -> AbstractContextManager[None]:
         """Drops the weights that are packed while this is open, and no others, on closing."""
-        return self._acceleration.temporary_packing()
+        return self.acceleration.temporary_packing()
 
     def run(self, layers: nn.Module | None, tokens: Tokens, cache: Cache) -> Tensor:
         """Last hidden states (B, T, H) of some layers; None returns the embeddings.
@@ -182,16 +184,16 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (M, V) of hidden states (M, H), in the model's dtype or in float32."""
         with self.ready():
-            return self._scaled(self._head(hidden))
+            return self._scaled(self.head(hidden))
 
     def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Logits, float32 (M, K), of the target tokens (M, K) only."""
-        if type(self._head) is not nn.Linear:
+        if type(self.head) is not nn.Linear:
             return self.logits(hidden).gather(1, targets).float()
         # bfloat16 would round logits near 20 to multiples of 1/8, and probabilities accordingly.
-        logits = (self._head.weight[targets].float() @ hidden.float()[:, :, None])[:, :, 0]
-        if self._head.bias is not None:
-            logits = logits + self._head.bias[targets]
+        logits = (self.head.weight[targets].float() @ hidden.float()[:, :, None])[:, :, 0]
+        if self.head.bias is not None:
+            logits = logits + self.head.bias[targets]
         return self._scaled(logits)
 
     def _scaled(self, logits: Tensor) -> Tensor:
@@ -209,7 +211,7 @@ class Transformer:
 
     def shares(self, prefix: Tensor, queries: int) -> bool:
         """Whether `queries` tokens in one pass attend to one shared prefix rather than to a copy in each row."""
-        return self.can_share and queries * prefix.shape[2] >= _MIN_SHARED_SCORES
+        return self.can_share and queries * prefix.shape[2] >= MIN_SHARED_SCORES
 
     def split(self, first: int) -> None:
         """Splits the body into trunk and top, whose first layer is number `first`; weights and adapters are shared.

@@ -40,7 +40,7 @@ _TOLERANCE_OF = {torch.float32: 0.005, torch.float64: 0.005}
 
 
 @dataclass
-class _Findings:
+class Findings:
     """Results of the comparison.
 
     Attributes:
@@ -72,10 +72,10 @@ class _Sequence(NamedTuple):
     hidden: Tensor
 
 
-# By a model's structure. The first model with a structure is compared.
-_FINDINGS: dict[Hashable, _Findings] = {}
+# Results by a model's structure. The first model with a structure is compared.
+FINDINGS: dict[Hashable, Findings] = {}
 # The structure of a large model takes a megabyte. Beyond this many, the oldest is dropped.
-_MAX_FINDINGS = 32
+MAX_FINDINGS = 32
 
 
 def verified_transformer(model: AutoModelForCausalLMWithValueHead) -> Transformer:
@@ -88,14 +88,14 @@ def verified_transformer(model: AutoModelForCausalLMWithValueHead) -> Transforme
     """
     transformer = Transformer(model)
     structure = structure_of(transformer.lm)
-    findings = _FINDINGS.get(structure)
+    findings = FINDINGS.get(structure)
     if findings is None:
         with rejecting_errors(transformer.lm):
-            findings = _compare(transformer)
-    if structure is not None and structure not in _FINDINGS:
-        if len(_FINDINGS) >= _MAX_FINDINGS:
-            del _FINDINGS[next(iter(_FINDINGS))]
-        _FINDINGS[structure] = findings
+            findings = compare(transformer)
+    if structure is not None and structure not in FINDINGS:
+        if len(FINDINGS) >= MAX_FINDINGS:
+            del FINDINGS[next(iter(FINDINGS))]
+        FINDINGS[structure] = findings
     transformer.no_entries = findings.no_entries
     transformer.can_share = findings.can_share
     transformer.window = findings.window
@@ -106,7 +106,7 @@ def verified_transformer(model: AutoModelForCausalLMWithValueHead) -> Transforme
     return transformer
 
 
-def _compare(transformer: Transformer) -> _Findings:
+def compare(transformer: Transformer) -> Findings:
     """Compares all computations, and raises where a plain one differs."""
     if transformer.layer_types and "sliding_attention" not in transformer.layer_types:
         # A config may have a window that none of its layers uses.
@@ -135,7 +135,7 @@ def _compare(transformer: Transformer) -> _Findings:
             and _try_branches(transformer, sequence, is_shared=True, with_gradients=True)
         )
     _compare_positions(transformer, layers)
-    return _Findings(no_entries, window, can_fuse, can_share)
+    return Findings(no_entries, window, can_fuse, can_share)
 
 
 def _layers_with_all_types(config: Any) -> int:
@@ -284,7 +284,7 @@ def _agree(transformer: Transformer, received: Tensor, expected: Tensor) -> bool
 
 
 @torch.no_grad()
-def _split(transformer: Transformer, findings: _Findings) -> None:
+def _split(transformer: Transformer, findings: Findings) -> None:
     """Splits the body at the first trained layer, where that gives the same hidden states."""
     first = first_trained_layer(transformer.body)
     if first == 0 or not CONTAINERS.works:

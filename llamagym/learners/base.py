@@ -1,7 +1,7 @@
 """The base class of learners and the update that they share.
 
 A learner turns episodes into an update of the policy: `update(episodes) -> stats`. Learners differ in their targets
-(`_compute_targets`) and in whether a value loss is added. Every token of a reply shares its turn's advantage, and a
+(`compute_targets`) and in whether a value loss is added. Every token of a reply shares its turn's advantage, and a
 minibatch's loss is a mean over its decisions, so long replies weigh more than short ones.
 
 Shapes: N turns, L decisions per turn, E episodes, T turns of the longest episode.
@@ -65,6 +65,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         policy: The policy that is updated.
         config: The learner's options.
         epochs: Passes over a batch, as far as `target_kl` allows.
+        learning_rates: Learning rate of the policy and, with a gradient critic, of the value head.
         has_critic: Whether the value head is learned, so that truncated episodes can be bootstrapped.
         optimizer: Moves the policy's trainable weights and, with a gradient critic, the value head.
         cooldown: Scales learning rates down at the end of a run, whose progress `train` reports to it.
@@ -92,16 +93,16 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         self.advantages: list[list[float]] = []
         # None: the policy's default for its model and device.
         self._max_tokens_per_pass = config.max_tokens_per_pass
-        self._learning_rates = [config.learning_rate]
+        self.learning_rates = [config.learning_rate]
         if value_learning_rate is not None:
-            self._learning_rates.append(value_learning_rate)
-        distributed.broadcast_(self._updated_tensors())
+            self.learning_rates.append(value_learning_rate)
+        distributed.broadcast_(self.updated_tensors())
         self._whiten = Whitening()
         self._information = Information()
         mask_frozen_gradients_(policy.model.pretrained_model)
         self.optimizer = SafeOptimizer(
             self._learning_weights(),
-            self._learning_rates,
+            self.learning_rates,
             self.accelerator,
             config.max_grad_norm,
             config.target_kl,
@@ -122,11 +123,11 @@ class Learner(Batching, ABC, Generic[TargetsT]):
     def _learning_weights(self) -> list[list[nn.Parameter]]:
         """The policy's trainable weights, and the value head's if gradient steps train it."""
         policy_weights = [weight for weight in self.policy.model.pretrained_model.parameters() if weight.requires_grad]
-        groups = [policy_weights, list(self.policy.model.v_head.parameters())][: len(self._learning_rates)]
+        groups = [policy_weights, list(self.policy.model.v_head.parameters())][: len(self.learning_rates)]
         check_precision(weight for group in groups for weight in group)
         return groups
 
-    def _updated_tensors(self) -> list[Tensor]:
+    def updated_tensors(self) -> list[Tensor]:
         """All tensors that an update may change in place: trainable weights, value head and its buffers."""
         policy_weights = self._learning_weights()[0]
         head = self.policy.model.v_head
@@ -139,7 +140,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     @property
     def needs_features(self) -> bool:
-        """Whether `_compute_targets` needs the critic's features."""
+        """Whether `compute_targets` needs the critic's features."""
         return False
 
     @property
@@ -172,7 +173,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         """While open, an exception restores weights, optimizer, controllers and counters."""
         policy_state = attributes_undone_on_error(self.policy, {"num_updates": int, "reference": copy})
         own_state = attributes_undone_on_error(self, dict.fromkeys(self._update_state, deepcopy))
-        with self.optimizer.undone_on_error(self._updated_tensors()), own_state, policy_state:
+        with self.optimizer.undone_on_error(self.updated_tensors()), own_state, policy_state:
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,7 +229,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         # Log-probabilities and values under the policy before the update, then advantages.
         has_reference = bool(config.init_kl_coef)
         rollout = collect(policy, episodes, segments, self.pass_tokens, has_reference, self.needs_features)
-        targets, stats = self._compute_targets(episodes, rollout)
+        targets, stats = self.compute_targets(episodes, rollout)
         by_episode = targets.advantages.split([len(episode.turns) for episode in episodes])
         self.advantages = [advantages.tolist() for advantages in by_episode]
 
@@ -327,7 +328,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         policy.num_updates += 1
         if has_reference:
             stats |= self._adapt_kl_coef(rollout)
-        distributed.check_equal_weights(self._updated_tensors())
+        distributed.check_equal_weights(self.updated_tensors())
         return stats | {
             **outcomes(episodes),
             "flat_batch": float(targets.is_flat),
@@ -346,7 +347,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if not self.policy.is_initialized_from_data:
             self.policy.initialize_from_data(segments)
             version = self.policy.weights_version
-            distributed.broadcast_(self._updated_tensors())
+            distributed.broadcast_(self.updated_tensors())
             if self.policy.weights_version != version:
                 # On other hardware they were rounded differently than in the first process.
                 self.policy.drop_caches(version)
@@ -354,7 +355,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             self.policy.fix_reference()
 
     @abstractmethod
-    def _compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[TargetsT, Stats]:
+    def compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[TargetsT, Stats]:
         """Computes the targets of each turn, and statistics about them."""
 
     def _scaled(self, advantages: Tensor, mask: Tensor, episodes: Sequence[Episode]) -> Tensor:
@@ -425,7 +426,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         warmup = min(1.0, (self.optimizer.total_steps + 1) / self.config.warmup_steps)
         schedule = warmup * self.cooldown.scale
         scales = (self._rate.scale * math.sqrt(kl_share), self._value_scale)
-        rates = [rate * scale * schedule for rate, scale in zip(self._learning_rates, scales, strict=False)]
+        rates = [rate * scale * schedule for rate, scale in zip(self.learning_rates, scales, strict=False)]
         return self.optimizer.step(rates)[0]
 
     def _end_steps(self, kl_share: float, is_flat: bool) -> Stats:

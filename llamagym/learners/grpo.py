@@ -209,7 +209,7 @@ class GRPO(Learner[Targets]):
         groups = {index: self._learned.group_of(episode) for index, episode in enumerate(episodes)}
         return {index: group for index, group in groups.items() if group is not None}
 
-    def _compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[Targets, Stats]:
+    def compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[Targets, Stats]:
         """Computes advantages over the group.
 
         Raises:

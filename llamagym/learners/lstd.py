@@ -29,7 +29,7 @@ _PRIOR_TURNS = tuple(4.0**power for power in range(7, 0, -1))
 # features would have to explain it, with large weights that amplify every small change of the model.
 _FEW_TURNS = 8
 _PRIOR_TURNS_OF_CONSTANT_IF_FEW = 4.0
-_PRIOR_TURNS_OF_CONSTANT = 0.01
+PRIOR_TURNS_OF_CONSTANT = 0.01
 
 
 class Values(NamedTuple):
@@ -186,6 +186,6 @@ def _solve(system: Tensor, weights: Tensor, priors: Sequence[float], turns: int)
     matrix = system[:, :-1]
     residual = system[:, -1] - matrix @ weights
     penalties = torch.tensor(priors).to(weights)[:, None].repeat(1, len(weights))
-    penalties[:, -1] = _PRIOR_TURNS_OF_CONSTANT_IF_FEW if turns < _FEW_TURNS else _PRIOR_TURNS_OF_CONSTANT
+    penalties[:, -1] = _PRIOR_TURNS_OF_CONSTANT_IF_FEW if turns < _FEW_TURNS else PRIOR_TURNS_OF_CONSTANT
     # One by one: after `torch.set_num_threads(2)`, MKL solves a batch of hundreds of equations wrongly.
     return weights + torch.stack([torch.linalg.solve(matrix + penalty.diag(), residual) for penalty in penalties])

@@ -159,7 +159,7 @@ class PPO(Learner[ValueTargets]):
         """Factor of the value head's learning rate: the typical size of returns unless a rate was passed."""
         return self._typical_return if self.config.value_learning_rate is None else 1.0
 
-    def _compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[ValueTargets, Stats]:
+    def compute_targets(self, episodes: Sequence[Episode], rollout: Rollout) -> tuple[ValueTargets, Stats]:
         """Subtracts the KL penalty from rewards, then computes values, advantages and returns."""
         config = self.config
         real = rollout.real

@@ -36,6 +36,7 @@ class SafeOptimizer(Stateful):
         steps: Number of steps of the current update, without undone ones.
         skipped: Number of minibatches of the current update whose losses, gradients or results were not finite.
         kl: KL of the current update's steps, without undone ones, in nats per decision.
+        kept_weights: Copies of the weights for `undo`; empty without any.
         largest_kl: Largest KL of the current update, including undone steps; infinite if one was not finite.
     """
 
@@ -78,7 +79,7 @@ class SafeOptimizer(Stateful):
         pairs = zip(groups, self._rates, strict=True)
         param_groups = [{"params": list(weights), "lr": rate} for weights, rate in pairs]
         self.adam = self._accelerator.prepare(torch.optim.Adam(param_groups, **self._options))
-        self._kept: list[Tensor] = []
+        self.kept_weights: list[Tensor] = []
         self.begin()
 
     @property
@@ -171,9 +172,9 @@ class SafeOptimizer(Stateful):
     @torch.no_grad()
     def keep_weights(self) -> None:
         """Copies the weights for `undo`, into the memory of an earlier copy."""
-        if not self._kept:
-            self._kept = [torch.empty_like(weight) for weight in self.weights]
-        for weight, kept in zip(self.weights, self._kept, strict=True):
+        if not self.kept_weights:
+            self.kept_weights = [torch.empty_like(weight) for weight in self.weights]
+        for weight, kept in zip(self.weights, self.kept_weights, strict=True):
             kept.copy_(weight)
         self._steps_when_kept = self.steps
 
@@ -198,12 +199,12 @@ class SafeOptimizer(Stateful):
 
     def release_weights(self) -> None:
         """Frees the memory of the copied weights."""
-        self._kept = []
+        self.kept_weights = []
 
     @torch.no_grad()
     def undo(self) -> None:
         """Undoes all steps since `keep_weights`, and clears the current gradients."""
-        for weight, kept in zip(self.weights, self._kept, strict=True):
+        for weight, kept in zip(self.weights, self.kept_weights, strict=True):
             weight.copy_(kept)
         self.adam.zero_grad()
         self.steps = self._steps_when_kept

@@ -33,7 +33,7 @@ from .trl_internals import TRAINER, LossTrainer, nothing_but_weights_changed, tr
 logger = logging.getLogger(__name__)
 
 # Number of conversations for the losses before and after. Measuring all would take as long as an epoch.
-_MEASURED = 256
+MAX_MEASURED = 256
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def fine_tune(
     segments = segments_of(episodes)
     logger.info("Learning from %d demonstrations, %d times.", len(episodes), config.epochs)
     policy.initialize_from_data(segments, critic=False)
-    measured = segments[:: math.ceil(len(segments) / _MEASURED)]
-    before = _measure(policy, measured)
+    measured = segments[:: math.ceil(len(segments) / MAX_MEASURED)]
+    before = measure(policy, measured)
     pretrained = policy.model.pretrained_model
     # Only plain LoRA is extended: a variant has more than two matrices.
     was_fresh = policy.aims_lora and is_fresh(pretrained) and not has_variants(pretrained)
     with policy.trees.cached():
         _train(policy, tokenizer, segments, config)
-    after = _measure(policy, measured)
+    after = measure(policy, measured)
     if not all(map(math.isfinite, after.values())):
         raise diverged(f"After {config.epochs} epochs on demonstrations the loss is {after['loss']}")
     if was_fresh:
@@ -122,7 +122,7 @@ def fine_tune(
 
 
 @torch.no_grad()
-def _measure(policy: Policy, segments: Sequence[Segment]) -> dict[str, float]:
+def measure(policy: Policy, segments: Sequence[Segment]) -> dict[str, float]:
     """Mean loss, entropy and accuracy over the replies' tokens."""
     sums = dict.fromkeys(("loss", "entropy", "accuracy", "count"), 0.0)
     for chunk in policy.chunks(segments):

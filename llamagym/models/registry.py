@@ -191,12 +191,13 @@ def _keys(entry: ModelEntry) -> set[str]:
     return {key.casefold() for key in (entry.name, entry.hub_id, *entry.aliases) if key}
 
 
-_BY_KEY: dict[str, ModelEntry] = {key: entry for entry in _MODELS for key in _keys(entry)}
+# All registered models, by the names that find them.
+ENTRIES_BY_KEY: dict[str, ModelEntry] = {key: entry for entry in _MODELS for key in _keys(entry)}
 
 
 def entries() -> tuple[ModelEntry, ...]:
     """All registered models in order of registration, without the fallbacks of families."""
-    return tuple(dict.fromkeys(_BY_KEY.values()))
+    return tuple(dict.fromkeys(ENTRIES_BY_KEY.values()))
 
 
 def lookup(name: str) -> ModelEntry | None:
@@ -205,7 +206,7 @@ def lookup(name: str) -> ModelEntry | None:
     >>> lookup("smollm2-135m") is lookup("HuggingFaceTB/SmolLM2-135M-Instruct")
     True
     """
-    return _BY_KEY.get(name.casefold())
+    return ENTRIES_BY_KEY.get(name.casefold())
 
 
 def register(entry: ModelEntry, *, replace: bool = False) -> None:
@@ -220,7 +221,7 @@ def register(entry: ModelEntry, *, replace: bool = False) -> None:
     """
     if not isinstance(entry, ModelEntry):
         raise ConfigError(f"cannot register {entry!r}: expected a ModelEntry, received a {type(entry).__name__}.")
-    owners = {_BY_KEY[key] for key in _keys(entry) if key in _BY_KEY}
+    owners = {ENTRIES_BY_KEY[key] for key in _keys(entry) if key in ENTRIES_BY_KEY}
     for owner in owners:
         if not replace or owner.name.casefold() != entry.name.casefold():
             raise ConfigError(
@@ -229,8 +230,8 @@ def register(entry: ModelEntry, *, replace: bool = False) -> None:
             )
     for owner in owners:
         for key in _keys(owner):
-            del _BY_KEY[key]
-    _BY_KEY.update(dict.fromkeys(_keys(entry), entry))
+            del ENTRIES_BY_KEY[key]
+    ENTRIES_BY_KEY.update(dict.fromkeys(_keys(entry), entry))
 
 
 def lookup_by_architecture(config: PretrainedConfig) -> ModelEntry:

@@ -41,6 +41,7 @@ class Calibration:
         deviation: Root mean square deviation of contexts from prior and repetition at a branch point, in nats, at least
             1. Logits are divided by it, so that an overconfident model explores.
         is_frozen: Whether the policy has begun to learn, so that estimates do not change.
+        sample: Rows of the contexts that the estimates are fitted to, by the context's hash.
         measured: Rows that were measured since several processes last agreed, by the context's hash.
     """
 
@@ -55,7 +56,7 @@ class Calibration:
         self.deviation = 1.0
         self.measured: dict[str, Sequence[Row]] = {}
         self.is_frozen = is_frozen
-        self._sample: dict[str, Sequence[Row]] = {}
+        self.sample: dict[str, Sequence[Row]] = {}
         # Number of contexts that have entered the sample, and the number at which the next fit is due.
         self._sampled_count = 0
         self._next_fit = 1
@@ -96,12 +97,12 @@ class Calibration:
         self.is_frozen |= learns
         if self.is_frozen:
             return [tree for tree in trees if not self._has_priors(tree)]
-        is_full = len(self._sample) == _CONTEXTS
-        largest = max(self._sample, default="")
+        is_full = len(self.sample) == _CONTEXTS
+        largest = max(self.sample, default="")
         unmeasured = []
         for tree in trees:
             key = _hash(tree)
-            if key in self._sample:
+            if key in self.sample:
                 continue
             if not is_full or key < largest or not self._has_priors(tree):
                 unmeasured.append(tree)
@@ -122,7 +123,7 @@ class Calibration:
         largest = max((count for rows in contexts.values() for row in rows for _, _, count in row), default=0)
         self._add_to_sample(contexts)
         self._add_priors(contexts)
-        self._sampled_count += sum(key in self._sample for key in contexts)
+        self._sampled_count += sum(key in self.sample for key in contexts)
         # A small first batch of short episodes holds few later turns, all at its end. They must enter the fit.
         if self._sampled_count >= self._next_fit or largest > self.repetition.largest:
             self._next_fit = self._sampled_count + min(self._sampled_count, _CONTEXTS // 2)
@@ -162,9 +163,9 @@ class Calibration:
             learns: Whether the policy has begun to learn.
         """
         self.is_frozen |= learns
-        in_sample = [key for key in self.measured if key in self._sample]
-        outside = {key: rows for key, rows in self.measured.items() if key not in self._sample}
-        sample = None if self.is_frozen else [self._sampled_count, self._next_fit, self._sample, in_sample, outside]
+        in_sample = [key for key in self.measured if key in self.sample]
+        outside = {key: rows for key, rows in self.measured.items() if key not in self.sample}
+        sample = None if self.is_frozen else [self._sampled_count, self._next_fit, self.sample, in_sample, outside]
         return {
             "choice_prior": list(self.prior.items()),
             "choice_repetition": astuple(self.repetition),
@@ -184,21 +185,21 @@ class Calibration:
         restored.deviation = number_from(record["choice_deviation"])
         if sample is not None:
             restored._sampled_count, restored._next_fit, contexts, in_sample, outside = sample
-            restored._sample = {key: list(map(_row_from, rows)) for key, rows in contexts.items()}
-            restored.measured = {key: restored._sample[key] for key in in_sample}
+            restored.sample = {key: list(map(_row_from, rows)) for key, rows in contexts.items()}
+            restored.measured = {key: restored.sample[key] for key in in_sample}
             restored.measured |= {key: list(map(_row_from, rows)) for key, rows in outside.items()}
         return restored
 
     def _add_to_sample(self, contexts: Sample) -> None:
         """Adds contexts to the sample, and removes those with the largest hashes."""
-        sample = {**self._sample, **contexts}
-        self._sample = {key: sample[key] for key in sorted(sample)[:_CONTEXTS]}
+        sample = {**self.sample, **contexts}
+        self.sample = {key: sample[key] for key in sorted(sample)[:_CONTEXTS]}
 
     def _add_priors(self, contexts: Sample) -> None:
         """Adds priors of new choices, and records rows for the other processes."""
         for key, rows in contexts.items():
             # Outside the sample, only choices that are offered for the first time count.
-            new_rows = rows if key in self._sample else self._without_prior(rows)
+            new_rows = rows if key in self.sample else self._without_prior(rows)
             if new_rows:
                 self.measured[key] = new_rows
         # Earlier priors stay.
@@ -220,12 +221,12 @@ class Calibration:
     @property
     def _rows(self) -> list[Row]:
         """All rows of the sample."""
-        return [row for rows in self._sample.values() for row in rows]
+        return [row for rows in self.sample.values() for row in rows]
 
     def _fit(self) -> None:
         """Fits repetition, prior and deviation to the sample."""
         self.repetition = Repetition.fit(self._rows)
-        self.prior = self.prior | self._means(self._sample.values())
+        self.prior = self.prior | self._means(self.sample.values())
         variances = []
         for row in self._rows:
             differences = [value - self.prior[path] for path, value in self.repetition.removed(row)]

@@ -25,46 +25,47 @@ class ChoiceCache:
 
     Attributes:
         size: Approximate memory of all entries, in bytes.
+        entries: The distribution and the value of each cached context, oldest first.
     """
 
     def __init__(self, max_bytes: int = 100 * 2**20) -> None:
         """Creates an empty cache of at most `max_bytes`."""
         self.size = 0
         self._max_bytes = max_bytes
-        self._entries: dict[TokenTree, ScoredChoices] = {}
+        self.entries: dict[TokenTree, ScoredChoices] = {}
 
     def copy(self) -> ChoiceCache:
         """A cache with the same entries."""
         copied = ChoiceCache(self._max_bytes)
         copied.size = self.size
-        copied._entries = dict(self._entries)
+        copied.entries = dict(self.entries)
         return copied
 
     def __len__(self) -> int:
         """Number of cached contexts."""
-        return len(self._entries)
+        return len(self.entries)
 
     def __contains__(self, tree: TokenTree) -> bool:
         """Whether a context is cached."""
-        return tree in self._entries
+        return tree in self.entries
 
     def __getitem__(self, tree: TokenTree) -> ScoredChoices:
         """The distribution and the value of a cached context."""
-        return self._entries[tree]
+        return self.entries[tree]
 
     def update(self, scored: Mapping[TokenTree, ScoredChoices]) -> None:
         """Adds new contexts; one that is larger than the whole budget is evicted at once."""
         for tree, choices in scored.items():
-            self._entries[tree] = choices
+            self.entries[tree] = choices
             self.size += size_of(tree)
             while self.size > self._max_bytes:
-                oldest = next(iter(self._entries))
-                del self._entries[oldest]
+                oldest = next(iter(self.entries))
+                del self.entries[oldest]
                 self.size -= size_of(oldest)
 
     def clear(self) -> None:
         """Removes all entries."""
-        self._entries.clear()
+        self.entries.clear()
         self.size = 0
 
 

@@ -49,7 +49,7 @@ _MAX_INIT_CONTEXTS = 512
 # Bytes of keys and values of replies that are decoded together; each reserves memory for the longest reply.
 _DECODE_BYTES = 2**30
 # Attributes that belong to one model; a copy creates its own.
-_NOT_COPIED = ("backbone", "_state", "trees", "_workspaces", "_eval_workspace")
+_NOT_COPIED = ("backbone", "_state", "trees", "workspaces", "_eval_workspace")
 NOT_PICKLED = (
     "An agent is neither pickled nor copied by copy.copy(): its model, caches and compiled layers belong together. "
     "Use copy.deepcopy(agent) for another agent in this process, and agent.save(folder) with load(folder), or "
@@ -113,6 +113,8 @@ class Policy:
         reference: The reference's values of the trainable weights, by name; empty if the reference is the model without
             its adapter, which was fresh. None until `fix_reference`; the model without its adapter serves until then.
         trees: Builds the token trees of segments.
+        eos_ids: All ids that end a reply.
+        workspaces: Calibration and caches: the first for learning, the last in use.
     """
 
     def __init__(
@@ -143,14 +145,13 @@ class Policy:
         self.aims_lora = aim_lora
         self.num_updates = 0
         self.trees = TreeCache()
-        self._eos_ids = frozenset(eos_ids)
+        self.eos_ids = frozenset(eos_ids)
         self._closing_id = closing_id
         self.backbone = Backbone(model)
         self.reference: dict[str, Tensor] | None = None
         self._state = WeightsState(model)
         calibration = Calibration() if calibrate_choices else None
-        # The first is for learning; the last is in use.
-        self._workspaces = [Workspace(calibration, {}, ChoiceCache(), self.backbone.prefix_cache)]
+        self.workspaces = [Workspace(calibration, {}, ChoiceCache(), self.backbone.prefix_cache)]
         # For acting that is not learned from; None until it is needed.
         self._eval_workspace: Workspace | None = None
         self.rng = torch.Generator()
@@ -172,8 +173,8 @@ class Policy:
         copied._state = WeightsState(copied.model)
         copied._state.number = self._state.number
         copied.trees = TreeCache()
-        learning = self._workspaces[0]
-        copied._workspaces = [
+        learning = self.workspaces[0]
+        copied.workspaces = [
             Workspace(
                 deepcopy(learning.calibration, memo),
                 dict(learning.offered),
@@ -202,31 +203,31 @@ class Policy:
     @property
     def calibration(self) -> Calibration | None:
         """Calibration of choices; None without it."""
-        return self._workspaces[-1].calibration
+        return self.workspaces[-1].calibration
 
     @calibration.setter
     def calibration(self, calibration: Calibration | None) -> None:
-        self._workspaces[-1].calibration = calibration
+        self.workspaces[-1].calibration = calibration
         self.calibration_changed()
 
     @property
     def offered(self) -> dict[tuple[int, ...], None]:
         """Every choice that was ever offered."""
-        return self._workspaces[-1].offered
+        return self.workspaces[-1].offered
 
     @offered.setter
     def offered(self, offered: dict[tuple[int, ...], None]) -> None:
-        self._workspaces[-1].offered = offered
+        self.workspaces[-1].offered = offered
 
     @property
     def is_measuring(self) -> bool:
         """Whether a read-only call is running (see `measuring`)."""
-        return len(self._workspaces) > 1
+        return len(self.workspaces) > 1
 
     def measuring(self) -> AbstractContextManager[None]:
         """While open, calls are read-only: calibration and caches return to their state before."""
         self._notice_changes()
-        return self._using(self._workspaces[-1].copy())
+        return self._using(self.workspaces[-1].copy())
 
     def acting(self, learning: bool) -> AbstractContextManager[None]:
         """While open, calls calibrate and sample; without `learning`, in a separate workspace."""
@@ -234,18 +235,18 @@ class Policy:
             return nullcontext()
         self._notice_changes()
         if self._eval_workspace is None:
-            self._eval_workspace = self._workspaces[0].copy()
+            self._eval_workspace = self.workspaces[0].copy()
         return self._using(self._eval_workspace)
 
     @contextmanager
     def _using(self, workspace: Workspace) -> Iterator[None]:
-        self._workspaces.append(workspace)
+        self.workspaces.append(workspace)
         self.backbone.prefix_cache = workspace.prefix_cache
         try:
             yield
         finally:
-            self._workspaces.remove(workspace)
-            self.backbone.prefix_cache = self._workspaces[-1].prefix_cache
+            self.workspaces.remove(workspace)
+            self.backbone.prefix_cache = self.workspaces[-1].prefix_cache
 
     @property
     def weights_version(self) -> int:
@@ -266,7 +267,7 @@ class Policy:
                 activations are rounded differently in other batches.
         """
         self._notice_changes()
-        workspace = self._workspaces[-1]
+        workspace = self.workspaces[-1]
         workspace.choices.clear()
         self.backbone.prefix_cache.clear()
         if packed:
@@ -278,7 +279,7 @@ class Policy:
 
     def calibration_changed(self) -> None:
         """Drops distributions over choices after a new calibration; earlier replies are off-policy."""
-        workspace = self._workspaces[-1]
+        workspace = self.workspaces[-1]
         workspace.choices.clear()
         workspace.recalibrations += 1
         self._update_eval_workspace()
@@ -292,7 +293,7 @@ class Policy:
 
     @property
     def _version(self) -> int:
-        return self._state.number + self._workspaces[-1].recalibrations
+        return self._state.number + self.workspaces[-1].recalibrations
 
     @property
     def max_length(self) -> int:
@@ -390,7 +391,7 @@ class Policy:
         for rows in chunks(text_trees, lengths, room, equal_once=False):
             chunk = [text_trees[row] for row in rows]
             with self.backbone.transformer.ready():
-                features, texts = write_text(self.backbone, chunk, config, self._eos_ids, self.rng)
+                features, texts = write_text(self.backbone, chunk, config, self.eos_ids, self.rng)
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts, strict=True):
                 replies[text_rows[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
@@ -494,7 +495,7 @@ class Policy:
     def _score_choices(self, trees: Sequence[TokenTree]) -> list[ScoredChoices]:
         """Log-probabilities of choices, float32 (C,), and the value, of each context; cached until weights change."""
         self._notice_changes()
-        cache = self._workspaces[-1].choices
+        cache = self.workspaces[-1].choices
         scored = {tree: cache[tree] for tree in trees if tree in cache}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in scored]
         for rows in self._chunks(fresh):
@@ -514,7 +515,7 @@ class Policy:
 
     def _invalidate(self, change: Change) -> None:
         """Drops what depends on the changed weights."""
-        workspaces = list(self._workspaces)
+        workspaces = list(self.workspaces)
         if self._eval_workspace is not None and self._eval_workspace not in workspaces:
             workspaces.insert(0, self._eval_workspace)
         if change is Change.FROZEN:
@@ -534,7 +535,7 @@ class Policy:
                 if workspace.calibration is not None:
                     # The base weights have changed.
                     workspace.calibration = workspace.calibration.empty_copy()
-        self.backbone.prefix_cache = self._workspaces[-1].prefix_cache
+        self.backbone.prefix_cache = self.workspaces[-1].prefix_cache
         self._state.accept(change)
 
     @contextmanager

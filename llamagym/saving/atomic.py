@@ -46,9 +46,9 @@ from .paths import file_inside, user_folder
 
 logger = logging.getLogger(__name__)
 
-_SCRATCH_PREFIX = ".writing-"
+SCRATCH_PREFIX = ".writing-"
 # Names that `tempfile.mkdtemp` gives.
-_SCRATCH_PATTERN = re.compile(rf"{re.escape(_SCRATCH_PREFIX)}[a-z0-9_]{{8}}")
+_SCRATCH_PATTERN = re.compile(rf"{re.escape(SCRATCH_PREFIX)}[a-z0-9_]{{8}}")
 _SCRATCH_FILE_PREFIX = ".llamagym-"
 _SCRATCH_FILE_PATTERN = re.compile(rf"{re.escape(_SCRATCH_FILE_PREFIX)}.+-[0-9a-f]{{8}}")
 _BACKUP_PREFIX = ".replaced-"
@@ -58,7 +58,7 @@ _MARKER = "llamagym"
 _NEW = "whole"
 _OLD = "retired"
 # Older temporary folders are treated as abandoned.
-_STALE_S = 3600.0
+STALE_S = 3600.0
 # Kinds that may be written to a folder without a manifest, beside files of other names.
 _SHARES_FOLDER = ("model",)
 # Not beside weights, which could be loaded instead.
@@ -96,7 +96,7 @@ def atomic_folder(
         remove_stale(folder.parent)
         require_replaceable(folder, kind)
         _require_writable(folder)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_SCRATCH_PREFIX))
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=SCRATCH_PREFIX))
         (scratch / _MARKER).touch()
         # Not the temporary folder itself, which only its owner may open.
         new = scratch / _NEW
@@ -175,7 +175,7 @@ def _remove_stale_files(path: Path) -> None:
     for scratch in path.parent.glob(f"{_SCRATCH_FILE_PREFIX}*"):
         belongs = is_scratch_file(scratch.name) and scratch.name.startswith(prefix)
         with suppress(OSError):  # another process deletes it too
-            if belongs and time.time() - scratch.lstat().st_mtime > _STALE_S:
+            if belongs and time.time() - scratch.lstat().st_mtime > STALE_S:
                 scratch.unlink()
 
 
@@ -222,7 +222,7 @@ def _backup_of(folder: Path) -> Path:
 
 def remove_stale(parent: Path) -> None:
     """Deletes temporary folders that killed processes left in a folder, but not those of running processes."""
-    for scratch in parent.glob(f"{_SCRATCH_PREFIX}*"):
+    for scratch in parent.glob(f"{SCRATCH_PREFIX}*"):
         with suppress(OSError):  # another process deletes it too
             if _is_scratch(scratch) and not _is_in_use(scratch):
                 _remove_scratch(scratch)
@@ -240,7 +240,7 @@ def _is_scratch(folder: Path) -> bool:
 def _is_in_use(scratch: Path) -> bool:
     """Whether a temporary folder is in use: a file in it changed within the last hour, or its marker is locked."""
     newest = max(path.lstat().st_mtime for path in (scratch, *scratch.rglob("*")))
-    return time.time() - newest <= _STALE_S or is_locked(scratch / _MARKER)
+    return time.time() - newest <= STALE_S or is_locked(scratch / _MARKER)
 
 
 def _remove_scratch(scratch: Path) -> None:
@@ -287,10 +287,10 @@ def require_replaceable(folder: Path, kind: str) -> None:
         return
     # While another process renames the folder, it has no manifest.
     with locked(folder.parent):
-        _check_replaceable(folder, kind)
+        check_replaceable(folder, kind)
 
 
-def _check_replaceable(folder: Path, kind: str) -> None:
+def check_replaceable(folder: Path, kind: str) -> None:
     """Does the check of `require_replaceable`; the caller holds the lock."""
     names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
     if kind in _SHARES_FOLDER and MANIFEST not in names:
@@ -351,7 +351,7 @@ def _seal(folder: Path, kind: str, facts: Mapping[str, Any], marker: Path) -> No
 def _install(new: Path, folder: Path, kind: str, replace: bool) -> None:
     """Puts a new folder in place; an older one of the same kind ends up where the new one was."""
     # Another process may have written it in the meantime.
-    _check_replaceable(folder, kind)
+    check_replaceable(folder, kind)
     keep_mode(folder, new)
     if not folder.exists() or not os.listdir(folder):
         if os.name == "nt" and folder.exists():

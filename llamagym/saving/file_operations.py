@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2**20
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -32,7 +32,7 @@ def write_file(path: Path, content: bytes) -> None:
     remaining = memoryview(content)
     with path.open("wb", buffering=0) as file:
         while remaining:
-            written = os.write(file.fileno(), remaining[:_BLOCK_BYTES])
+            written = os.write(file.fileno(), remaining[:BLOCK_BYTES])
             remaining = remaining[written:]
 
 
@@ -51,7 +51,7 @@ def checksum_of(path: Path) -> str:
     """The SHA-256 checksum of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 

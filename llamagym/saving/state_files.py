@@ -28,8 +28,11 @@ _TENSOR_KEY = "__tensor__"
 _NUMBER_KEY = "__number__"
 # Deeper states cannot be written as JSON.
 _MAX_LEVELS = 100
-_FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+# Dtypes of tensors that a state may hold.
+SAVEABLE_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 # Types whose values can always be saved.
 _PLAIN_TYPES = frozenset((float, bool, str, type(None)))
 
@@ -166,7 +169,7 @@ def saveable_state(state: Any, name: str) -> CheckedState:
     Raises:
         ConfigError: It is not a dictionary, or a value in it cannot be written and read again.
     """
-    _check_part(state, name, 0, set())
+    check_part(state, name, 0, set())
     plain = as_json(state)
     if not isinstance(plain, dict):
         raise ConfigError(f"{name} must be a dictionary, got {type(plain).__name__}.")
@@ -175,7 +178,7 @@ def saveable_state(state: Any, name: str) -> CheckedState:
     return CheckedState(plain)
 
 
-def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> None:
+def check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> None:
     """Rejects a part that would not be read again as it was; types that `_split` rejects pass.
 
     Args:
@@ -198,12 +201,12 @@ def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> Non
         for key, value in part.items():
             if not isinstance(key, str):
                 raise ConfigError(f"{path} has the key {excerpt(key)} ({type(key).__name__}). Use strings.")
-            _check_part(value, f"{path}/{key}", level + 1, tensor_paths)
+            check_part(value, f"{path}/{key}", level + 1, tensor_paths)
     elif isinstance(part, (list, tuple)):
         for index, value in enumerate(part):
             # Skip plain values: a run has one return and one success per episode.
             if type(value) not in _PLAIN_TYPES:
-                _check_part(value, f"{path}/{index}", level + 1, tensor_paths)
+                check_part(value, f"{path}/{index}", level + 1, tensor_paths)
     elif isinstance(part, Tensor):
         _check_tensor(part, path)
         if path in tensor_paths:
@@ -221,7 +224,7 @@ def _check_part(part: Any, path: str, level: int, tensor_paths: set[str]) -> Non
 def _check_tensor(tensor: Tensor, path: str) -> None:
     """Rejects a tensor, or a path of one, that a safetensors file cannot hold."""
     is_dense = tensor.layout == torch.strided and tensor.device.type != "meta"
-    if tensor.dtype not in _FLOAT_DTYPES + _INT_DTYPES or not is_dense:
+    if tensor.dtype not in SAVEABLE_DTYPES or not is_dense:
         raise ConfigError(
             f"{path} is a tensor that cannot be saved ({tensor.dtype}, {tensor.layout}, on {tensor.device}). Convert "
             "it to a dense tensor of one of the types float64, float32, float16, bfloat16, int64 to int8, uint8, bool."

@@ -57,7 +57,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._text = PlainText(tokenizer)
         self.has_system_role = self._probe_system_role()
-        if _USER not in self._render(self._first_messages(_SYSTEM, _USER)):
+        if _USER not in self._render(self.first_messages(_SYSTEM, _USER)):
             raise ChatTemplateError(
                 f"The chat template of {tokenizer.name_or_path!r} drops the user's message, so no observation would "
                 "reach the model. Set another tokenizer.chat_template."
@@ -104,7 +104,7 @@ class ChatTemplate:
     def closing_token(self) -> int | None:
         """Returns the id that the template puts after a reply, or None."""
         reply = {"role": "assistant", "content": _REPLY}
-        _, found, after = self._render([*self._first_messages(_SYSTEM, _USER), reply]).rpartition(_REPLY)
+        _, found, after = self._render([*self.first_messages(_SYSTEM, _USER), reply]).rpartition(_REPLY)
         if not found:
             return None
         # The template's own text contains control tokens, so it is not encoded as plain text.
@@ -116,7 +116,7 @@ class ChatTemplate:
         return list(self._cached_encode(text))
 
     def _render_first_prompt(self, system: str, user: str) -> tuple[int, ...]:
-        return self._text.encode_rendered([system, user], lambda texts: self._render(self._first_messages(*texts)))
+        return self._text.encode_rendered([system, user], lambda texts: self._render(self.first_messages(*texts)))
 
     def _render_next_prompt(self, system: str, user: str, sampled_end: int | None) -> tuple[int, ...]:
         def render(texts: Sequence[str]) -> str:
@@ -137,7 +137,8 @@ class ChatTemplate:
         # A tokenizer may know neither letter; then the prompts do not show where the observation begins.
         return []
 
-    def _first_messages(self, system: str, user: str) -> list[Message]:
+    def first_messages(self, system: str, user: str) -> list[Message]:
+        """Returns the messages of a new conversation; without a system role, the user's includes the system prompt."""
         if not system:
             return [{"role": "user", "content": user}]
         if self.has_system_role:
@@ -172,7 +173,7 @@ class ChatTemplate:
         while reply in user or reply in system:
             reply += "x"
         messages = [
-            *self._first_messages(system, first),
+            *self.first_messages(system, first),
             *earlier,
             {"role": "assistant", "content": reply},
             {"role": "user", "content": user},

@@ -13,12 +13,12 @@ from ..errors import ActionParseError, ConfigError, excerpt
 T = TypeVar("T")
 
 # Parsing of a possible JSON object begins with this many characters, and doubles them if the object is longer.
-_WINDOW = 4096
+WINDOW = 4096
 # An error this close to the end of the window may come from a token that was cut there; "-Infinity" is the longest.
 _LONGEST_TOKEN = 9
 # Each object that is never closed is parsed to the end of the reply. To keep the time linear, the characters parsed in
 # vain are limited to this many times the length of the reply.
-_MAX_WASTED_READS = 32
+MAX_WASTED_READS = 32
 # A name does not match inside a longer word.
 _BEFORE_NAME = r"(?<!\w)"
 _AFTER_NAME = r"(?!\w)"
@@ -95,16 +95,16 @@ def _json_text(value: Any) -> str:
 def json_objects(reply: str) -> Iterator[dict[str, Any]]:
     """Yields the outermost JSON objects in a reply, in order, in linear time."""
     wasted = 0
-    most_wasted = _MAX_WASTED_READS * len(reply)
+    most_wasted = MAX_WASTED_READS * len(reply)
     start = reply.find("{")
     while start >= 0:
-        size = _WINDOW
+        size = WINDOW
         found, end = _parse_object(reply[start : start + size])
         while found is None and _may_be_cut(end, size, len(reply) - start) and wasted <= most_wasted:
             size *= 2
             found, end = _parse_object(reply[start : start + size])
         if found is None:
-            wasted += size - _WINDOW
+            wasted += size - WINDOW
             end = 1
         else:
             yield found

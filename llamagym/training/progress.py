@@ -19,7 +19,7 @@ from ..models.quiet import is_terminal
 from ..options import check_arguments, require_positive
 
 # A line is printed after this many seconds without one, since an update of a large model may take a minute.
-_MAX_SILENCE_S = 10.0
+MAX_SILENCE_S = 10.0
 # The bar is redrawn this often, so that nobody takes a long update for a hang.
 _BAR_REFRESH_S = 1.0
 _NOTEBOOK_COLUMNS = 100
@@ -157,17 +157,17 @@ class Progress:
 
     def _refresh(self) -> None:
         """Redraws the bar, or prints a line after a long silence, until the run is over."""
-        pause = _BAR_REFRESH_S if self._has_bar else _MAX_SILENCE_S
+        pause = _BAR_REFRESH_S if self._has_bar else MAX_SILENCE_S
         while not self._is_closed.wait(pause):
             with self._lock:
                 silence = time.perf_counter() - self._last_line
                 if self._has_bar:
                     self._draw_bar()
-                elif silence >= _MAX_SILENCE_S:
+                elif silence >= MAX_SILENCE_S:
                     self.note(f"{self._summary()}, {self._seconds()} s")
                     silence = 0.0
             if not self._has_bar:
-                pause = max(0.1, _MAX_SILENCE_S - silence)
+                pause = max(0.1, MAX_SILENCE_S - silence)
 
 
 def _shown(stats: Mapping[str, float]) -> str:

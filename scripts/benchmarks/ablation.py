@@ -44,14 +44,14 @@ LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
 def _acceleration(agent: Any) -> Any:
-    return agent.policy.backbone.transformer._acceleration
+    return agent.policy.backbone.transformer.acceleration
 
 
 @contextmanager
 def _without_packing(agent: Any) -> Iterator[None]:
-    packed = _acceleration(agent)._packed
+    packed = _acceleration(agent).packed_weights
     # Hide the packed weights instead of dropping them; the next round with them need not pack again.
-    with patch.object(packed, "_max_bytes", 0), patch.object(packed, "_weights", {}):
+    with patch.object(packed, "max_bytes", 0), patch.object(packed, "weights", {}):
         yield
 
 
@@ -110,7 +110,7 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
     "shared prefix in attention": lambda agent: patch.object(agent.policy.backbone.transformer, "can_share", False),
-    "policy/choice_cache": lambda agent: patch.object(agent.policy._workspaces[0], "choices", ChoiceCache(0)),
+    "policy/choice_cache": lambda agent: patch.object(agent.policy.workspaces[0], "choices", ChoiceCache(0)),
 }
 
 

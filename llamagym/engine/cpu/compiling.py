@@ -39,11 +39,12 @@ _EMPTY_ARRAYS = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empt
 # Sums may be reordered and fused with products; infinities and NaN are respected.
 _FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 # Multiplications per thread, which takes some microseconds to start.
-_MULTIPLICATIONS_PER_THREAD = 2**18
+MULTIPLICATIONS_PER_THREAD = 2**18
 # Compiling a kernel takes 1 to 5 seconds.
 _COMPILE_TIMEOUT_S = 120.0
 _COMPILE_LOCK = threading.Lock()
-_HAS_THREADS = has_thread_pool()
+# Whether kernels may use several threads.
+HAS_THREADS = has_thread_pool()
 _LN_2_FLOAT64 = 0.6931471805599453
 _LN_2 = np.float32(_LN_2_FLOAT64)
 _LOG2_E = np.float32(1.4426950408889634)
@@ -78,9 +79,9 @@ def empty_array_like(*tensors: Tensor) -> Any:
 
 def thread_count(multiplications: int) -> int:
     """Number of threads for so many multiplications."""
-    if not _HAS_THREADS:
+    if not HAS_THREADS:
         return 1
-    return min(torch.get_num_threads(), multiplications // _MULTIPLICATIONS_PER_THREAD + 1)
+    return min(torch.get_num_threads(), multiplications // MULTIPLICATIONS_PER_THREAD + 1)
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:

@@ -59,7 +59,7 @@ class FusedLayers:
             attend_in_parts: Attention with gradients for cached keys and values as well (see `engine.attention`).
         """
         self._layers = {
-            layer: _FusedLayer(layer, packed, may_store_scores, attend_in_parts)
+            layer: FusedLayer(layer, packed, may_store_scores, attend_in_parts)
             for layer in body.modules()
             if is_llama_layer(layer) and _can_fuse(layer)
         }
@@ -82,8 +82,12 @@ class FusedLayers:
                 del vars(layer)["forward"]
 
 
-class _FusedLayer:
-    """A decoder layer as one function."""
+class FusedLayer:
+    """A decoder layer as one function.
+
+    Attributes:
+        layer: The model's own layer.
+    """
 
     def __init__(
         self,
@@ -92,7 +96,8 @@ class _FusedLayer:
         may_store_scores: Callable[[Tensor, int], bool],
         attend_in_parts: Callable[..., Tensor],
     ) -> None:
-        self._layer = layer
+        """Finds the parts of a layer; the other arguments are those of `FusedLayers`."""
+        self.layer = layer
         self._packed = packed
         self._may_store_scores = may_store_scores
         self._attend_in_parts = attend_in_parts
@@ -113,8 +118,8 @@ class _FusedLayer:
         cache: Cache | None = arguments.get(self._cache_argument)
         if cache is not None and self._can_run(hidden, cache):
             del arguments[self._cache_argument]
-            return self._run(hidden, cache, **arguments)
-        layer = self._layer
+            return self.run(hidden, cache, **arguments)
+        layer = self.layer
         output: Tensor = type(layer).forward(layer, hidden, **arguments)
         return output
 
@@ -126,9 +131,10 @@ class _FusedLayer:
         are_frozen = not any(norm.weight.requires_grad for norm in self._norms)
         return are_frozen and has_attention(attention_name(self._attention.config))
 
-    def _run(
+    def run(
         self, hidden: Tensor, cache: Any, *, attention_mask: Tensor, position_embeddings: Any, **others: Any
     ) -> Tensor:
+        """The layer's output, computed by the fused function; `__call__` decides whether it can be."""
         attention_norm, feed_forward_norm, *head_norms = self._norms
         _, inputs = normalize(hidden, attention_norm.weight, attention_norm.variance_epsilon)
         query, key, value = self._project(self._qkv, inputs)
@@ -158,12 +164,12 @@ class _FusedLayer:
         query, key, value = (states.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for states in projected)
         if fits and _sums_in_float64(mask):
             wide_angles = [angle.double() for angle in angles]
-            query = _rotate(query.double(), wide_angles)
-            key = _rotate(key.double(), wide_angles)
+            query = rotate(query.double(), wide_angles)
+            key = rotate(key.double(), wide_angles)
             key, value = cache.update(key.to(value.dtype), value, attention.layer_idx)
             return self._attend_in_parts(query, key, value, mask, attention.scaling, layer_shared).flatten(2)
-        query = _rotate(query, angles)
-        key = _rotate(key, angles)
+        query = rotate(query, angles)
+        key = rotate(key, angles)
         key, value = cache.update(key, value, attention.layer_idx)
         attend_by_pytorch = attention_function(attention_name(attention.config))
         attended: Tensor = attend_by_pytorch(attention, query, key, value, mask, scaling=attention.scaling, **others)[0]
@@ -200,7 +206,7 @@ def _sums_in_float64(states: Tensor) -> bool:
     return sum_dtype(states) == torch.float64
 
 
-def _rotate(states: Tensor, angles: Sequence[Tensor]) -> Tensor:
+def rotate(states: Tensor, angles: Sequence[Tensor]) -> Tensor:
     """Applies rotary positions to queries or keys (B, heads, T, D), from cosines and sines (B, T, D)."""
     cosines, sines = (angle[:, None] for angle in angles)
     first, second = states.chunk(2, -1)

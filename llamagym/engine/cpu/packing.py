@@ -32,6 +32,11 @@ class PackedWeights:
     """A context in which the frozen linear layers of a model on a CPU multiply by packed weights.
 
     A layer's weight is packed when it is first used. Outside of the context the model is unchanged.
+
+    Attributes:
+        max_bytes: Maximum size of all packed weights together.
+        weights: By the layers whose weights are joined, and whether these are transposed: the state of the weights when
+            they were packed, and the result, None if they cannot be packed.
     """
 
     def __init__(self, model: nn.Module, max_bytes: int) -> None:
@@ -41,7 +46,7 @@ class PackedWeights:
             model: Any model.
             max_bytes: Maximum size of all packed weights together.
         """
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._adapter_of = adapters_by_module(model)
         # A layer whose `forward` was replaced, by accelerate's hooks for example, does more than multiply.
         self._forwards = {
@@ -49,15 +54,13 @@ class PackedWeights:
             for layer in model.modules()
             if type(layer) is nn.Linear and "forward" not in vars(layer) and _can_pack(layer.weight)
         }
-        # By the layers whose weights are joined, and whether these are transposed: the state of the weights when they
-        # were packed, and the result, None if they cannot be packed.
-        self._weights: dict[tuple[tuple[nn.Linear, ...], bool], tuple[object, _PackedWeight | None]] = {}
+        self.weights: dict[tuple[tuple[nn.Linear, ...], bool], tuple[object, PackedWeight | None]] = {}
 
     def __enter__(self) -> None:
         """Lets the layers multiply by packed weights; drops those of weights that have changed."""
-        for key, (state, _) in list(self._weights.items()):
+        for key, (state, _) in list(self.weights.items()):
             if state != self._state_of(key[0]):
-                del self._weights[key]
+                del self.weights[key]
         for layer, forward in self._forwards.items():
             vars(layer).setdefault("forward", forward)
 
@@ -67,18 +70,23 @@ class PackedWeights:
             if vars(layer).get("forward") is forward:
                 del vars(layer)["forward"]
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all packed weights together, in bytes."""
+        return sum(packed.nbytes for _, packed in self.weights.values() if packed is not None)
+
     def clear(self) -> None:
         """Drops all packed weights."""
-        self._weights.clear()
+        self.weights.clear()
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
         """Drops the weights that are packed while this is open, and no others, on closing."""
-        before = dict(self._weights)
+        before = dict(self.weights)
         try:
             yield
         finally:
-            self._weights = before
+            self.weights = before
 
     def multiply(self, layers: tuple[nn.Linear, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (..., O) of several layers for the same inputs (..., I), from one matrix product."""
@@ -102,19 +110,18 @@ class PackedWeights:
         # Under autocast, attention returns half precision.
         return self.multiply((layer,), inputs.to(layer.weight.dtype))[0]
 
-    def _packed_weight(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> _PackedWeight | None:
+    def _packed_weight(self, layers: tuple[nn.Linear, ...], is_transposed: bool = False) -> PackedWeight | None:
         """The layers' weights joined and packed; None if they cannot be packed or there is no room."""
         key = layers, is_transposed
-        if key not in self._weights:
-            used = sum(packed.nbytes for _, packed in self._weights.values() if packed is not None)
+        if key not in self.weights:
             packed = None
             if all(_can_pack(layer.weight) for layer in layers):
                 weight = torch.cat([layer.weight.detach() for layer in layers])
                 if is_transposed:
                     weight = weight.T.contiguous()
-                packed = _pack(weight, self._max_bytes - used)
-            self._weights[key] = self._state_of(layers), packed
-        return self._weights[key][1]
+                packed = pack_weight(weight, self.max_bytes - self.nbytes)
+            self.weights[key] = self._state_of(layers), packed
+        return self.weights[key][1]
 
     def _state_of(self, layers: tuple[nn.Linear, ...]) -> list[object]:
         """Fingerprint of the layers' weights, which differs after a change."""
@@ -127,7 +134,7 @@ class PackedWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class _PackedWeight:
+class PackedWeight:
     """A packed weight (O, I), which multiplies inputs (..., I), giving (..., O)."""
 
     multiply: Product
@@ -138,16 +145,16 @@ def _can_pack(weight: Tensor) -> bool:
     return not weight.requires_grad and can_pack(weight)
 
 
-def _pack(weight: Tensor, room: int) -> _PackedWeight | None:
+def pack_weight(weight: Tensor, room: int) -> PackedWeight | None:
     """Packs a weight (O, I) into at most `room` bytes; None if that is impossible."""
     fits_float16 = weight.dtype == torch.float32 and bool(
         torch.linalg.vector_norm(weight - weight.half()) <= _TOLERANCE * weight.norm()
     )
     if fits_float16 and FLOAT16_PACKING.works:
         nbytes = 2 * weight.numel()
-        return _PackedWeight(pack_float16(weight), nbytes) if nbytes <= room else None
+        return PackedWeight(pack_float16(weight), nbytes) if nbytes <= room else None
     if PACKING.works and weight.nbytes <= room:
-        return _PackedWeight(pack(weight), weight.nbytes)
+        return PackedWeight(pack(weight), weight.nbytes)
     return None
 
 
@@ -156,7 +163,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, packed: _PackedWeight, transposed: _PackedWeight | None, *weights: Tensor
+        ctx: Any, inputs: Tensor, packed: PackedWeight, transposed: PackedWeight | None, *weights: Tensor
     ) -> Tensor:
         ctx.save_for_backward(*weights)
         ctx.transposed = transposed
@@ -165,7 +172,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_product: Tensor) -> tuple[Tensor | None, ...]:
         weights = ctx.saved_tensors
-        transposed: _PackedWeight | None = ctx.transposed
+        transposed: PackedWeight | None = ctx.transposed
         no_gradients = [None] * (2 + len(weights))
         if transposed is None:
             return grad_product @ torch.cat(weights), *no_gradients
