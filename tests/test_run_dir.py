@@ -253,7 +253,7 @@ def test_logs_that_nothing_is_left_to_do(tmp_path, caplog, late, error):
     with pytest.raises(error):
         learning(tmp_path, callbacks=late())
     assert len(learning(tmp_path, resume=True).returns) == 12
-    assert "Nothing is left of the budget of the call that was interrupted (12 episodes" in caplog.text
+    assert "The interrupted call's budget is used up (12 episodes" in caplog.text
     # That call has ended now, so the next one trains.
     assert len(learning(tmp_path, resume=True).returns) == 24
 

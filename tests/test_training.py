@@ -167,7 +167,7 @@ def test_rejects_num_envs_that_is_not_a_multiple_of_group_size():
 )
 def test_rejects_a_group_size_that_is_not_the_learner_s(options, size, given):
     agent = make_agent(IndexAgent, **options)
-    with pytest.raises(ConfigError, match=f"group_size={given}, but the agent's learner compares {size} episodes"):
+    with pytest.raises(ConfigError, match=f"group_size={given}, but the group_size of the agent's learner is {size}"):
         train(agent, SeededEnv, episodes=1, num_envs=8, group_size=given)
     assert len(train(agent, SeededEnv, episodes=1, num_envs=8, group_size=size).returns) == 1
 
