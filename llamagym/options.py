@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 OptionsT = TypeVar("OptionsT", bound="Options")
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
-# Integers are stored in 64 bits, other numbers are computed with in float32.
+# Integers are stored in 64 bits; other numbers become float32.
 _LARGEST_INT = 2**63 - 1
 _LARGEST_FLOAT = 3.4e38
 # Adam's first step is up to ten times the learning rate.

@@ -327,8 +327,8 @@ class Agent(TextInterface):
                 one group. A start that is played again needs a new group.
             final_infos: The info after the last step, for a `format_observation` that takes it.
             terminated: Whether each reached a final state, after which no reward follows. Takes precedence over
-                `truncated`: an episode with both is terminated; one with neither was cut off by the loop. None: every
-                episode that was not truncated.
+                `truncated`: an episode with both is terminated; one with neither was cut off by the loop. None: derived
+                from `truncated`.
 
         Returns:
             Statistics of the update, or an empty dictionary if none ran.

@@ -25,13 +25,13 @@ class Check:
         name: Name of the check.
         passed: Whether it passed.
         finding: The observed facts and, after a failure, what to do.
-        looked_at: Whether there was time for the check; if not, it counts as passed.
+        ran: Whether there was time for the check; if not, it counts as passed.
     """
 
     name: str
     passed: bool
     finding: str
-    looked_at: bool = True
+    ran: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Report:
         return [check.name for check in self.checks if not check.passed]
 
     @property
-    def left_out(self) -> list[str]:
+    def skipped(self) -> list[str]:
         """Names of the checks that were skipped for lack of time."""
-        return [check.name for check in self.checks if not check.looked_at]
+        return [check.name for check in self.checks if not check.ran]
 
     def __str__(self) -> str:
         """Returns one line per check."""
@@ -62,7 +62,7 @@ class Report:
         for check in self.checks:
             mark = "FAIL"
             if check.passed:
-                mark = "ok  " if check.looked_at else "--  "
+                mark = "ok  " if check.ran else "--  "
             lines.append(f"{mark} {check.name:{width}}  {check.finding}")
         return "\n".join(lines)
 

@@ -193,14 +193,14 @@ class Probes:
             evaluation = self._actor.policy.evaluate(self._replied_segments())
         # Calibration during the run changes the policy, so earlier replies were sampled from another one.
         turns = [turn for segment in self._segments for turn in segment.turns]
-        fresh = [row for row, turn in enumerate(turns) if turn.reply.weights_version == weights_version]
+        on_policy_rows = [row for row, turn in enumerate(turns) if turn.reply.weights_version == weights_version]
         sampled: list[float] = []
-        for row in fresh:
+        for row in on_policy_rows:
             if turns[row].decision_count:
                 sampled += turns[row].reply.logprobs
         return self._require_equal(
             torch.tensor(sampled),
-            evaluation.logprobs[fresh][evaluation.mask[fresh]].detach().float().cpu(),
+            evaluation.logprobs[on_policy_rows][evaluation.mask[on_policy_rows]].detach().float().cpu(),
             "sampling and training",
             "Look for layers that draw random numbers, such as dropout.",
         )

@@ -33,8 +33,7 @@ from .masks import Tokens, attention_mask
 
 logger = logging.getLogger(__name__)
 
-# With fewer pairs of tokens to share, attention in two parts, to the shared prefix and to a row's own keys, is slower
-# than attention to a copy in each row.
+# Below this many query-key pairs, attention in two parts is slower than copying the shared prefix into each row.
 MIN_SHARED_SCORES = 1024
 # Config options, other than `sliding_window`, that limit attention by the columns of the model's own cache.
 _UNSUPPORTED_WINDOWS = (
@@ -155,7 +154,7 @@ class Transformer:
         self.acceleration.drop_packed_weights()
 
     def temporary_packing(self) -> AbstractContextManager[None]:
-        """Drops the weights that are packed while this is open, and no others, on closing."""
+        """On exit, drops the weights that were packed while open."""
         return self.acceleration.temporary_packing()
 
     def run(self, layers: nn.Module | None, tokens: Tokens, cache: Cache) -> Tensor:

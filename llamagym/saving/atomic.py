@@ -61,9 +61,9 @@ _OLD = "retired"
 STALE_S = 3600.0
 # Kinds that may be written to a folder without a manifest, beside files of other names.
 _SHARES_FOLDER = ("model",)
-# Not beside weights, which could be loaded instead.
+# A folder with weights is not shared: they could be loaded instead of the new ones.
 _WEIGHTS = ("adapter_config.json", "*.safetensors", "*.safetensors.index*.json")
-# The only folder that they may be written beside; it is a tokenizer's. Others may be in use while they are replaced.
+# The only subfolder that a model may be written beside; it is a tokenizer's. Others may be in use meanwhile.
 _TEMPLATES = "additional_chat_templates"
 
 

@@ -141,7 +141,7 @@ class Play:
         return len(self._ids)
 
     def _first_groups(self, first: int) -> Any:
-        """Returns the group numbers of all environments, if those of all processes start at `first`."""
+        """Returns each environment's group number if the lowest over all processes is `first`."""
         return first + self._rank * self._concurrent_groups + np.arange(len(self._ids)) // self._group_size
 
     def begin(self) -> None:
@@ -454,7 +454,7 @@ class Play:
         return [self._hooks.text(observation, info) for observation, info in observed]
 
     def _choices_record(self, observed: Sequence[tuple[Any, Info]]) -> dict[str, Any]:
-        """Returns the choices that each environment's observation offers: distinct lists, and the index of each one's.
+        """Returns the distinct lists of choices, and each environment's index into them; None without an episode.
 
         Args:
             observed: Each environment's observation and info.
