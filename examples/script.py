@@ -62,6 +62,7 @@ def load(args: argparse.Namespace, kind: type[lg.Agent], context: Any = "turn", 
 def learn(args: Any, agent: Any, env: Any, score: Any, baselines: Any, first: Any = (), show: Any = None) -> None:
     """Train with the callbacks `first`, score the agent before and after by `score(agent, greedy)`, and report."""
     scores = lg.ScoreCallback(lambda agent: score(agent, False), every=args.eval_every)
+    print("Baselines: " + ", ".join(f"{value:.3f} {name}" for name, value in baselines.items()), flush=True)
     result = lg.train(agent, env, **{name: vars(args)[name] for name in RUN}, callbacks=[*first, scores])
     if lg.is_main_process():
         print(show(agent) if show else "")
@@ -80,8 +81,7 @@ def summarize(args: Any, agent: Any, result: Any, scores: Any, greedy: Any, base
     named = {name: f"{value:.3f}" for name, value in (returns | baselines).items()}
     agent.save_pretrained(args.run_dir / "agent", environment=Path(sys.argv[0]).stem, results=named)
     print("Expected return: " + ", ".join(f"{value} {name}" for name, value in named.items()))
-    report = result.report or "none, no update ran"
-    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {report}")
+    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {result.report or 'none'}")
 
 
 def evaluation(env: Any, args: argparse.Namespace) -> Any:
