@@ -16,7 +16,7 @@ with _warnings.catch_warnings():
     import tqdm.auto as _tqdm_auto  # noqa: F401
 
 from .agent import Agent
-from .agent.preflight import Report
+from .agent.preflight import Check, Report
 from .distributed import gather_objects, is_main_process, main_process_first
 from .envs import register as _register
 from .errors import (
@@ -41,7 +41,7 @@ from .models.generation import GenerationConfig
 from .models.loading import load_model_and_tokenizer
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .text.demonstrations import demonstrations_path
-from .text.episode import Turn
+from .text.episode import Prompt, Reply, Turn
 from .text.parsing import find_json, parse_choice
 from .text.spaces import name_actions, parse_action
 from .training import (
@@ -72,6 +72,7 @@ __all__ = [
     "AutoModelForCausalLMWithValueHead",
     "Callback",
     "ChatTemplateError",
+    "Check",
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
@@ -90,9 +91,11 @@ __all__ = [
     "PPOTrainer",
     "PlayedEpisode",
     "Progress",
+    "Prompt",
     "RankError",
     "ReinforceConfig",
     "ReplayConfig",
+    "Reply",
     "Report",
     "Run",
     "Score",

@@ -25,6 +25,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "Agent": 'agent = BlackjackAgent(model, tokenizer, context="turn", learner=lg.PPOConfig(batch_size=8))',
         "GenerationConfig": "BlackjackAgent(model, tokenizer, None, lg.GenerationConfig(max_new_tokens=8))",
         "Report": "report: lg.Report = agent.preflight(); print(report)",
+        "Check": "failed: list[lg.Check] = [check for check in report.checks if not check.passed]",
         "name_actions": 'words = lg.name_actions(gym.spaces.Discrete(2), ["stick", "hit"])',
         "parse_action": 'lg.parse_action("7", gym.spaces.Discrete(10))',
         "parse_choice": 'lg.parse_choice("I hit.", {"stick": 0, "hit": 1})',
@@ -49,6 +50,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "StopOnReturn": "lg.train(agent, env_id, episodes=4, callbacks=lg.StopOnReturn(0.9))",
         "PlayedEpisode": "def judge(episode: lg.PlayedEpisode) -> float: return -0.01 * episode.length",
         "Turn": "def reply_ids(turn: lg.Turn) -> tuple[int, ...]: return turn.reply.ids",
+        "Prompt": "def prompt_ids(prompt: lg.Prompt) -> tuple[int, ...]: return prompt.ids",
+        "Reply": "def logprob(reply: lg.Reply) -> float: return sum(reply.logprobs)",
         "Progress": "with lg.Progress(100) as progress: progress.advance([1.0], {})",
     },
     "Evaluation": {

@@ -681,6 +681,13 @@ def test_rejects_a_checkpoint_of_another_agent_unchanged(tmp_path, options, mess
     assert str(collector_of(other).state_dict()) == before
 
 
+def test_no_change_is_offered_where_it_would_not_help(tmp_path):
+    make_agent(ChoiceAgent, algorithm="grpo").save_checkpoint(tmp_path / "now")
+    with pytest.raises(CheckpointError, match=r"learner.algorithm was 'grpo' and is now 'ppo'") as caught:
+        make_agent(ChoiceAgent).load_checkpoint(tmp_path / "now")
+    assert "allow_changes" not in str(caught.value)
+
+
 def test_options_without_effect_may_differ(tmp_path):
     make_agent(WordAgent, seed=np.int64(1), invalid_action_penalty=np.float32(-0.5)).save_checkpoint(tmp_path / "now")
     options = {"seed": 2, "ppo": {"max_tokens_per_pass": 64, "seed": 5}, "invalid_action_penalty": -0.5}

@@ -236,7 +236,7 @@ CALLS = {
 CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "LearnerConfig", "PPOConfig", "ReinforceConfig", "ReplayConfig"}
 # What the library makes for users to read, except for `EvaluationResult`, which tests of its own check; and what takes
 # no argument or any.
-RECORDS = {"EvaluationResult", "PlayedEpisode", "Report", "Score", "TrainingResult", "Turn"}
+RECORDS = {"Check", "EvaluationResult", "PlayedEpisode", "Prompt", "Reply", "Report", "Score", "TrainingResult", "Turn"}
 WITHOUT_ARGUMENTS = {"Callback", "Tracker", "is_main_process", "main_process_first"}
 TAKE_ANYTHING = {"gather_objects"}
 

@@ -714,9 +714,10 @@ def test_rejects_an_adapter_without_weights_or_base(offline: bool, tmp_path: Pat
 def test_rejects_missing_agents_and_checkpoints(tmp_path: Path) -> None:
     agent = make_agent()
     (tmp_path / "file").touch()
-    for load, kind in ((WordAgent.load, "a saved agent"), (agent.load_checkpoint, "there is no folder")):
-        with pytest.raises(CheckpointError, match=rf"{kind}.*'.*missing'"):
-            load(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"a saved agent.*'.*missing'"):
+        WordAgent.load(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"missing' does not exist\. Pass a folder"):
+        agent.load_checkpoint(tmp_path / "missing")
     with pytest.raises(CheckpointError, match="is a file, not a folder"):
         WordAgent.load(tmp_path / "file")
 

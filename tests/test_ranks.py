@@ -85,7 +85,7 @@ def play(case: Case) -> dict[str, Any]:
         return learn(episodes)
 
     agent.learner.update, agent.policy.calibration.agree = update, agree_on
-    with collector_of(agent).cutting_episodes(range(len(own))) if case.cuts else nullcontext():
+    with collector_of(agent).using_unfinished_episodes(range(len(own))) if case.cuts else nullcontext():
         stats = play_rounds(agent, own)
     return {
         **learned,

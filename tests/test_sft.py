@@ -317,7 +317,7 @@ class Started(WordAgent):
 
 
 def test_warm_start_happens_when_the_agent_is_made(demos, monkeypatch):
-    monkeypatch.setattr(Started, "demonstrations", demos, raising=False)
+    monkeypatch.setattr(Started, "demonstrations", demos)
     started, plain = make_agent(Started, sft_warm_start=True), make_agent(Started)
     assert loss_of(started, demos) < loss_of(plain, demos)
 

@@ -284,3 +284,38 @@ def test_rejects_training_without_a_budget():
         train(make_agent(ChoiceAgent), CountdownEnv)
     with pytest.raises(ConfigError, match="minutes=0"):
         train(make_agent(ChoiceAgent), CountdownEnv, minutes=0)
+
+
+def test_loops_call_the_methods_that_a_subclass_overrides():
+    class Counting(ChoiceAgent):
+        mode = "train"
+        acted = rewarded = ended = 0
+
+        def train(self):
+            super().train()
+            self.mode = "train"
+
+        def eval(self, greedy=True):
+            super().eval(greedy)
+            self.mode = "eval"
+
+        def act_batch(self, *args):
+            self.acted += 1
+            yield from super().act_batch(*args)
+
+        def assign_rewards(self, *args):
+            self.rewarded += 1
+            super().assign_rewards(*args)
+
+        def terminate_episodes(self, *args, **options):
+            self.ended += 1
+            return super().terminate_episodes(*args, **options)
+
+    agent = make_agent(Counting, context="turn")
+    train(agent, CountdownEnv, episodes=2, num_envs=1, seed=0)
+    assert (agent.acted, agent.rewarded, agent.ended) == (6, 6, 2)
+    evaluate(agent, CountdownEnv, episodes=1, seed=0)
+    assert (agent.acted, agent.mode) == (9, "train")
+    agent.eval(greedy=False)
+    evaluate(agent, CountdownEnv, episodes=1, seed=0)
+    assert (agent.mode, actor_of(agent).is_greedy) == ("eval", False)

@@ -112,7 +112,7 @@ def test_rewards_may_come_late_in_a_users_loop():
 
 def test_rejects_a_reward_for_a_turn_that_was_learned_from():
     agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 2})
-    with collector_of(agent).cutting_episodes([0, 1]):
+    with collector_of(agent).using_unfinished_episodes([0, 1]):
         for env_id in (0, 1):
             for turn in range(3):
                 agent.act_batch([turn], [env_id])
@@ -135,7 +135,7 @@ def test_failed_update_leaves_unfinished_episodes_to_the_next(monkeypatch):
     def fail(batch):
         raise RuntimeError("no")
 
-    with collector_of(agent).cutting_episodes([0, 1]):
+    with collector_of(agent).using_unfinished_episodes([0, 1]):
         for env_id in (0, 1):
             for turn in range(3):
                 agent.act_batch([turn], [env_id])

@@ -72,6 +72,20 @@ def write_checkpoint(
     distributed.gather_objects(None)
 
 
+def check_identity(collector: Collector, folder: Path, allow_changes: Sequence[str] = ()) -> None:
+    """Rejects a checkpoint of another agent class or with other options.
+
+    Args:
+        collector: The agent's collector.
+        folder: The checkpoint.
+        allow_changes: As for `Agent.load_checkpoint`.
+
+    Raises:
+        CheckpointError: The class or an option differs.
+    """
+    checkpoints.check_options(folder, "options", collector.identity, _MAY_DIFFER, _MUST_MATCH, allow_changes)
+
+
 @contextmanager
 def loading_checkpoint(
     collector: Collector,
@@ -98,7 +112,7 @@ def loading_checkpoint(
     folder = user_path(folder, "folder")
     with as_checkpoint_error(folder):
         folder = checkpoints.find(folder)
-    checkpoints.check_options(folder, "options", collector.identity, _MAY_DIFFER, _MUST_MATCH, allow_changes)
+    check_identity(collector, folder, allow_changes)
     state = read_state(folder, _STATE)
     actor = collector.actor
     with _unchanged_on_error(collector):

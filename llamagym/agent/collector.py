@@ -205,12 +205,12 @@ class Collector:
         return conversations, episodes
 
     @contextmanager
-    def cutting_episodes(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
+    def using_unfinished_episodes(self, env_ids: Sequence[Hashable]) -> Iterator[None]:
         """While open, a batch may include unfinished episodes of these environments.
 
         The last turn of each waits for the next batch: the critic's estimate there replaces the rewards to come. So an
-        update needs one finished episode, not all of them. Rewards must not come late. Nothing is cut without a critic,
-        if prompts hold more than one turn, or if replay needs whole episodes.
+        update needs one finished episode, not all of them. Rewards must not come late. Episodes stay whole without a
+        critic, if prompts hold more than one turn, or if replay needs whole episodes.
         """
         if self.learner.has_critic and self.actor.sees_one_turn and self.replay is None:
             self._usable_unfinished = env_ids
@@ -244,10 +244,10 @@ class Collector:
         """
         policy = self.actor.policy
         unfinished = self._unfinished(ended)
-        so_far = (
-            episodes_of_all_ranks(policy, [episode for _, episode in unfinished]) if self._usable_unfinished else []
-        )
-        batch = self.learner.take(self.buffer, so_far)
+        unfinished_of_all: list[Episode] = []
+        if self._usable_unfinished:
+            unfinished_of_all = episodes_of_all_ranks(policy, [episode for _, episode in unfinished])
+        batch = self.learner.take(self.buffer, unfinished_of_all)
         if not batch:
             return {}
         with ExitStack() as undone:

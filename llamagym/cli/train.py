@@ -11,6 +11,7 @@ import click
 
 from .. import training
 from ..agent.agent import Agent, collector_of
+from ..agent.checkpoint import check_identity
 from ..agent.export import KIND
 from ..errors import ConfigError
 from ..models.loading import load_model_and_tokenizer
@@ -145,6 +146,5 @@ def _require_same_options(
     path = newest(checkpoint_dir)
     if path is None:
         return
-    own = collector_of(agent).identity
-    check_options(path, "options", own, ignored={"seed", "max_tokens_per_pass"}, fixed={"context"})
+    check_identity(collector_of(agent), path)
     check_options(path, "train", {"num_envs": resolve_num_envs(env_id, num_envs), "seed": seed}, fixed={"seed"})

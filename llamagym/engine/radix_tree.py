@@ -150,7 +150,7 @@ class RadixTree:
         return found
 
     def put(self, ids: Ids, key: CacheKey, start: int, activations: Activations) -> None:
-        """Caches a copy of the activations of `ids[start:]`; tokens that are cached already keep theirs."""
+        """Caches a copy of the activations of `ids[start:]`; tokens that are cached already keep their activations."""
         added: list[tuple[_Node, CacheKey]] = []
         end = 0
         for node in self._insert(ids, start):

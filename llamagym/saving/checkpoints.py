@@ -56,7 +56,7 @@ def find(folder: Path) -> Path:
         verify(folder, KIND)
         return folder
     if not folder.exists():
-        raise CheckpointError(f"there is no folder {str(folder)!r}. Pass a folder that save_checkpoint() wrote.")
+        raise CheckpointError(f"{str(folder)!r} does not exist. Pass a folder that save_checkpoint() wrote.")
     found = newest(folder)
     if found is None:
         raise CheckpointError(

@@ -52,7 +52,7 @@ class EvaluationResult:
         """Checks the returns.
 
         Raises:
-            ConfigError: `returns` is no list, or empty.
+            ConfigError: `returns` is not a list, or is empty.
         """
         if not isinstance(self.returns, Sequence) or isinstance(self.returns, str) or not self.returns:
             raise ConfigError(

@@ -199,7 +199,7 @@ def train(
         own_conversations(agent, ids),
         run.paces_learner(),
         # A judge rewards turns only at the end of their episode.
-        collector.cutting_episodes(ids) if judge is None else nullcontext(),
+        collector.using_unfinished_episodes(ids) if judge is None else nullcontext(),
         ExitStack() as run_files,
         Progress(episodes, share=lambda: run.progress) as progress,
         Interrupts(listens=handle_signals) as interrupts,
