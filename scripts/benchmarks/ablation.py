@@ -2,16 +2,18 @@
 
 python scripts/benchmarks/ablation.py [--only VARIANT ...] [--workloads WORKLOAD ...]
 
-Throughput is turns per second of CPU time. One process measures with and without a variant alternately. A ratio of 0.9
-means that removing the variant costs 10 % of the throughput; a variant whose ratios all exceed 0.95 is not worth its
-code. Variants and workloads that a run omits keep their earlier values. Every value names its session: commit, command
-and machine.
+Throughput is turns per second of CPU time. Each round measures once with everything and once without each variant, in
+one process, so that other load on the machine slows all of them. The result is the geometric mean of the rounds'
+ratios with a 95 % interval. A ratio of 0.9 means that removing the variant costs 10 % of the throughput; a variant
+whose ratios all exceed 0.95 is not worth its code. Variants and workloads that a run omits keep their earlier values.
+Every value names its session: commit, command and machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from unittest.mock import patch
 from common import RESULTS, command, setting
 from torch.nn import functional
 from workload import simulate_update
-from workloads import WORKLOADS, agent_of, round_of, take_batch
+from workloads import WORKLOADS, Workload, agent_of, round_of, take_batch
 
 from llamagym.engine import likelihood
 from llamagym.engine.cpu import fused_layer
@@ -38,8 +40,10 @@ MEASURED = {
     "conversation": replace(WORKLOADS["conversation"], envs=4, turns=4),
     "single": WORKLOADS["single"],
 }
-ROUNDS = 3
-UNIT = "turns per second of CPU time without, over with; medians of pairs in turn"
+ROUNDS = 10
+# The 97.5 % quantile of Student's t distribution with ROUNDS - 1 degrees of freedom.
+T_QUANTILE = 2.262
+UNIT = "turns per second of CPU time without, over with; geometric mean of the rounds, with its 95 % interval"
 LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
@@ -99,6 +103,8 @@ def _without_attention_backward(agent: Any) -> Iterator[None]:
         layer._may_store_scores = layer.kept
 
 
+# The measurement with every cache and kernel.
+ALL = "all"
 VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/": _without_kernels,
     "cpu/packing": _without_packing,
@@ -126,6 +132,15 @@ def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManage
         return {"act": acting, "learn": sum(len(of.turns) for of in batch) / (time.process_time() - started)}
 
 
+def interval_of(ratios: list[float]) -> dict[str, Any]:
+    """Geometric mean of ratios and its 95 % interval, by Student's t distribution of their logarithms."""
+    logarithms = [math.log(ratio) for ratio in ratios]
+    mean = statistics.mean(logarithms)
+    error = T_QUANTILE * statistics.stdev(logarithms) / math.sqrt(len(ratios))
+    bounds = [round(math.exp(bound), 3) for bound in (mean - error, mean + error)]
+    return {"without_over_with": round(math.exp(mean), 3), "interval": bounds, "all": ratios}
+
+
 def main() -> None:
     """Measure the selected variants and merge the values into the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,25 +150,34 @@ def main() -> None:
     names: list[str] = arguments.only
     table: dict[str, dict[str, Any]] = {name: {} for name in names}
     for workload in arguments.workloads:
-        of = MEASURED[workload]
-        agent = agent_of(of, **LEARNING)
-        play = round_of(of, agent)
-        for _ in range(2):
-            measure(agent, play, ExitStack())
+        rounds = rounds_of(MEASURED[workload], names)
         for name in names:
-            pairs = []
-            for _ in range(ROUNDS):
-                usual = measure(agent, play, ExitStack())
-                pairs.append((usual, measure(agent, play, VARIANTS[name](agent))))
             for work in ("act", "learn"):
-                ratios = [without[work] / usual[work] for usual, without in pairs]
-                table[name][f"{work} {workload}"] = {
-                    "without_over_with": round(statistics.median(ratios), 3),
-                    "all": ratios,
-                    "turns_per_second": statistics.median(usual[work] for usual, _ in pairs),
-                }
-            shown = {work: row["without_over_with"] for work, row in table[name].items()}
-            print(f"{name}: {shown}", flush=True)
+                ratios = [rates[name][work] / rates[ALL][work] for rates in rounds]
+                turns_per_second = statistics.median(rates[ALL][work] for rates in rounds)
+                row = interval_of(ratios) | {"turns_per_second": turns_per_second}
+                table[name][f"{work} {workload}"] = row
+                print(f"{name}, {work} {workload}: {row['without_over_with']} {row['interval']}", flush=True)
+        write(table)
+
+
+def rounds_of(workload: Workload, names: list[str]) -> list[dict[str, dict[str, float]]]:
+    """What `measure` returns with everything and without each variant, by name, for each round."""
+    agent = agent_of(workload, **LEARNING)
+    play = round_of(workload, agent)
+    for _ in range(2):
+        measure(agent, play, ExitStack())
+    rounds = []
+    for _ in range(ROUNDS):
+        rates = {ALL: measure(agent, play, ExitStack())}
+        for name in names:
+            rates[name] = measure(agent, play, VARIANTS[name](agent))
+        rounds.append(rates)
+    return rounds
+
+
+def write(table: dict[str, dict[str, Any]]) -> None:
+    """Merge values into the result file."""
     path = RESULTS / "ablation.json"
     saved = json.loads(path.read_text()) if path.exists() else {"rows": {}, "sessions": {}}
     path.write_text(json.dumps(merged(saved, table, {"command": command(), **setting()}), indent=1) + "\n")
