@@ -37,8 +37,8 @@ from .learners.config import LearnerConfig
 from .learners.grpo import GRPOConfig, ReinforceConfig
 from .learners.ppo import PPOConfig
 from .learners.replay import ReplayConfig
-from .models.generation import GenerationConfig
 from .models.loading import load_model_and_tokenizer
+from .models.registry import GenerationConfig
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .text.demonstrations import demonstrations_path
 from .text.episode import Prompt, Reply, Turn

@@ -13,8 +13,7 @@ import click
 
 from . import __version__
 from .cli.doctor import doctor
-from .cli.evaluate import evaluate
-from .cli.play import play
+from .cli.play import evaluate, play
 from .cli.runs import printable
 from .cli.train import train
 from .errors import LlamaGymError

@@ -18,7 +18,7 @@ import torch
 from llamagym import AutoModelForCausalLMWithValueHead, LlamaGymError, PPOConfig, evaluate, train
 from llamagym.engine.transformer import Transformer
 from llamagym.policy import sampling
-from llamagym.policy.read_plan import ReadPlan
+from llamagym.policy.choices import ReadPlan
 from llamagym.trl_compat.ppo_trainer import PPOTrainer
 from tests import agents
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent

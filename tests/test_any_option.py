@@ -22,7 +22,7 @@ from llamagym.learners.algorithms import OLD_ARGUMENTS
 from llamagym.learners.grpo import ReinforceConfig
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
-from llamagym.models.generation import GenerationConfig
+from llamagym.models.registry import GenerationConfig
 from tests.agents import ChoiceAgent, CountdownEnv, make_agent
 
 # Whole numbers are small or beyond all that is counted: so many epochs would take too long.

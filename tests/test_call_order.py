@@ -19,7 +19,7 @@ from llamagym import GRPOConfig, LlamaGymError, PPOConfig, evaluate, train
 from llamagym.agent.agent import collector_of
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
-from llamagym.models.generation import GenerationConfig
+from llamagym.models.registry import GenerationConfig
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent, actor_of, make_agent
 from tests.faults import FAULTS, BrokenError, FaultyEnv, StoppedError, raises
 from tests.tiny import tiny_tokenizer

@@ -13,8 +13,7 @@ import torch
 
 from llamagym.engine.choice_trie import END, Branch, ChoiceTrie, Ids, branch_points
 from llamagym.engine.token_tree import Decision, TokenTree
-from llamagym.policy.calibration import Calibration
-from llamagym.policy.repetition import Repetition, Row
+from llamagym.policy.calibration import Calibration, Repetition, Row
 from llamagym.text.chat_template import end_ids
 from llamagym.text.episode import Prompt, Reply
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent

@@ -16,9 +16,8 @@ from gymnasium import spaces
 import llamagym
 from llamagym import Agent, ConfigError
 from llamagym.__main__ import main
-from llamagym.cli.generic import Wording, generic_agent
+from llamagym.cli.generic import Wording, describe, generic_agent, part_names
 from llamagym.cli.prompts import agent_class, read_wording
-from llamagym.text.observations import describe, part_names
 from llamagym.training.tracking import default_tracker
 from tests.tiny import tiny_base_model, tiny_tokenizer
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llamagym import Agent, ConfigError
-from llamagym.agent.action_masks import ActionMasks
+from llamagym.agent.text_interface import ActionMasks
 from llamagym.envs.babyai import make_babyai
 from llamagym.training.saved_run import SavedRun
 from tests.tiny import tiny_base_model, tiny_tokenizer

@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from llamagym import CheckpointError, ConfigError, evaluate, load_model_and_tokenizer, train
 from llamagym.agent.agent import collector_of
-from llamagym.agent.export import KIND
-from llamagym.agent.model_card import Card
-from llamagym.models.generation import GenerationConfig
+from llamagym.agent.export import KIND, Card
 from llamagym.models.loading import embedded_model_folder
+from llamagym.models.registry import GenerationConfig
 from llamagym.models.value_head import AutoModelForCausalLMWithValueHead
 from llamagym.saving.atomic import verify
 from llamagym.saving.manifest import MANIFEST

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from llamagym import ConfigError, EpisodeError, evaluate, train
-from llamagym.agent.action_masks import ActionMasks
-from llamagym.training.infos import unpack_infos
+from llamagym.agent.text_interface import ActionMasks
+from llamagym.training.managed_env import unpack_infos
 from tests.agents import ChoiceAgent, CountdownEnv, actor_of, make_agent
 
 

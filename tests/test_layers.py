@@ -165,7 +165,7 @@ def test_engine_imports_cpu_kernels_through_one_module():
         ("from . import ppo, grpo", ("llamagym", "learners"), {"learners.ppo", "learners.grpo"}),
         ("import llamagym.learners.ppo as p", ("llamagym",), {"learners.ppo"}),
         ("from llamagym.learners.ppo import PPO", ("llamagym",), {"learners.ppo"}),
-        ("from ..policy import score", ("llamagym", "learners"), {"policy.score"}),
+        ("from ..policy import evaluation", ("llamagym", "learners"), {"policy.evaluation"}),
         ("from llamagym import Agent", ("llamagym",), {"__init__"}),
         ("import llamagym", ("llamagym",), {"__init__"}),
         ("from ..errors import ConfigError", ("llamagym", "envs"), {"errors"}),
@@ -179,10 +179,10 @@ def test_all_import_forms_are_found(source, package, found):
 
 
 def test_forbidden_imports_are_found():
-    imported = {"errors", "models.lora", "policy.score", "engine.cpu.packing"}
-    assert forbidden("engine", imported) == {"policy.score", "engine.cpu.packing"}
+    imported = {"errors", "models.lora", "policy.evaluation", "engine.cpu.packing"}
+    assert forbidden("engine", imported) == {"policy.evaluation", "engine.cpu.packing"}
     assert forbidden("engine.cpu", {"models.lora", "engine.masks"}) == {"engine.masks"}
-    assert forbidden("errors", {"policy.score", "agent"}) == {"policy.score", "agent"}
+    assert forbidden("errors", {"policy.evaluation", "agent"}) == {"policy.evaluation", "agent"}
     assert forbidden("agent", {"__init__", "policy.policy"}) == {"__init__"}
     assert forbidden("envs", {"errors", "envs.babyai", "text.parsing"}) == {"text.parsing"}
 

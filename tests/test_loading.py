@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import hub as hub_utils
 
 from llamagym.errors import CheckpointError, ConfigError, ModelLoadError
-from llamagym.models import loading, quantization
+from llamagym.models import hardware, loading
 from llamagym.models.loading import embedded_model_folder, load_model_and_tokenizer
 from llamagym.models.registry import PLAIN_CHAT_TEMPLATE
 from llamagym.models.transformers_internals import attention_name
@@ -949,10 +949,10 @@ def test_rejects_impossible_quantization(monkeypatch: pytest.MonkeyPatch) -> Non
         load_model_and_tokenizer(device="cpu", load_in_8bit=True, load_in_4bit=True)
     # As on a machine with a GPU: the checks run before anything is loaded.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="pip install bitsandbytes"):
         load_model_and_tokenizer(device="cuda", load_in_4bit=True)
-    monkeypatch.setattr(quantization, "find_spec", lambda name: name)
+    monkeypatch.setattr(hardware, "find_spec", lambda name: name)
     with pytest.raises(ModelLoadError, match="peft_config=False"):
         load_model_and_tokenizer(device="cuda", load_in_4bit=True, peft_config=False)
 

@@ -24,8 +24,7 @@ from llamagym import (
 from llamagym.agent.agent import collector_of
 from llamagym.learners.replay import ReplayConfig
 from llamagym.learners.sft import WarmStartConfig
-from llamagym.models.generation import GenerationConfig
-from llamagym.models.registry import register
+from llamagym.models.registry import GenerationConfig, register
 from llamagym.text.episode import Episode
 from llamagym.training import evaluate
 from llamagym.trl_compat.ppo_trainer import PPOTrainer

@@ -10,9 +10,8 @@ import torch
 from accelerate import cpu_offload
 
 from llamagym import AutoModelForCausalLMWithValueHead, ConfigError, load_model_and_tokenizer, train
-from llamagym.models.hardware import pass_tokens, precision_on
+from llamagym.models.hardware import computing_dtype, pass_tokens, precision_on
 from llamagym.models.loading import move_
-from llamagym.models.quantization import computing_dtype
 from tests.agents import ChoiceAgent, CountdownEnv, WordAgent
 from tests.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 

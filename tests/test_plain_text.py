@@ -9,9 +9,8 @@ import pytest
 import transformers
 
 from llamagym import AutoModelForCausalLMWithValueHead, load_model_and_tokenizer
-from llamagym.text.chat_template import ChatTemplate, end_ids
+from llamagym.text.chat_template import ChatTemplate, PlainText, end_ids
 from llamagym.text.demonstrations import read_demonstrations
-from llamagym.text.plain_text import PlainText
 from tests.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.tiny import FAMILIES, tiny_base_model, tiny_tokenizer
 

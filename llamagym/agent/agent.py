@@ -22,10 +22,10 @@ from ..learners.checks import warn_if_shared
 from ..learners.config import LearnerConfig
 from ..learners.ppo import PPOConfig
 from ..learners.replay import ReplayConfig
-from ..models.generation import GenerationConfig
 from ..models.hub import upload
 from ..models.loading import MissingBaseError, move_, resolve_device
 from ..models.lora import seed_lora_, set_lora_depth_
+from ..models.registry import GenerationConfig
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
 from ..policy.policy import NOT_PICKLED, Policy

@@ -15,8 +15,8 @@ from ..errors import EpisodeError, excerpt
 from ..learners.base import Learner, Stats
 from ..learners.checks import check_end, check_reward
 from ..learners.replay import Replay, ReplayConfig
+from ..models.hardware import computing_dtype
 from ..models.lock import with_model_lock
-from ..models.quantization import computing_dtype
 from ..options import as_number
 from ..policy.policy import Policy
 from ..text.arguments import as_infos, as_list, check_flags, environment_ids, per_env, plain_keys

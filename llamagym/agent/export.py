@@ -1,9 +1,15 @@
-"""Saves an agent as a folder that plain transformers and PEFT load: weights, tokenizer, options, model card."""
+"""Saves an agent as a folder that plain transformers and PEFT load: weights, tokenizer, options, model card.
+
+The card names the settings and the results, and shows code that uses the agent without this library.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import CheckpointError, ConfigError
 from ..models.loading import load_model_and_tokenizer, resolve_device
 from ..models.lora import is_activated
+from ..models.registry import GenerationConfig
 from ..models.value_head import AutoModelForCausalLMWithValueHead
+from ..options import json_safe
 from ..policy.saved import choices_record
 from ..saving.atomic import verify
 from ..saving.paths import require_files_inside
 from ..saving.state_files import read_state, write_state
 from ..text.chat_template import end_ids
 from .actor import Actor
-from .model_card import Card
 from .text_interface import TextInterface
 
 KIND = "agent"
@@ -139,3 +146,186 @@ def _merged(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWit
     copied.pretrained_model = copied.pretrained_model.merge_and_unload()
     result: AutoModelForCausalLMWithValueHead = copied
     return result
+
+
+# Note of an agent that can offer choices, but has not.
+_NO_CHOICE_YET = (
+    "Its class can offer choices, but had offered none when it was saved, so the lines below write free text. How "
+    "likely each choice is depends on a prior, which is measured on the first observations that offer choices. Let the "
+    "agent choose once and save it again: this card then shows the lines for choices."
+)
+# Characters that have a meaning in a line of Markdown, those of links and mentions included.
+_MARKUP = re.compile(r"[\\`*_\[\]<>|~&#$!:@]|(?<=www)\.")
+# Most characters of a name or value.
+_MAX_LENGTH = 500
+
+
+@dataclass(frozen=True)
+class Card:
+    """Facts about an agent, and their text in Markdown.
+
+    Attributes:
+        agent: Name of the agent's class.
+        base: Name or folder of the base model; empty for a model without an adapter.
+        dtype: Dtype of the base model's weights, such as bfloat16.
+        system_prompt: First message of every conversation.
+        prefix: Fixed text that every reply begins with.
+        generation: How replies are sampled.
+        end_ids: The token ids that end a reply.
+        closing_id: The one of them that ends a choice.
+        choices: Text and token ids of each choice that was ever offered.
+        prior: Prior log-probability of a choice's token, by the token ids up to it, where -1 stands for the end of a
+            choice; empty without calibration.
+        deviation: Divisor of the differences from the prior.
+        offers_choices: Whether the agent's class offers choices; otherwise replies are free text.
+        environment: Name of the environment.
+        settings: Options of the agent that are not empty.
+        results: Measurements by name.
+    """
+
+    agent: str
+    base: str
+    dtype: str
+    system_prompt: str
+    prefix: str
+    generation: GenerationConfig
+    end_ids: Sequence[int]
+    closing_id: int
+    choices: Sequence[tuple[str, tuple[int, ...]]]
+    prior: Mapping[tuple[int, ...], float]
+    deviation: float
+    offers_choices: bool
+    environment: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Returns the card in Markdown, with the hub's metadata on top."""
+        lines = ["---", f"library_name: {'peft' if self.base else 'transformers'}", "pipeline_tag: text-generation"]
+        if self.base:
+            # A JSON string is a YAML string.
+            lines.append(f"base_model: {json.dumps(self.base)}")
+        lines += ["tags:", "- reinforcement-learning", "- llamagym", "---", ""]
+        where = f" in {_plain(self.environment)}" if self.environment else ""
+        lines += [f"# {_plain(self.agent)}", ""]
+        lines += [f"A language model that learned by acting{where}, trained with llamagym.", ""]
+        if self.results:
+            lines += ["## Results", "", *_table(self.results)]
+        if self.settings:
+            lines += ["## Settings", "", *_table(self.settings)]
+        lines += ["## Use", "", "With llamagym, and the class that formats its observations:", ""]
+        name = self.agent if self.agent.isidentifier() else "YourAgent"
+        lines += ["```python", f'agent = {name}.load("path/to/this/folder")', "agent.eval()", "```", ""]
+        if self.offers_choices and not self.choices:
+            lines += [_NO_CHOICE_YET, ""]
+        lines += ["Without:", "", "```python", *self._code(), "```", ""]
+        return "\n".join(lines)
+
+    def _code(self) -> list[str]:
+        """Returns lines that load the model and sample one reply, given `folder` and `observation`."""
+        lines = []
+        if self.choices:
+            lines += ["import functools", ""]
+        lines.append("import torch")
+        if self.base:
+            lines.append("from peft import PeftModel")
+            base = f'AutoModelForCausalLM.from_pretrained({self.base!r}, dtype="{self.dtype}")'
+            load = f"PeftModel.from_pretrained({base}, folder)"
+        else:
+            load = f'AutoModelForCausalLM.from_pretrained(folder, dtype="{self.dtype}")'
+        lines += [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            "tokenizer = AutoTokenizer.from_pretrained(folder)",
+            f"model = {load}.eval()",
+            f"messages = [{_message('system', self.system_prompt)}, " if self.system_prompt else "messages = [",
+            '    {"role": "user", "content": observation}]',
+            "options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=False)",
+            f"text = tokenizer.apply_chat_template(messages, **options) + {_literal(self.prefix)}",
+            'prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids',
+        ]
+        lines += self._choice_code() if self.choices else self._free_text_code()
+        return lines
+
+    def _free_text_code(self) -> list[str]:
+        """Returns lines that sample a reply in free text."""
+        config = self.generation
+        options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.do_sample}
+        if config.do_sample:
+            options |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        # Options that are not named come from the base's generation_config.json, which may set a repetition penalty.
+        options |= {"repetition_penalty": 1.0, "eos_token_id": list(self.end_ids)}
+        return [
+            f"how = dict({', '.join(f'{name}={value!r}' for name, value in options.items())})",
+            "ids = model.generate(input_ids=prompt, **how)",
+            "reply = tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)",
+        ]
+
+    def _choice_code(self) -> list[str]:
+        """Returns lines that compute the probability of each choice."""
+        lines = ["choices = [  # text and token ids; leave out those that are not admissible now"]
+        lines += [f"    ({_literal(text)}, {list(ids)})," for text, ids in self.choices]
+        lines.append("]")
+        if self.prior:
+            lines.append("prior = {  # relative log-probability of the last token after the others, in a first turn")
+            lines += [f"    {path}: {logprob!r}," for path, logprob in self.prior.items()]
+            lines.append("}")
+        lines += [
+            "written = [(*tokens, -1) for _, tokens in choices]  # -1 ends a choice",
+            "",
+            "@functools.cache",
+            "def next_token(path):",
+            '    """How likely each token is after these, among those that some choice goes on with."""',
+            "    counts = {}",
+            "    for tokens in written:",
+            "        if tokens[: len(path)] == path:",
+            "            counts[tokens[len(path)]] = counts.get(tokens[len(path)], 0) + 1",
+            "    if len(counts) == 1:",
+            "        return {token: torch.tensor(1.0) for token in counts}",
+            "    ids = torch.cat([prompt, torch.tensor([path], dtype=torch.long)], 1)",
+            "    logits = model(input_ids=ids).logits[0, -1].float().log_softmax(-1)",
+            f"    scores = torch.stack([logits[{self.closing_id} if token == -1 else token] for token in counts])",
+        ]
+        scaled = f"    scores = scores / {self.generation.temperature * self.deviation}"
+        if self.prior:
+            lines.append("    scores = scores - torch.tensor([prior[(*path, token)] for token in counts])")
+            scaled += " + torch.tensor(list(counts.values())).log()"
+        lines += [
+            scaled,
+            "    return dict(zip(counts, scores.softmax(0)))",
+            "",
+            "probabilities = torch.ones(len(written))",
+            "for number, tokens in enumerate(written):",
+            "    for at in range(len(tokens)):",
+            "        probabilities[number] *= next_token(tokens[:at])[tokens[at]]",
+        ]
+        return lines
+
+
+def _literal(text: str) -> str:
+    """Returns a text as a Python literal on one line, with unprintable characters escaped."""
+    return _escaped(json.dumps(text, ensure_ascii=False))
+
+
+def _message(role: str, content: str) -> str:
+    return _escaped(json.dumps({"role": role, "content": content}, ensure_ascii=False))
+
+
+def _escaped(code: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in code)
+
+
+def _plain(value: Any) -> str:
+    r"""Returns a value as plain text in one line of Markdown; markup and HTML are escaped.
+
+    >>> print(_plain("<b>|\n# *x*"))
+    \<b\>\| \# \*x\*
+    """
+    text = str(json_safe(value, _MAX_LENGTH))[:_MAX_LENGTH]
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+def _table(rows: Mapping[str, Any]) -> list[str]:
+    lines = [f"| {_plain(name)} | {_plain(value)} |" for name, value in rows.items()]
+    return ["| | |", "|---|---|", *lines, ""]

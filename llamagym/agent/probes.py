@@ -12,9 +12,8 @@ import psutil
 import torch
 
 from ..learners.base import Learner
-from ..models.hardware import PASS_TOKENS, container_limit
+from ..models.hardware import PASS_TOKENS, computing_dtype, container_limit
 from ..models.loading import BESIDE_WEIGHTS_GIB
-from ..models.quantization import computing_dtype
 from ..text.chat_template import check_vocabulary, end_ids
 from ..text.episode import Conversation, Segment
 from .actor import Actor

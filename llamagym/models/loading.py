@@ -29,7 +29,7 @@ from ..options import check_arguments, shortened, user_path
 from ..saving.atomic import atomic_folder
 from ..text.chat_template import invocation_tokens
 from .adapters import read_adapter_config
-from .hardware import PACKED_SHARE, memory_bytes
+from .hardware import PACKED_SHARE, is_quantized, memory_bytes, quantization_config
 from .hub import (
     ADAPTER_CONFIG,
     EMBEDDED_PACKAGE,
@@ -42,7 +42,6 @@ from .hub import (
     local_path,
 )
 from .peft_internals import ACTIVATION
-from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
 from .registry import EMBEDDED_NAME, PLAIN_CHAT_TEMPLATE, ModelEntry, lookup, lookup_by_architecture, lora_config
 from .value_head import AutoModelForCausalLMWithValueHead

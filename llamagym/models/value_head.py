@@ -34,6 +34,7 @@ from ..saving.atomic import atomic_folder
 from ..saving.manifest import SCHEMA, check_files, read_manifest
 from ..saving.paths import user_folder
 from .adapters import read_adapter_config
+from .hardware import is_quantized, quantization_config
 from .hub import (
     ADAPTER_CONFIG,
     check_indexes,
@@ -46,7 +47,6 @@ from .hub import (
     upload,
 )
 from .peft_internals import embedding_layer_names
-from .quantization import is_quantized, quantization_config
 from .quiet import loading_quietly
 
 if TYPE_CHECKING:

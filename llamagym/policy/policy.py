@@ -1,6 +1,6 @@
 """The policy: samples replies and evaluates recorded ones. The only place where a model runs.
 
-Sampling and evaluation share one path (`score.read`), so the distribution that is sampled is the one that is trained:
+Sampling and evaluation share one path (`evaluation.read`), so the sampled distribution is the one that is trained:
 
 - free text: each token from softmax(logits / temperature), until an end-of-sequence token or `max_new_tokens`;
 - choices: one of the given strings, token by token among the tokens that the strings allow (see `choices`), relative to
@@ -17,30 +17,37 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..engine.backbone import Backbone
-from ..engine.prefix_cache import PrefixCache
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..errors import ConfigError
-from ..models.generation import GenerationConfig
 from ..models.lock import lock_of, with_model_lock
 from ..models.lora import fresh_rows, initialize_rows_, is_fresh, mask_frozen_gradients_
 from ..models.peft_internals import is_lora_weight
+from ..models.registry import GenerationConfig
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..text.episode import Reply, Segment
-from .calibration import Calibration
-from .choice_cache import ChoiceCache, ScoredChoices
+from .calibration import Calibration, Row
 from .choices import offer_logprobs
-from .evaluation import Evaluation, TreeCache, check_context_lengths, chunks, evaluate_turns, read_inputs
-from .repetition import Row
+from .evaluation import (
+    Evaluation,
+    Reading,
+    TreeCache,
+    check_context_lengths,
+    chunks,
+    evaluate_turns,
+    read,
+    read_inputs,
+    read_reference,
+)
 from .sampling import draw_choices, require_finite, write_text
-from .score import Reading, read, read_reference
+from .workspace import ChoiceCache, ScoredChoices, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -72,33 +79,6 @@ class CriticReading(NamedTuple):
 Weights = Literal["policy", "reference", "base"]
 """Weights of a forward pass: the policy's; the reference's, which `init_kl_coef` penalizes the distance to; or the base
 model's without adapter, which choices are calibrated on."""
-
-
-@dataclass(eq=False)
-class Workspace:
-    """Calibration and caches of acting.
-
-    Learning has one; evaluation and other read-only calls work on another. A cached number is rounded differently than
-    a recomputed one, so with shared caches a run would depend on whether it was evaluated.
-
-    Attributes:
-        calibration: Calibration of choices; None without it.
-        offered: Every choice that was ever offered.
-        choices: Cached distributions over choices.
-        prefix_cache: Cached activations of tokens.
-        recalibrations: How often the calibration has changed.
-    """
-
-    calibration: Calibration | None
-    offered: dict[tuple[int, ...], None]
-    choices: ChoiceCache
-    prefix_cache: PrefixCache
-    recalibrations: int = 0
-
-    def copy(self) -> Workspace:
-        """An independent copy."""
-        calibration = self.calibration and self.calibration.separate_copy()
-        return Workspace(calibration, dict(self.offered), self.choices.copy(), self.prefix_cache.copy())
 
 
 class Policy:
@@ -496,7 +476,7 @@ class Policy:
         """Log-probabilities of choices, float32 (C,), and the value, of each context; cached until weights change."""
         self._notice_changes()
         cache = self.workspaces[-1].choices
-        scored = {tree: cache[tree] for tree in trees if tree in cache}
+        scored = {tree: cache.entries[tree] for tree in trees if tree in cache.entries}
         fresh = [tree for tree in dict.fromkeys(trees) if tree not in scored]
         for rows in self._chunks(fresh):
             reading = self._read([fresh[row] for row in rows])

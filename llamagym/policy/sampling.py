@@ -17,7 +17,7 @@ from ..engine.decode import Decoder, PartialReply
 from ..engine.likelihood import sums_in_groups
 from ..engine.token_tree import TokenTree
 from ..errors import DivergedError
-from ..models.generation import GenerationConfig
+from ..models.registry import GenerationConfig
 from ..text.episode import FinishReason
 
 

@@ -1,15 +1,13 @@
 """Training and evaluation loops, callbacks, trackers, and checkpoints of a run."""
 
-from .callbacks import Callback, StopOnReturn
+from .callbacks import Callback, EvalCallback, Score, ScoreCallback, StopOnReturn
 from .environments import EnvSource
 from .episodes import PlayedEpisode
-from .eval_callback import EvalCallback
 from .evaluation import EvaluationResult, evaluate, side_by_side
 from .loop import TrainingResult, train
 from .progress import Progress
 from .report import write_report
 from .run import Run
-from .score_callback import Score, ScoreCallback
 from .tracking import Tracker, default_tracker
 
 __all__ = [

@@ -1,18 +1,35 @@
-"""Callbacks: a user's own code at the steps, ends of episodes and updates of a training run."""
+"""Callbacks: code that a training run calls at its steps, ends of episodes and updates; evaluating and scoring ones."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..agent.agent import Agent
+from ..agent.export import KIND
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
-from ..options import as_statistics, check_arguments, require_positive
+from ..options import (
+    as_number,
+    as_seed,
+    as_statistics,
+    check_arguments,
+    explains_wrong_calls,
+    require_positive,
+    require_text,
+)
+from ..saving.atomic import require_replaceable
+from ..saving.paths import user_folder
 from ..saving.state_files import saveable_state
+from .environments import EnvSource
 from .episodes import PlayedEpisode
+from .evaluation import EvaluationResult, evaluate
+from .loop_state import is_count, is_real, require_part
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -228,3 +245,247 @@ def make_plain_(stats: Stats, own: Stats, owner: str) -> None:
         faults.insert(0, f"{excerpt(reserved)} are the library's own and keep their values: use other names.")
     if faults:
         raise ConfigError(f"{owner} set statistics of an update that cannot be logged: {' '.join(faults)}")
+
+
+class Score(NamedTuple):
+    """A measurement of an agent.
+
+    Attributes:
+        mean: The score, in the unit of the function that computed it.
+        standard_error: Its standard error; 0 if the score is computed exactly.
+    """
+
+    mean: float
+    standard_error: float = 0.0
+
+
+class ScoreCallback(Callback):
+    """Scores the agent before the first step, after every few updates, and after the last one.
+
+    Where the expected return of a policy can be computed, this replaces `EvalCallback`, which plays episodes. A resumed
+    run keeps the score from before its first step.
+
+    Attributes:
+        before: Score before the first step; None until then, and in a run that was started without this callback.
+        after: Latest score; that of the trained agent once the training is over.
+    """
+
+    def __init__(
+        self, score: Callable[[Agent], float | EvaluationResult], every: int = 10, name: str = "expected_return"
+    ) -> None:
+        """Sets how and when to score.
+
+        Args:
+            score: Function of the agent; returns a number, or a result of `evaluate`.
+            every: Updates between two scores.
+            name: Key of the score in the statistics of an update; a score by `evaluate` adds `standard_error`.
+
+        Raises:
+            ConfigError: An argument has the wrong type, or `every` is below 1.
+        """
+        check_arguments(ScoreCallback.__init__, locals())
+        require_positive(every=every)
+        require_text(name=name)
+        self._function = score
+        self._every = every
+        self._name = name
+        self._last_update = 0
+        self.before: Score | None = None
+        self.after: Score | None = None
+
+    def on_training_start(self, run: Run) -> None:
+        """Scores the agent of a new run; `load_state_dict` restores the scores of a resumed one."""
+        self._last_update = len(run.updates)
+        if not run.is_resumed:
+            self.before = self.after = self._score(run)
+
+    def on_update(self, run: Run, stats: Stats) -> None:
+        """Scores the agent if it is due, and adds the score to the statistics."""
+        if len(run.updates) - self._last_update >= self._every:
+            self.after = self._score(run)
+            stats[self._name] = self.after.mean
+            if self.after.standard_error:
+                stats["standard_error"] = self.after.standard_error
+
+    def on_training_end(self, run: Run) -> None:
+        """Scores the trained agent, unless its last update has been scored."""
+        if run.is_over and self._last_update < len(run.updates):
+            self.after = self._score(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the scores and the number of the last scored update."""
+        return {"before": self.before, "after": self.after, "last_update": self._last_update}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: The state is damaged.
+        """
+        where = f"callbacks/{type(self).__name__}/"
+        for name in ("before", "after"):
+            score = state.get(name, ())
+            is_pair = isinstance(score, (list, tuple)) and len(score) == 2 and all(map(is_real, score))
+            require_part(score is None or is_pair, state, name, "a score and its standard error, or None", where)
+        require_part(is_count(state.get("last_update")), state, "last_update", "a count", where)
+        self.before = None if state["before"] is None else Score(*state["before"])
+        self.after = None if state["after"] is None else Score(*state["after"])
+        self._last_update = state["last_update"]
+
+    def _score(self, run: Run) -> Score:
+        self._last_update = len(run.updates)
+        result = self._function(run.agent)
+        if isinstance(result, EvaluationResult):
+            return Score(result.mean, result.standard_error)
+        # as_number() returns NaN for anything but a number.
+        is_nan = isinstance(result, (float, np.floating)) and math.isnan(result)
+        score = as_number(result)
+        if math.isnan(score) and not is_nan:
+            raise ConfigError(
+                f"The score function returned {excerpt(result)} ({type(result).__name__}). Return a number, or the "
+                "result of llamagym.evaluate()."
+            )
+        return Score(score)
+
+
+class EvalCallback(Callback):
+    """Evaluates the agent at regular intervals and saves the best one.
+
+    Weights change at updates only, so it evaluates after updates: every `every` updates, or at the first update after
+    `every_episodes` more episodes; and at the end of the training unless the last update has been evaluated. The
+    statistics of the update get `eval_return`, `eval_standard_error`, `eval_length`, `eval_invalid_rate` and, where it
+    is known, `eval_success_rate`.
+
+    Attributes:
+        results: Evaluations of this process as (number of the update, result).
+        best_mean: Best mean return so far; -inf before the first evaluation.
+        best_update: Number of the update after which it was measured.
+    """
+
+    @explains_wrong_calls(positional=2)
+    def __init__(
+        self,
+        env: EnvSource,
+        *,
+        episodes: int = 64,
+        every: int | None = None,
+        every_episodes: int | None = None,
+        best_dir: str | Path | None = None,
+        seed: int = 1_000_000,
+        num_envs: int | None = None,
+        greedy: bool = True,
+        on_best: Callable[[EvaluationResult], bool | None] | None = None,
+    ) -> None:
+        """Sets when and where to evaluate.
+
+        Args:
+            env: As for `evaluate`; not the object that the agent is trained in.
+            episodes: Episodes per evaluation, the same ones each time.
+            every: Updates between two evaluations; None is 10, unless `every_episodes` is set.
+            every_episodes: Episodes between two evaluations.
+            best_dir: Folder for the best agent, as `agent.save` writes it: new, empty or an agent's; None saves none.
+            seed: Seed of the episodes; see `evaluate`.
+            num_envs: As for `evaluate`.
+            greedy: As for `evaluate`.
+            on_best: Called with each result that is better than all before; returning False ends the training.
+
+        Raises:
+            ConfigError: An argument has the wrong type or is out of range, or both intervals are set.
+            CheckpointError: `best_dir` holds something else.
+        """
+        check_arguments(EvalCallback.__init__, locals())
+        require_text(best_dir=best_dir)
+        require_positive(episodes=episodes, every=every, every_episodes=every_episodes, num_envs=num_envs)
+        if every is not None and every_episodes is not None:
+            raise ConfigError(f"every={every} and every_episodes={every_episodes}. Pass one of them.")
+        self._env = env
+        self._episodes = episodes
+        self._seed = as_seed(seed)
+        self._num_envs = num_envs
+        self._greedy = greedy
+        self._on_best = on_best
+        self._best_dir: Path | None = None
+        if best_dir is not None:
+            self._best_dir = user_folder(best_dir, "best_dir")
+            require_replaceable(self._best_dir, KIND)
+        self._every = every or 10
+        self._every_episodes = every_episodes
+        self.on_training_start(None)
+
+    def on_training_start(self, run: Run | None) -> None:
+        """Forgets all results; `load_state_dict` restores those of a resumed run."""
+        self.results: list[tuple[int, EvaluationResult]] = []
+        self.best_mean = -math.inf
+        self.best_update = 0
+        self._last_update = 0
+        self._last_episodes = 0
+
+    def on_update(self, run: Run, stats: Stats) -> bool | None:
+        """Evaluates if it is due, and adds the result to the statistics."""
+        if self._every_episodes is None:
+            is_due = len(run.updates) - self._last_update >= self._every
+        else:
+            is_due = len(run.returns) - self._last_episodes >= self._every_episodes
+        if not is_due:
+            return None
+        result, is_best = self._evaluate(run)
+        values = {
+            "eval_return": result.mean,
+            "eval_standard_error": result.standard_error,
+            "eval_length": result.mean_length,
+            "eval_invalid_rate": result.invalid_rate,
+            "eval_success_rate": result.success_rate,
+        }
+        stats |= {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        if is_best and self._on_best is not None:
+            return self._on_best(result)
+        return None
+
+    def on_training_end(self, run: Run) -> None:
+        """Evaluates the trained agent, unless its last update has been evaluated."""
+        if run.is_over and run.updates and self._last_update < len(run.updates):
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> tuple[EvaluationResult, bool]:
+        """Evaluates the agent and saves it if it is the best; returns the result, and whether it is the best."""
+        result = evaluate(
+            run.agent,
+            self._env,
+            episodes=self._episodes,
+            seed=self._seed,
+            num_envs=self._num_envs,
+            greedy=self._greedy,
+        )
+        self._last_update = len(run.updates)
+        self._last_episodes = len(run.returns)
+        self.results.append((self._last_update, result))
+        logger.info("after update %d: %s", self._last_update, result)
+        is_best = result.mean > self.best_mean
+        if is_best:
+            if self._best_dir is not None:
+                run.agent.save(self._best_dir)
+            self.best_mean = result.mean
+            self.best_update = self._last_update
+        return result, is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best result, and when the last evaluation was."""
+        best = None if self.best_mean == -math.inf else self.best_mean
+        return {"best": [best, self.best_update], "last": [self._last_update, self._last_episodes]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned; `results` stays empty.
+
+        Raises:
+            CheckpointError: The state is damaged.
+        """
+        best: Any = state.get("best")
+        last: Any = state.get("last")
+        where = f"callbacks/{type(self).__name__}/"
+        is_valid = isinstance(best, list) and len(best) == 2 and (best[0] is None or is_real(best[0]))
+        require_part(is_valid and is_count(best[1]), state, "best", "a mean return or None, and an update", where)
+        is_valid = isinstance(last, list) and len(last) == 2 and all(map(is_count, last))
+        require_part(is_valid, state, "last", "an update and a number of episodes", where)
+        self.best_mean = -math.inf if best[0] is None else best[0]
+        self.best_update = best[1]
+        self._last_update, self._last_episodes = last

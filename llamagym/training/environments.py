@@ -25,11 +25,18 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from ..errors import ConfigError, EnvironmentTimeoutError, LlamaGymError, reason_of
 from ..options import as_json, shortened
-from .env_errors import raise_remote_errors
-from .env_processes import ProcessEnvs, exit_with_parent, lead_group, report_lost_processes
+from .env_processes import ProcessEnvs, exit_with_parent, lead_group, raise_remote_errors, report_lost_processes
 from .env_specs import can_recreate, is_recording_wrapper, maker_from_spec, wrapper_chain
-from .infos import Info, check_names_of_same_step, restore_final_values, unpack_infos, unpicklable_names
-from .managed_env import PAUSE_OPTION, REPLAY_OPTION, ManagedEnv
+from .managed_env import (
+    PAUSE_OPTION,
+    REPLAY_OPTION,
+    Info,
+    ManagedEnv,
+    check_names_of_same_step,
+    restore_final_values,
+    unpack_infos,
+    unpicklable_names,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,11 @@ from .callbacks import Callback, Callbacks, is_false, make_plain_
 from .environments import EnvSource, open_envs, resolve_num_envs
 from .episodes import Judge, success_rate
 from .evaluation import own_conversations
-from .interrupts import EXIT_CODE, Interrupts
 from .play import Play, StepResult
 from .players import AgentPlayer
 from .progress import Progress
 from .report import write_report
-from .run import Run
+from .run import EXIT_CODE, Interrupts, Run
 from .run_folder import new_run_id, require_run_folder, require_same_run, run_id_of
 from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Tracker, trackers_of_run

@@ -30,7 +30,7 @@ from ..options import shortened
 from ..saving.checkpoints import describe_change
 from .environments import EnvGroup
 from .episodes import Judge, PlayedEpisode, judge_rewards
-from .infos import Info
+from .managed_env import Info
 from .players import Player
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Progress of a training run, and when it is over.
+"""Progress of a training run, and when it is over: its budget is used up, or Ctrl-C or SIGTERM asked it to stop.
 
 A budget limits the episodes, turns or minutes of one call of `train`; the first limit that is reached ends the call.
 A call that resumes a run has its own budget, in addition to what the run used before. There is one exception: after
@@ -8,10 +8,14 @@ the run computes what it would have computed without the stop, cooldown included
 
 from __future__ import annotations
 
+import logging
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any
 
 from .. import distributed
@@ -20,6 +24,8 @@ from ..errors import ConfigError
 from ..learners.base import Stats
 from ..options import as_json, check_arguments, require_positive
 from .episodes import PlayedEpisode, success_rate
+
+logger = logging.getLogger(__name__)
 
 
 def require_budget(episodes: int | None, turns: int | None, minutes: float | None) -> None:
@@ -185,3 +191,48 @@ class Run:
         self._before = budget["before"] if continues else self._used
         # The progress of all is 0 where a new budget begins.
         self._set_cooldown(min(state["batch_began"], self._progress_of_all()))
+
+
+EXIT_CODE = 130
+"""Exit status of a program that Ctrl-C stopped, as shells report it."""
+
+
+class Interrupts:
+    """While open, the first Ctrl-C or SIGTERM only sets `stops`. Python delivers signals to the main thread only.
+
+    Attributes:
+        stops: Whether a signal asked to stop.
+    """
+
+    def __init__(self, listens: bool) -> None:
+        """Prepares to handle signals; with `listens=False`, or outside the main thread, leaves them as they are."""
+        self._listens = listens and threading.current_thread() is threading.main_thread()
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self.stops = False
+
+    def __enter__(self) -> Interrupts:
+        """Installs the handlers."""
+        if self._listens:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous_handlers[number] = signal.signal(number, self._request_stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restores the previous handlers."""
+        self._restore()
+
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stops = True
+        # The previous handlers act on the next signal.
+        self._restore()
+        logger.warning(
+            "%s: stopping after the current step and saving. Press Ctrl-C again to stop immediately.",
+            signal.Signals(number).name,
+        )
+
+    def _restore(self) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        self._previous_handlers = {}

@@ -19,7 +19,7 @@ from ..saving.atomic import require_replaceable, verify
 from ..saving.checkpoints import KIND, check_options, checkpoint_path, newest, prune
 from ..saving.paths import file_inside
 from ..saving.state_files import as_checkpoint_error
-from .env_errors import failed_env_number
+from .env_processes import failed_env_number
 from .loop_state import check_loop_state
 from .play import Play
 from .run_folder import is_run_id, new_run_id

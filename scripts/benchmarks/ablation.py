@@ -30,7 +30,7 @@ from workloads import WORKLOADS, Workload, agent_of, round_of, take_batch
 from llamagym.engine import likelihood
 from llamagym.engine.cpu import fused_layer
 from llamagym.engine.radix_tree import RadixTree
-from llamagym.policy.choice_cache import ChoiceCache
+from llamagym.policy.workspace import ChoiceCache
 
 # Smaller than the usual conversations, whose rounds take a minute; the ratios are the same.
 MEASURED = {
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def rounds_of(workload: Workload, names: list[str]) -> list[dict[str, dict[str, float]]]:
-    """What `measure` returns with everything and without each variant, by name, for each round."""
+    """The rates of `measure` in each round, by name: with everything, and without each variant."""
     agent = agent_of(workload, **LEARNING)
     play = round_of(workload, agent)
     for _ in range(2):

@@ -96,7 +96,7 @@ BUGS = (
     ),
     Bug(
         "the learner ignores the temperature of free text",
-        "llamagym/policy/score.py",
+        "llamagym/policy/evaluation.py",
         "temperatures = torch.full((len(hidden),), temperature, device=hidden.device)",
         "temperatures = torch.full((len(hidden),), 1.0, device=hidden.device)",
         ("writing",),
