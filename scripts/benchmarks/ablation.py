@@ -2,10 +2,11 @@
 
 python scripts/benchmarks/ablation.py [--only VARIANT ...] [--workloads WORKLOAD ...]
 
-Throughput is turns per second of CPU time. Each round measures once with everything and once without each variant, in
-one process, so that other load on the machine slows all of them. The result is the geometric mean of the rounds'
-ratios with a 95 % interval. A ratio of 0.9 means that removing the variant costs 10 % of the throughput; a variant
-whose ratios all exceed 0.95 is not worth its code. Variants and workloads that a run omits keep their earlier values.
+Throughput is tokens of replies per second of CPU time, since replies in free text differ in length. Each round measures
+once with everything and once without each variant, in one process, so that other load on the machine slows all of them.
+The result is the geometric mean of the rounds' ratios with a 95 % interval. A ratio of 0.9 means that removing the
+variant costs 10 % of the throughput; a variant whose ratios all exceed 0.95 is not worth its code. Variants and
+workloads that a run omits keep their earlier values.
 Every value names its session: commit, command and machine.
 """
 
@@ -38,12 +39,12 @@ MEASURED = {
     "choices": WORKLOADS["repeated-choices"],
     "unique": WORKLOADS["unique"],
     "conversation": replace(WORKLOADS["conversation"], envs=4, turns=4),
-    "single": WORKLOADS["single"],
+    "single": replace(WORKLOADS["single"], turns=4),
 }
 ROUNDS = 10
 # The 97.5 % quantile of Student's t distribution with ROUNDS - 1 degrees of freedom.
 T_QUANTILE = 2.262
-UNIT = "turns per second of CPU time without, over with; geometric mean of the rounds, with its 95 % interval"
+UNIT = "tokens of replies per second of CPU time without, over with; geometric mean of rounds with its 95 % interval"
 LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
@@ -121,15 +122,17 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 
 
 def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManager[Any]) -> dict[str, float]:
-    """Turns per second of CPU time of one round of acting and one update on its turns, within a context manager."""
+    """Tokens of replies per second of CPU time, acted and learned from, within a context manager."""
     with switched:
         simulate_update(agent)
         started = time.process_time()
-        acting = play() / (time.process_time() - started)
         batch = take_batch(agent, play)
+        acting = time.process_time() - started
         started = time.process_time()
         agent.learner.update(batch)
-        return {"act": acting, "learn": sum(len(of.turns) for of in batch) / (time.process_time() - started)}
+        learning = time.process_time() - started
+    tokens = sum(len(turn.reply.ids) for episode in batch for turn in episode.turns)
+    return {"act": tokens / acting, "learn": tokens / learning}
 
 
 def interval_of(ratios: list[float]) -> dict[str, Any]:
@@ -154,8 +157,8 @@ def main() -> None:
         for name in names:
             for work in ("act", "learn"):
                 ratios = [rates[name][work] / rates[ALL][work] for rates in rounds]
-                turns_per_second = statistics.median(rates[ALL][work] for rates in rounds)
-                row = interval_of(ratios) | {"turns_per_second": turns_per_second}
+                usual = statistics.median(rates[ALL][work] for rates in rounds)
+                row = interval_of(ratios) | {"tokens_per_second": round(usual, 1)}
                 table[name][f"{work} {workload}"] = row
                 print(f"{name}, {work} {workload}: {row['without_over_with']} {row['interval']}", flush=True)
         write(table)
