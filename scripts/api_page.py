@@ -3,7 +3,7 @@
     python scripts/api_page.py           write the page
     python scripts/api_page.py --check   fail if the page is not up to date
 
-tests/test_api.py runs every example.
+tests/project/test_api.py runs every example.
 """
 
 from __future__ import annotations

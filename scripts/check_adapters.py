@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llamagym import AutoModelForCausalLMWithValueHead, LlamaGymError
 from llamagym.text.chat_template import invocation_tokens
-from tests.agents import WordAgent
-from tests.plain import compare, plain_logits, reference_error, trained_weights
-from tests.tiny import tiny_base_model, tiny_tokenizer
+from tests.helpers.agents import WordAgent
+from tests.helpers.plain import compare, plain_logits, reference_error, trained_weights
+from tests.helpers.tiny import tiny_base_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 # Log-probabilities of the tiny models in float32, and gradients relative to their norm.

@@ -1,7 +1,7 @@
 """Tests llamagym with the lowest and with the current releases of its dependencies.
 
     python scripts/check_dependencies.py lowest current
-    python scripts/check_dependencies.py current --tests tests/test_agent.py tests/test_ppo.py
+    python scripts/check_dependencies.py current --tests tests/agent/test_agent.py tests/learners/test_ppo.py
 
 `lowest` installs requirements/lowest.txt, `current` the newest releases that pyproject.toml allows. Each set gets a
 virtual environment of its own below --environments, which is reused, and runs the test suite there. The result, with

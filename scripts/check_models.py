@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llamagym import AutoModelForCausalLMWithValueHead, LlamaGymError
 from llamagym.text.chat_template import invocation_tokens
 from scripts.check_adapters import first_line, randomize
-from tests.agents import WordAgent
-from tests.plain import compare
-from tests.tiny import tiny_tokenizer
+from tests.helpers.agents import WordAgent
+from tests.helpers.plain import compare
+from tests.helpers.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 5e-4

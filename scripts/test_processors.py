@@ -202,7 +202,7 @@ def main() -> int:
 
 def _numerical_files() -> list[str]:
     """The files that hold numerical tests: to import the others takes as long as these tests."""
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if "pytest.mark.numerical" in path.read_text("utf-8")]
 
 

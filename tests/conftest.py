@@ -10,7 +10,7 @@ import torch
 from llamagym.engine import verification
 from llamagym.engine.acceleration import is_enabled
 from llamagym.models.private_apis import DECLARED
-from tests.pairwise import pairwise
+from tests.helpers.pairwise import pairwise
 
 # Models here are tiny: a second thread costs more in waiting than it computes. `scripts/test_processors.py` runs the
 # tests with another number, too, since threads split sums differently.

@@ -147,12 +147,12 @@ class Alarms:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the history and the active alarms."""
-        return {"history": list(self._history), "ringing": sorted(self._active)}
+        return {"history": list(self._history), "active": sorted(self._active)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state from `state_dict`."""
         self._history = deque(map(dict, state["history"]), maxlen=_HISTORY_LENGTH)
-        self._active = set(state["ringing"])
+        self._active = set(state["active"])
 
 
 def ratio_tolerance(dtype: torch.dtype) -> float:

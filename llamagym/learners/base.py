@@ -178,14 +178,17 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save, without weights."""
-        return {"nodes": self._max_tokens_per_pass, "learning": state_of(self, ("optimizer", *self._update_state))}
+        return {
+            "max_tokens_per_pass": self._max_tokens_per_pass,
+            "learning": state_of(self, ("optimizer", *self._update_state)),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, after the policy has its weights."""
         self.reset_optimizer()
         # The saved learner may have run out of memory and made its passes smaller.
-        if state["nodes"]:
-            self._max_tokens_per_pass = min(self.pass_tokens, state["nodes"])
+        if state["max_tokens_per_pass"]:
+            self._max_tokens_per_pass = min(self.pass_tokens, state["max_tokens_per_pass"])
         restore(self, state["learning"])
 
     def update(self, episodes: Sequence[Episode]) -> Stats:

@@ -1,6 +1,6 @@
 """Undocumented parts of TRL and of transformers' trainer that supervised fine-tuning uses.
 
-`tests/test_internals.py` checks each of them against the installed version, and the error if it is missing.
+`tests/models/test_internals.py` checks each of them against the installed version, and the error if it is missing.
 """
 
 from __future__ import annotations

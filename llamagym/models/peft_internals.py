@@ -1,6 +1,6 @@
 """All uses of undocumented APIs of PEFT.
 
-`tests/test_internals.py` checks each of them against the installed version, and the fallback without it.
+`tests/models/test_internals.py` checks each of them against the installed version, and the fallback without it.
 
 Shapes: I input features, O output features, r rank of LoRA.
 """

@@ -22,7 +22,7 @@ def trained_state(model: AutoModelForCausalLMWithValueHead) -> dict[str, Any]:
     """The trained weights, the constants of the value head, and a fingerprint of the frozen weights."""
     return {
         "weights": _trained_weights(model),
-        "set_aside": has_frozen_half(model.pretrained_model),
+        "has_frozen_half": has_frozen_half(model.pretrained_model),
         "frozen": _fingerprint_of_frozen(model),
         "description": _description(model),
     }
@@ -47,7 +47,7 @@ def check_fits(
             f"that is activated or scaled otherwise. The model was {state.get('description', 'not described')} and is "
             f"now {_description(model)}. Load the model that it was saved with, or pass allow_changes=['model']."
         )
-    growth = 2 if state["set_aside"] and not has_frozen_half(model.pretrained_model) else 1
+    growth = 2 if state["has_frozen_half"] and not has_frozen_half(model.pretrained_model) else 1
     saved = {name: (tuple(weight.shape), weight.dtype) for name, weight in state["weights"].items()}
     expected = {}
     for name, weight in _trained_weights(model).items():
@@ -64,7 +64,7 @@ def check_fits(
 @torch.no_grad()
 def restore_trained_(model: AutoModelForCausalLMWithValueHead, state: Mapping[str, Any]) -> None:
     """Copies the weights of a state that `check_fits` accepted into a model."""
-    if state["set_aside"] and not has_frozen_half(model.pretrained_model):
+    if state["has_frozen_half"] and not has_frozen_half(model.pretrained_model):
         freeze_and_extend_(model.pretrained_model)
     for name, weight in _trained_weights(model).items():
         weight.copy_(state["weights"][name])

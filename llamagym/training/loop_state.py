@@ -49,17 +49,17 @@ def _check_run(loop: Mapping[str, Any]) -> None:
     require_part(is_valid, loop, "successes", f"{episodes} flags")
     uncounted = loop.get("uncounted", -1)
     require_part(is_count(uncounted) and uncounted <= episodes, loop, "uncounted", f"a count up to {episodes}")
-    began = loop.get("batch_began", -1)
-    require_part(_is_number(began) and 0 <= began <= 1, loop, "batch_began", "a number from 0 to 1")
+    progress = loop.get("progress_at_batch_start", -1)
+    require_part(_is_number(progress) and 0 <= progress <= 1, loop, "progress_at_batch_start", "a number from 0 to 1")
     require_part(_is_budget(loop.get("budget")), loop, "budget", "limits, what was used before, and a flag")
 
 
 def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> None:
     """Checks the state that `Play.resume` uses."""
     require = partial(require_part, where="play/")
-    base_seed = play.get("entropy")
+    base_seed = play.get("base_seed")
     is_valid = isinstance(base_seed, int) and not isinstance(base_seed, bool) and base_seed >= 0
-    require(is_valid, play, "entropy", "a seed")
+    require(is_valid, play, "base_seed", "a seed")
     require(is_count(play.get("ranks")), play, "ranks", "a count")
     require(is_count(play.get("next_group")), play, "next_group", "a count")
     # With other environments, list lengths may differ.
@@ -75,9 +75,9 @@ def _check_play(play: Mapping[str, Any], num_envs: int, starts_again: bool) -> N
     first = play.get("first")
     is_valid = "first" in play and (first is None or _are_beginnings(first, len(play["texts"])))
     require(is_valid, play, "first", "texts and choices, or None")
-    is_valid = _is_list(play, "told_to_rest", length)
-    is_valid = is_valid and all(isinstance(each, bool) for each in play["told_to_rest"])
-    require(is_valid, play, "told_to_rest", "a flag for each environment")
+    is_valid = _is_list(play, "to_pause", length)
+    is_valid = is_valid and all(isinstance(each, bool) for each in play["to_pause"])
+    require(is_valid, play, "to_pause", "a flag for each environment")
 
 
 def require_part(is_valid: bool, state: Mapping[str, Any], name: str, expected: str, where: str = "") -> None:

@@ -323,7 +323,7 @@ class Play:
         """Returns the state of an agent's environments; no step may be pending."""
         has_no_episode = self._needs_reset | self._paused
         return {
-            "entropy": self._base_seed,
+            "base_seed": self._base_seed,
             "groups": self._groups.tolist(),
             "ranks": self._world_size,
             "next_group": 1 + max(distributed.gather_objects(int(self._groups.max()))),
@@ -331,7 +331,7 @@ class Play:
             "texts": [None if skip else text for text, skip in zip(self._texts(), has_no_episode, strict=True)],
             "choices": self._choices_record(list(zip(self._observations, self._infos, strict=True))),
             "first": None if self._parts[0].can_replay else self._initial_record(),
-            "told_to_rest": self._to_pause.tolist(),
+            "to_pause": self._to_pause.tolist(),
         }
 
     def _initial_record(self) -> dict[str, Any]:
@@ -374,7 +374,7 @@ class Play:
             CheckpointError: The agent offers other choices, and `may_change_choices` is False; or a saved action cannot
                 be replayed.
         """
-        self._base_seed = state["entropy"]
+        self._base_seed = state["base_seed"]
         if starts_again or state["ranks"] != self._world_size:
             logger.warning("Other environments or another number of processes: the episodes under way start again.")
             self._groups = self._first_groups(state["next_group"])
@@ -386,7 +386,7 @@ class Play:
         self._actions = [self._parts[0].actions_from(actions) for actions in state["actions"]]
         can_replay = self._parts[0].can_replay
         replay = dict(enumerate(self._actions)) if can_replay else None
-        self._to_pause[:] = state["told_to_rest"]
+        self._to_pause[:] = state["to_pause"]
         self._paused = self._to_pause & np.array([text is None for text in state["texts"]])
         with _replay_errors_named(replay):
             self._reset(np.ones(len(self._ids), dtype=bool), replay, self._paused)

@@ -173,7 +173,7 @@ class Run:
             "updates": self.updates,
             "turns": self.turns,
             "seconds": 60 * self.minutes,
-            "batch_began": self.agent.learner.cooldown.progress,
+            "progress_at_batch_start": self.agent.learner.cooldown.progress,
             "budget": {"limits": self._budget, "before": self._before, "is_finished": self.is_finished},
         }
 
@@ -190,7 +190,7 @@ class Run:
         continues = budget["limits"] == self._budget and not budget["is_finished"]
         self._before = budget["before"] if continues else self._used
         # The progress of all is 0 where a new budget begins.
-        self._set_cooldown(min(state["batch_began"], self._progress_of_all()))
+        self._set_cooldown(min(state["progress_at_batch_start"], self._progress_of_all()))
 
 
 EXIT_CODE = 130

@@ -29,7 +29,7 @@ from llamagym.models.registry import lookup, lora_config
 from llamagym.text.chat_template import invocation_tokens
 
 sys.path.insert(0, str(ROOT))
-from tests.tiny import tiny_tokenizer
+from tests.helpers.tiny import tiny_tokenizer
 
 ENVS, TURNS, NEW_TOKENS = 8, 2, 8
 MODELS: dict[str, tuple[str, PretrainedConfig]] = {

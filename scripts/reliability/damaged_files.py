@@ -2,7 +2,7 @@
 
     python -m scripts.reliability.damaged_files
 
-Mutations, seed and checks are those of tests/test_damaged_files.py. The script stops at an error other than
+Mutations, seed and checks are those of tests/saving/test_damaged_files.py. The script stops at an error other than
 CheckpointError, or at a failed load that changed the agent in memory. Agents that were loaded must act and learn. The
 counts go to results/damaged_files.json, and the page on security shows them.
 """
@@ -16,7 +16,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.test_damaged_files import (
+from tests.saving.test_damaged_files import (
     SEED,
     another_agent,
     damaged_loops,

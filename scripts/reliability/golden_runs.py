@@ -4,9 +4,9 @@
     python -m scripts.reliability.golden_runs compare before.json
 
 Record before a refactoring and compare after it on the same machine, since other processors round differently. The
-runs are those of tests/resumed_run.py and a few more: PPO with both critics, GRPO, REINFORCE, replay, warm start,
-references; choices and free text, one turn or the whole conversation as context; float32 and bfloat16. `compare` exits
-with 1 if a run differs, and prints its statistic with the largest relative difference.
+runs are those of tests/helpers/resumed_run.py and a few more: PPO with both critics, GRPO, REINFORCE, replay, warm
+start, references; choices and free text, one turn or the whole conversation as context; float32 and bfloat16.
+`compare` exits with 1 if a run differs, and prints its statistic with the largest relative difference.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from tests.agents import ChoiceAgent, make_agent
-from tests.resumed_run import CASES, Talker, demonstrations, learn, make
+from tests.helpers.agents import ChoiceAgent, make_agent
+from tests.helpers.resumed_run import CASES, Talker, demonstrations, learn, make
 
 UPDATES = 4
 _REINFORCE = {"algorithm": "reinforce", "reinforce": {"batch_size": 16}, "context": "turn"}

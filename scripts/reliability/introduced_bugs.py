@@ -34,7 +34,7 @@ class Bug:
         path: The file.
         old: The text to replace; it occurs once.
         new: The replacement.
-        likely: Test files that run first, without `tests/test_` and `.py`.
+        likely: Test files that run first, without their folder, `test_` and `.py`.
     """
 
     name: str
@@ -170,7 +170,9 @@ def look_for(bug: Bug, folder: Path) -> dict[str, str | None]:
     after = before.replace(bug.old, bug.new)
     write(path, after)
     found: dict[str, str | None] = {"bug": bug.name, "diff": diff(bug, before, after), "run": None, "test": None}
-    likely = [f"tests/test_{name}.py" for name in bug.likely]
+    likely = []
+    for name in bug.likely:
+        likely += [str(file) for file in folder.glob(f"tests/**/test_{name}.py")]
     for run, options, files in (("short", SHORT, likely), ("short", SHORT, []), ("all", LONG, [])):
         test = first_failure(folder, *options, *files)
         if test is not None:

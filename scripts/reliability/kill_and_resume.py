@@ -2,9 +2,9 @@
 
 python -m scripts.reliability.kill_and_resume [--kills 50] [--seed 0]
 
-A tiny model with random weights trains with a checkpoint after every update (`tests/endless_run.py`) and is killed with
-`kill -9` at random times. After each kill, the newest checkpoint must be intact and contain all reported updates but
-the last. At the end the statistics of all updates must equal those of an uninterrupted run. Writes
+A tiny model with random weights trains with a checkpoint after every update (`tests/helpers/endless_run.py`) and is
+killed with `kill -9` at random times. After each kill, the newest checkpoint must be intact and contain all reported
+updates but the last. At the end the statistics of all updates must equal those of an uninterrupted run. Writes
 results/kill_and_resume.json.
 """
 
@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 
 def start(folder: Path) -> subprocess.Popen[str]:
     """Starts or resumes the run."""
-    command = [sys.executable, "-m", "tests.endless_run", str(folder)]
+    command = [sys.executable, "-m", "tests.helpers.endless_run", str(folder)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 

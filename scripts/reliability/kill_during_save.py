@@ -31,9 +31,9 @@ from llamagym import Agent, train
 from llamagym.agent import export
 from llamagym.saving import checkpoints
 from llamagym.saving.atomic import verify
-from tests.agents import ChoiceAgent, make_agent
-from tests.killed import killed_at
-from tests.resumed_run import DiceEnv, make
+from tests.helpers.agents import ChoiceAgent, make_agent
+from tests.helpers.killed import killed_at
+from tests.helpers.resumed_run import DiceEnv, make
 
 HERE = Path(__file__).resolve().parent
 # Step between tried points, since Python makes several calls between two writes.

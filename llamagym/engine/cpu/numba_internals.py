@@ -1,6 +1,6 @@
 """Uses of numba beyond its documented interface, all in one file.
 
-`tests/test_internals.py` checks each of these against the installed version, and what happens without it.
+`tests/models/test_internals.py` checks each of these against the installed version, and what happens without it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,265 @@
+"""The report of runs: one page that a browser shows without a network and without errors."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamagym import ConfigError, train
+from llamagym.__main__ import main
+from llamagym.training.report import write_report
+from llamagym.training.tracking import default_tracker
+from tests.helpers.agents import ChoiceAgent, CountdownEnv, make_agent
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = 'says </script><script>alert("x")</script> <!-- & </p>'
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two real runs, one with text that would break a page without escaping."""
+
+    class Hostile(ChoiceAgent):
+        def format_observation(self, observation):
+            return f"{HOSTILE} {observation}"
+
+    folders = []
+    for name, kind in (("first", Hostile), ("second", ChoiceAgent)):
+        folders.append(tmp_path_factory.mktemp("runs") / name)
+        agent = make_agent(kind, context="turn", ppo={"batch_size": 24})
+        tracker = default_tracker(folders[-1], {"seed": 0}, agent=agent)
+        train(agent, CountdownEnv, episodes=24, num_envs=4, seed=0, tracker=tracker)
+        # An alarm's statistics, so that there is one to show.
+        tracker.log({"approx_kl": 0.3, "updates": 99}, 25)
+        tracker.close()
+    return folders
+
+
+def dom(page: Path, *options: str, width: int = 390) -> tuple[str, str]:
+    """The DOM that a browser makes of a page, and the browser's log."""
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", *options, page.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return result.stdout, result.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_curves_alarms_and_episodes_without_an_error(runs, tmp_path):
+    shown, said = dom(write_report(runs, tmp_path / "report.html"))
+    assert "CONSOLE" not in said
+    assert shown.count("<figure") == 6
+    assert shown.count('class="curve') == 2 * 7
+    assert shown.count('class="card alarm"') == 2
+    assert "approx_kl jumped to 0.300" in shown
+    told = [json.loads(line) for run in runs for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    assert f"{len(told)} of {len(told)} episodes" in shown
+    # The first episode is open, and shows the observation as text.
+    assert shown.count('class="turn"') == 3
+    assert "says &lt;/script&gt;&lt;script&gt;alert" in shown
+    assert shown.count('class="bar') == 9
+    assert shown.count("<script") == 2
+
+
+def test_the_page_links_to_no_other_address(runs, tmp_path):
+    page = write_report(runs[:1], tmp_path / "report.html").read_text()
+    assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in page
+
+
+def test_rejects_runs_that_cannot_be_reported(tmp_path):
+    with pytest.raises(ConfigError, match="holds no metrics"):
+        write_report([tmp_path], tmp_path / "report.html")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("")
+    with pytest.raises(ConfigError, match="no update has run yet"):
+        write_report([tmp_path], tmp_path / "report.html")
+    metrics.write_text("nonsense\n[1]\n")
+    with pytest.raises(ConfigError, match="has no line that is a JSON object"):
+        write_report([tmp_path], tmp_path / "report.html")
+    # A run that was killed while it wrote its last line.
+    metrics.write_text('{"step": 1, "entropy": 1.0}\n{"step": 2, "ent')
+    assert write_report([tmp_path], tmp_path / "report.html").exists()
+
+
+def test_the_report_command_writes_the_page_or_explains_the_error(runs, tmp_path, monkeypatch, capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["llamagym", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    assert call("report", str(runs[0])) == (0, f"{runs[0] / 'report.html'}\n", "")
+    assert (runs[0] / "report.html").exists()
+    code, _, complaint = call("report", str(tmp_path))
+    assert code == 1
+    assert len(complaint.splitlines()) == 1
+    assert call("reprot")[0] == 2
+    assert "smollm2-135m" in call("models")[1]
+
+
+# Damaged and hostile files
+
+
+def data_of(page: Path) -> Any:
+    """Returns the data in a page, read by a strict parser."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert len(found) == 1
+    return json.loads(found[0], parse_constant=refuse)
+
+
+TURN = {"turn": 1, "read": "a", "reply": "b", "choices": [["b", 0.5]], "reward": 1.0, "penalty": 0.0, "valid": True,
+        "value": 0.0, "advantage": 0.0}  # fmt: skip
+TOLD = {"step": 1, "update": 1, "system": "s", "return": 1.0, "length": 1, "truncated": False, "turns": [TURN]}
+JUNK = [None, True, "x", [], {}, float("nan"), float("-inf"), 10**400, 1e308, -1, "<b>", "\ud800", [[]], "x" * 10**6]
+
+
+def damaged_run(folder: Path, count: int = 300) -> Path:
+    """A run of which most lines are damaged in some way."""
+    rng = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = ["{}", "[1]", "null", "3", "{", "[" * 50_000, '{"entropy": NaN}', '{"return_mean": 1e20, "episodes": -3}']
+    metrics += ['{"return_mean": 100000000000000016384, "entropy": 1e999, "act_s": "5", "updates": ' + "9" * 5000 + "}"]
+    names = ["return_mean", "return_std", "episodes", "turns", "entropy", "approx_kl", "act_s", "learn_s", "updates"]
+    for _ in range(count):
+        metrics.append(json.dumps({name: rng.choice([*JUNK, 1.0, 2.5, 3]) for name in rng.sample(names, 5)}))
+    told = [json.dumps(TOLD), *metrics[:8]]
+    for _ in range(count):
+        line = json.loads(json.dumps(TOLD))
+        part = rng.choice([line, line["turns"][0]])
+        part[rng.choice(list(part))] = rng.choice(JUNK)
+        told.append(json.dumps(line))
+    (folder / "metrics.jsonl").write_bytes("\n".join(metrics).encode() + b'\n\xff\xfe{"entropy": 1.0}\n{"entr')
+    (folder / "transcripts.jsonl").write_bytes("\n".join(told).encode() + b"\n\x80\n")
+    settings = {f"name {number} <b>": value for number, value in enumerate(JUNK)}
+    settings |= {"model": {"a": 1}, "seed": float("nan"), "dtype": ["x"], "__proto__": {"x": 1}, "\ud800": "\ud800"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path):
+    page = write_report([damaged_run(tmp_path / "run")], tmp_path / "report.html")
+    (run,) = data_of(page)["runs"]
+    assert run["damaged"] > 10
+    assert len(run["rows"]) > 100
+    assert all(isinstance(value, (int, float)) for row in run["rows"] for value in row.values())
+    assert len(run["transcripts"]) > 10
+    assert all(isinstance(value, str) for value in run["settings"].values())
+    assert run["settings"]["seed"] == "nan"
+    assert page.stat().st_size < 3_000_000
+
+
+@pytest.mark.parametrize("settings", ["[]", "null", "{", "[" * 50_000, "\xff", "3"])
+def test_damaged_settings_do_not_prevent_a_report(tmp_path, settings):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    (tmp_path / "config.json").write_text(settings, encoding="latin-1")
+    (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
+    assert run["settings"] == {"config.json": "damaged"}
+
+
+@pytest.mark.parametrize(
+    "name", ["__DATA__", "__TITLE__", "</title><script>alert(1)</script>", "a&b", "\udcff", "x" * 200]
+)
+def test_run_names_are_escaped(tmp_path, name):
+    run = tmp_path / name.replace("/", "\N{FRACTION SLASH}")
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    page = write_report([run, run], tmp_path / "report.html")
+    assert len(data_of(page)["runs"]) == 2
+    text = page.read_text()
+    assert text.count("<script") == 2
+    assert text.count("<title>") == 1
+
+
+def test_linked_files_are_not_shown(tmp_path):
+    (tmp_path / "secret").write_text('{"token": 12345}\n')
+    run = tmp_path / "run"
+    for name in ("metrics.jsonl", "transcripts.jsonl", "config.json"):
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to("../secret")
+        with pytest.raises(ConfigError, match=f"'{name}', which lies outside"):
+            write_report([run], tmp_path / "report.html")
+        shutil.rmtree(run)
+
+
+def test_a_report_replaces_only_reports(runs, tmp_path):
+    page = write_report(runs[:1], tmp_path / "report.html")
+    write_report(runs[:1], page)
+    page.write_text("<html>mine</html>")
+    with pytest.raises(ConfigError, match="exists and is not a report of llamagym"):
+        write_report(runs[:1], page)
+    assert page.read_text() == "<html>mine</html>"
+    # Other programs embed data under the same name.
+    page.write_text('<html><script type="application/json" id="data">{"mine": 1}</script></html>')
+    with pytest.raises(ConfigError, match="exists and is not a report of llamagym"):
+        write_report(runs[:1], page)
+    assert "mine" in page.read_text()
+
+
+@pytest.mark.parametrize("value", [1e200, -1e200, 1e308])
+def test_statistics_whose_squares_overflow_are_reported(tmp_path, value):
+    names = ("invalid_rate", "explained_variance", "return_mean", "value_loss")
+    rows = [{"updates": number, **dict.fromkeys(names, value * (number % 3))} for number in range(30)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert write_report([tmp_path], tmp_path / "report.html").is_file()
+
+
+@pytest.mark.long
+def test_a_page_of_huge_files_stays_small(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({f"n{number}": 1.0 for number in range(100_000)}) + "\n")
+    turn = {"turn": 1, "read": "a" * 3000, "reply": "b", "choices": [["c" * 3000, 0.5]] * 200, "valid": True}
+    episode = {"update": 1, "system": "s", "return": 1.0, "length": 1, "truncated": False, "turns": [turn] * 300}
+    (tmp_path / "transcripts.jsonl").write_text((json.dumps(episode) + "\n") * 2)
+    page = write_report([tmp_path], tmp_path / "report.html")
+    assert page.stat().st_size < 25_000_000
+    turn["choices"] = [["c" * 3000, 0.5]] * 20
+    (tmp_path / "transcripts.jsonl").write_text((json.dumps(episode) + "\n") * 30)
+    page = write_report([tmp_path], tmp_path / "report.html")
+    assert page.stat().st_size < 25_000_000
+    assert 1 <= len(data_of(page)["runs"][0]["transcripts"]) < 30
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "transcripts.jsonl"])
+def test_unreadable_files_are_named(runs, tmp_path, monkeypatch, name):
+    usual = Path.open
+
+    def closed(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(ConfigError, match=rf"cannot be read: .*Permission denied.*{name}"):
+        write_report(runs[:1], tmp_path / "report.html")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_a_report_of_damaged_metrics(tmp_path):
+    folders = [damaged_run(tmp_path / name) for name in ("__DATA__", "<img src=x onerror=alert(1)>")]
+    # More values than a function call takes arguments.
+    with (folders[0] / "metrics.jsonl").open("a") as file:
+        file.write("\n" + '{"return_mean": 1.0, "entropy": 0.5}\n' * 150_000)
+    for shown_folders in (folders, folders[:1]):
+        shown, said = dom(write_report(shown_folders, tmp_path / "report.html"))
+        assert "CONSOLE" not in said
+        assert "damaged lines" in shown
+        assert shown.count("<figure") == 4
+        assert 'class="turn"' in shown
+        assert "<h2>Settings" in shown
+        assert shown.count("<script") == 2
+        assert "<img" not in shown
