@@ -249,6 +249,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
         history: dict[str, list[float]] = defaultdict(list)
         first_errors: list[float] = []
+        goes_too_far = False
         for minibatch in schedule:
             decision_count = sum(turn.decision_count for segment in minibatch for turn in segment.turns)
             turn_count = sum(len(segment.turns) for segment in minibatch)
@@ -310,7 +311,9 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             else:
                 kl = losses.pop("approx_kl", None)
                 # Before the first step the KL is rounding.
-                if kl is not None and optimizer.steps and optimizer.record_kl(kl, kl_share):
+                if kl is not None and optimizer.steps:
+                    goes_too_far = optimizer.record_kl(kl, kl_share)
+                if goes_too_far:
                     break
                 # A minibatch without decisions has no KL and steps the critic alone. Then the weights from before the
                 # policy's last step are kept until its KL is known.
@@ -319,11 +322,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 losses["grad_norm"] = self._step(kl_share, targets.is_flat)
             for name, value in losses.items():
                 history[name].append(value)
-        else:
+        if optimizer.steps and deciding and not goes_too_far:
             # No later minibatch measures the last step's KL.
-            if optimizer.steps and deciding:
-                probe = minibatches(deciding, size, self._rng)[0]
-                optimizer.record_kl(measure_kl(policy, probe, rollout, self.pass_tokens), kl_share)
+            probe = minibatches(deciding, size, self._rng)[0]
+            optimizer.record_kl(measure_kl(policy, probe, rollout, self.pass_tokens), kl_share)
         stats |= {name: float(np.mean(values)) for name, values in history.items()}
         stats |= {"approx_kl": optimizer.kl, "ratio_error": max(first_errors, default=math.nan)}
         stats |= self._end_steps(kl_share, targets.is_flat)

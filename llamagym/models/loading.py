@@ -17,7 +17,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -130,33 +130,22 @@ def load_model_and_tokenizer(
             f"need. Pass one of {', '.join(_ATTENTION)}, or None."
         )
     quantization = is_quantized(load_in_8bit, load_in_4bit, target.type, peft_config)
-    source, hub = _locate(str(name), token)
+
+    # Where the files are: the adapter, if there is one, and the base.
+    source = _locate(str(name), token)
+    adapter = find_file(source.path, ADAPTER_CONFIG, source.hub)
     base_name = str(name)
     base = source
-    base_hub = hub
-    adapter = find_file(source, ADAPTER_CONFIG, hub)
     if adapter is not None:
         if peft_config is not None:
             raise ModelLoadError(f"{str(name)!r} already holds an adapter: drop peft_config, or load its base.")
-        base_name = read_adapter_config(adapter).get("base_model_name_or_path") or ""
-        if not base_name:
-            raise ModelLoadError(
-                f"the adapter {str(name)!r} does not name its base. Add base_model_name_or_path to it."
-            )
-        try:
-            base, base_hub = _locate(base_name, token)
-        except ModelLoadError as error:
-            raise MissingBaseError(
-                f"the base of the adapter {str(name)!r}, which its {ADAPTER_CONFIG} names as "
-                f"base_model_name_or_path: {error}"
-            ) from error
-    config = _from_pretrained(transformers.AutoConfig, base, base_hub)
-    saved_attention = getattr(config, "_attn_implementation", None)
-    if attn_implementation is None and saved_attention not in (None, *_ATTENTION):
-        raise ModelLoadError(
-            f"the config.json of {str(base)!r} asks for the attention {shortened(saved_attention)}, which may be code "
-            "that is downloaded and executed. Pass attn_implementation='sdpa' or 'eager'."
-        )
+        base_name = _base_name_of(base_name, adapter)
+        base = _locate_base(base_name, str(name), token)
+
+    # What the registry knows of the base, and whether it fits.
+    config = _from_pretrained(transformers.AutoConfig, base)
+    if attn_implementation is None:
+        _check_saved_attention(config, base)
     entry = lookup(base_name) or lookup_by_architecture(config)
     if lora_layer_fraction is not None:
         entry = replace(entry, lora_layer_fraction=lora_layer_fraction)
@@ -166,27 +155,68 @@ def load_model_and_tokenizer(
         if quantization:
             bits = "8bit" if load_in_8bit else "4bit"
         _require_memory(load_needs_gib(entry, weights_dtype, bits, peft_config is False, target.type), target)
+
+    # Tokenizer and weights.
+    has_tokenizer = find_file(source.path, "tokenizer_config.json", source.hub) is not None
+    tokenizer = _load_tokenizer(source if has_tokenizer else base)
     options: dict[str, Any] = {"dtype": weights_dtype, "attn_implementation": attn_implementation}
     if quantization:
         options["device_map"] = {"": target}
         options["quantization_config"] = quantization_config(load_in_8bit, weights_dtype)
-    if find_file(source, "tokenizer_config.json", hub) is not None:
-        tokenizer = _load_tokenizer(source, hub)
-    else:
-        tokenizer = _load_tokenizer(base, base_hub)
     if adapter is not None:
-        model = AutoModelForCausalLMWithValueHead.from_pretrained(source, base_model=base, **options, **base_hub | hub)
+        options |= base.hub | source.hub
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(source.path, base_model=base.path, **options)
     else:
         lora = peft_config or None
         if peft_config is None:
             lora = lora_config(entry, config, invocation_tokens(tokenizer) if ACTIVATION.works else None)
-        model = AutoModelForCausalLMWithValueHead.from_pretrained(source, lora, **options, **hub)
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(source.path, lora, **options, **source.hub)
         model.lora_depth_is_open = peft_config is None and lora_layer_fraction is None
     if entry.name == EMBEDDED_NAME and entry.hub_id:
         _set_base_id_(model, entry.hub_id)
     if not quantization:
         model = model.to(target)
     return model, tokenizer, target
+
+
+class _Location(NamedTuple):
+    """Where a model is.
+
+    Attributes:
+        path: A folder or hub id.
+        hub: Options for the hub; empty for a folder.
+    """
+
+    path: str
+    hub: dict[str, Any]
+
+
+def _base_name_of(name: str, adapter: Path) -> str:
+    """The name of the base in an adapter's configuration."""
+    base_name: str = read_adapter_config(adapter).get("base_model_name_or_path") or ""
+    if not base_name:
+        raise ModelLoadError(f"the adapter {name!r} does not name its base. Add base_model_name_or_path to it.")
+    return base_name
+
+
+def _locate_base(base_name: str, name: str, token: str | None) -> _Location:
+    """Locates the base of the adapter `name`."""
+    try:
+        return _locate(base_name, token)
+    except ModelLoadError as error:
+        raise MissingBaseError(
+            f"the base of the adapter {name!r}, which its {ADAPTER_CONFIG} names as base_model_name_or_path: {error}"
+        ) from error
+
+
+def _check_saved_attention(config: Any, base: _Location) -> None:
+    """Rejects a configuration that names an attention implementation that would be downloaded."""
+    saved_attention = getattr(config, "_attn_implementation", None)
+    if saved_attention not in (None, *_ATTENTION):
+        raise ModelLoadError(
+            f"the config.json of {base.path!r} asks for the attention {shortened(saved_attention)}, which may be code "
+            "that is downloaded and executed. Pass attn_implementation='sdpa' or 'eager'."
+        )
 
 
 def load_needs_gib(
@@ -337,45 +367,45 @@ def _read_gguf(gguf: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _locate(name: str, token: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns the folder or hub id to load a model from, and the options for the hub.
+def _locate(name: str, token: str | None) -> _Location:
+    """Returns where to load a model from.
 
     Raises:
         ModelLoadError: The model is not there, or incomplete; the message tells what is missing.
     """
     entry = lookup(name)
     if entry is not None and entry.name == EMBEDDED_NAME:
-        return str(embedded_model_folder()), {}
+        return _Location(str(embedded_model_folder()), {})
     path = local_path(name)
     if path is not None and path.is_dir():
         check_model_folder(path)
-        return str(path), {}
+        return _Location(str(path), {})
     if path is not None:
         check_model_file(path)
-        return str(_gguf_folder(path)), {}
+        return _Location(str(_gguf_folder(path)), {})
     hub_id = name
     if entry is not None and entry.hub_id:
         hub_id = entry.hub_id
-    return hub_id, check_hub(hub_id, token)
+    return _Location(hub_id, check_hub(hub_id, token))
 
 
-def _from_pretrained(loader: Any, source: str, hub: dict[str, Any]) -> Any:
+def _from_pretrained(loader: Any, source: _Location) -> Any:
     """Calls `loader.from_pretrained`, and turns its errors into a ModelLoadError."""
     part = loader.__name__.removeprefix("Auto").lower()
     try:
-        return loader.from_pretrained(source, trust_remote_code=False, **hub)
+        return loader.from_pretrained(source.path, trust_remote_code=False, **source.hub)
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception
         raise ModelLoadError(
-            f"cannot read the {part} of {source!r}: {first_line(error)} Check that it is a model of transformers."
+            f"cannot read the {part} of {source.path!r}: {first_line(error)} Check that it is a model of transformers."
         ) from error
 
 
-def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _load_tokenizer(source: _Location) -> PreTrainedTokenizerBase:
     """Loads a tokenizer, and adds a padding token and a chat template if it has none."""
-    tokenizer: PreTrainedTokenizerBase = _from_pretrained(transformers.AutoTokenizer, source, hub)
+    tokenizer: PreTrainedTokenizerBase = _from_pretrained(transformers.AutoTokenizer, source)
     if tokenizer.eos_token is None:
         raise ModelLoadError(
-            f"the tokenizer of {source!r} has no EOS token, so no reply could end. Set eos_token in it."
+            f"the tokenizer of {source.path!r} has no EOS token, so no reply could end. Set eos_token in it."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -383,7 +413,7 @@ def _load_tokenizer(source: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase
         # Models whose tokenizer starts every text with its BOS token were trained with it.
         adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = ("{{ bos_token }}" if adds_bos else "") + PLAIN_CHAT_TEMPLATE
-        logger.warning("the tokenizer of %s has no chat template: using a plain Instruct/Output one.", source)
+        logger.warning("the tokenizer of %s has no chat template: using a plain Instruct/Output one.", source.path)
     return tokenizer
 
 

@@ -19,7 +19,7 @@ from ..engine.likelihood import logprobs_and_entropy
 from ..engine.token_tree import TokenTree
 from ..errors import ContextLengthError
 from ..models.lora import latest_inputs
-from ..text.episode import Segment
+from ..text.episode import Segment, Turn
 from .calibration import Calibration, Row
 from .choices import ReadPlan, branch_logprobs, choice_logprobs, entropy_from_logits, relative
 
@@ -183,44 +183,65 @@ def evaluate_turns(
         trees: One token tree per segment.
         read: Runs the model on token trees.
     """
+    # Decisions of the distinct trees have numbers, so each turn has the number of its decision.
     first_decision: dict[TokenTree, int] = {}
     count = 0
     for tree in trees:
         if tree not in first_decision:
             first_decision[tree] = count
             count += len(tree.decisions)
-    reading = read(list(first_decision))
-    plan = reading.plan
-    device = reading.values.device
+    decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
     turns = [turn for segment in segments for turn in segment.turns]
     width = max(len(turn.reply.logprobs) for turn in turns)
-    logprobs = torch.zeros(count, width, device=device)
-    entropy = torch.zeros_like(logprobs)
-    decision, offset = plan.text_slots.unbind(1)
-    logprobs = logprobs.index_put((decision, offset), reading.text_logprobs)
-    entropy = entropy.index_put((decision, offset), reading.text_entropy)
-    first_column = torch.tensor(0, device=device)
-    # A choice is one decision. The sum of entropies on its way is an unbiased estimate of the entropy over choices.
-    entropy = entropy.index_put((plan.branch_turns, first_column), reading.branch_entropy, accumulate=True)
-    decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
+
+    reading = read(list(first_decision))
+    device = reading.values.device
     decision_of_turn = torch.tensor(decisions, device=device)
-    logprobs = logprobs[decision_of_turn]
-    entropy = entropy[decision_of_turn]
-    # Equal choices in equal contexts are computed once: the number of each distinct (decision, choice).
+    logprobs, entropy = _by_decision(reading, count, width)
+    logprobs = _with_choices(logprobs[decision_of_turn], reading, turns, decisions)
+    lengths = torch.tensor([turn.decision_count for turn in turns])
+    return Evaluation(
+        logprobs,
+        entropy[decision_of_turn],
+        mask=(torch.arange(width) < lengths[:, None]).to(device),
+        values=reading.values[decision_of_turn],
+        features=reading.features[decision_of_turn],
+        branches=_branches_by_decision(reading, count)[decision_of_turn],
+    )
+
+
+def _by_decision(reading: Reading, count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of free text, and entropies, of `count` decisions with up to `width` tokens: (count, width).
+
+    A choice is one token: its entropy is the sum of those at the branch points on its way, an unbiased estimate of the
+    entropy over choices.
+    """
+    plan = reading.plan
+    decision, offset = plan.text_slots.unbind(1)
+    zeros = torch.zeros(count, width, device=reading.values.device)
+    logprobs = zeros.index_put((decision, offset), reading.text_logprobs)
+    entropy = zeros.index_put((decision, offset), reading.text_entropy)
+    first_column = torch.tensor(0, device=zeros.device)
+    entropy = entropy.index_put((plan.branch_turns, first_column), reading.branch_entropy, accumulate=True)
+    return logprobs, entropy
+
+
+def _with_choices(logprobs: Tensor, reading: Reading, turns: Sequence[Turn], decisions: Sequence[int]) -> Tensor:
+    """Log-probabilities of turns (N, L) with those of choices in the first column; `decisions` is each turn's number.
+
+    Equal choices of equal decisions are computed once.
+    """
     distinct: dict[tuple[int, int], int] = {}
     chosen: list[tuple[int, int]] = []
     for row, turn in enumerate(turns):
         if turn.reply.choice_index is not None:
             number = distinct.setdefault((decisions[row], turn.reply.choice_index), len(distinct))
             chosen.append((row, number))
-    distinct_logprobs = choice_logprobs(plan, reading.branch_logprobs, [(turn, [index]) for turn, index in distinct])
-    rows, numbers = torch.tensor(chosen, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
-    logprobs = logprobs.index_put((rows, first_column), distinct_logprobs[numbers])
-    lengths = torch.tensor([turn.decision_count for turn in turns])
-    mask = (torch.arange(width) < lengths[:, None]).to(device)
-    branches = _branches_by_decision(reading, count)[decision_of_turn]
-    values = reading.values[decision_of_turn]
-    return Evaluation(logprobs, entropy, mask, values, reading.features[decision_of_turn], branches)
+    taken = [(decision, [index]) for decision, index in distinct]
+    distinct_logprobs = choice_logprobs(reading.plan, reading.branch_logprobs, taken)
+    rows, numbers = torch.tensor(chosen, dtype=torch.long, device=logprobs.device).reshape(-1, 2).unbind(1)
+    first_column = torch.tensor(0, device=logprobs.device)
+    return logprobs.index_put((rows, first_column), distinct_logprobs[numbers])
 
 
 def _branches_by_decision(reading: Reading, count: int) -> Tensor:

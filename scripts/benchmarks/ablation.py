@@ -1,6 +1,6 @@
 """Ablation of caches and kernels: throughput without each of them, relative to the throughput with all.
 
-python scripts/benchmarks/ablation.py [--only VARIANT ...] [--workloads WORKLOAD ...]
+python scripts/benchmarks/ablation.py [--dtype float32] [--only VARIANT ...] [--workloads WORKLOAD ...]
 
 Throughput is tokens of replies per second of CPU time, since replies in free text differ in length. Each round measures
 once with everything and once without each variant, in one process, so that other load on the machine slows all of them.
@@ -12,7 +12,6 @@ Every value names its session: commit, command and machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -23,10 +22,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from common import RESULTS, command, setting
+from common import RESULTS, command, named, parser_of, setting
 from torch.nn import functional
-from workload import simulate_update
-from workloads import WORKLOADS, Workload, agent_of, round_of, take_batch
+from workload import dtype_of, simulate_update
+from workloads import WORKLOADS, agent_of, round_of, take_batch
 
 from llamagym.engine import likelihood
 from llamagym.engine.cpu import fused_layer
@@ -146,14 +145,15 @@ def interval_of(ratios: list[float]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure the selected variants and merge the values into the result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--workloads", nargs="+", choices=MEASURED, default=list(MEASURED))
     arguments = parser.parse_args()
     names: list[str] = arguments.only
     table: dict[str, dict[str, Any]] = {name: {} for name in names}
     for workload in arguments.workloads:
-        rounds = rounds_of(MEASURED[workload], names)
+        agent = agent_of(MEASURED[workload], arguments.dtype, **LEARNING)
+        rounds = rounds_of(agent, round_of(MEASURED[workload], agent), names)
         for name in names:
             for work in ("act", "learn"):
                 ratios = [rates[name][work] / rates[ALL][work] for rates in rounds]
@@ -161,13 +161,11 @@ def main() -> None:
                 row = interval_of(ratios) | {"tokens_per_second": round(usual, 1)}
                 table[name][f"{work} {workload}"] = row
                 print(f"{name}, {work} {workload}: {row['without_over_with']} {row['interval']}", flush=True)
-        write(table)
+        write(table, dtype_of(agent))
 
 
-def rounds_of(workload: Workload, names: list[str]) -> list[dict[str, dict[str, float]]]:
+def rounds_of(agent: Any, play: Callable[[], int], names: list[str]) -> list[dict[str, dict[str, float]]]:
     """The rates of `measure` in each round, by name: with everything, and without each variant."""
-    agent = agent_of(workload, **LEARNING)
-    play = round_of(workload, agent)
     for _ in range(2):
         measure(agent, play, ExitStack())
     rounds = []
@@ -179,9 +177,9 @@ def rounds_of(workload: Workload, names: list[str]) -> list[dict[str, dict[str, 
     return rounds
 
 
-def write(table: dict[str, dict[str, Any]]) -> None:
-    """Merge values into the result file."""
-    path = RESULTS / "ablation.json"
+def write(table: dict[str, dict[str, Any]], dtype: str) -> None:
+    """Merge values into the result file of a dtype."""
+    path = RESULTS / f"{named('ablation', dtype)}.json"
     saved = json.loads(path.read_text()) if path.exists() else {"rows": {}, "sessions": {}}
     path.write_text(json.dumps(merged(saved, table, {"command": command(), **setting()}), indent=1) + "\n")
 

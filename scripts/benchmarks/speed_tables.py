@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common import named
 from runs import table_row
 
 _RESULTS = Path(__file__).resolve().parent / "results"
@@ -84,16 +85,30 @@ def end_to_end() -> str:
 
 
 def pieces() -> str:
-    """Ablation of caches and kernels: turns per second without each of them over those with it."""
-    result = speed_result("ablation")
+    """Ablation of caches and kernels: throughput without each of them over that with it, in both dtypes."""
+    return "\n\n".join(_pieces_in(dtype) for dtype in ("bfloat16", "float32"))
+
+
+def _pieces_in(dtype: str) -> str:
+    name = named("ablation", dtype)
+    result = speed_result(name)
     workloads = ("repeated", "choices", "unique", "conversation", "single")
     works = [f"{work} {of}" for work in ("act", "learn") for of in workloads]
     works = [work for work in works if any(work in row for row in result["rows"].values())]
-    lines = [table_row("without", *works), "|---" * (1 + len(works)) + "|"]
-    for name, row in result["rows"].items():
-        cells = (f"{row[work]['without_over_with']:.2f}" if work in row else "" for work in works)
-        lines.append(table_row(name, *cells))
-    return "\n".join([*lines, "", f"[Result]({_LINK}/ablation.json), which names the session of each value."])
+    lines = [table_row(f"{dtype}, without", *works), "|---" * (1 + len(works)) + "|"]
+    for piece, row in result["rows"].items():
+        cells = [_ratio(row[work]) if work in row else "" for work in works]
+        lines.append(table_row(piece, *cells))
+    return "\n".join([*lines, "", f"[Result]({_LINK}/{name}.json), which names the session of each value."])
+
+
+def _ratio(value: dict[str, Any]) -> str:
+    """A ratio with half the width of its interval, where ten rounds were measured."""
+    ratio = f"{value['without_over_with']:.2f}"
+    if "interval" not in value:
+        return ratio
+    low, high = value["interval"]
+    return f"{ratio} ± {(high - low) / 2:.2f}"
 
 
 def benchmarks() -> str:

@@ -136,8 +136,9 @@ def test_result_files_name_command_commit_and_hardware(path):
         assert session.keys() & {"packages", "versions"}
 
 
-def test_ablation_values_name_their_session():
-    result = json.loads((BENCHMARKS / "results" / "ablation.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", ["ablation.json", "ablation-bfloat16.json"])
+def test_ablation_values_name_their_session(name):
+    result = json.loads((BENCHMARKS / "results" / name).read_text(encoding="utf-8"))
     used = {value["session"] for row in result["rows"].values() for value in row.values()}
     assert used == set(result["sessions"])
     assert "commit" not in result
