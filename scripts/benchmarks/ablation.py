@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from common import RESULTS, command, named, parser_of, setting
 from torch.nn import functional
 from workload import dtype_of, simulate_update
@@ -30,6 +31,7 @@ from workloads import WORKLOADS, agent_of, round_of, take_batch
 from llamagym.engine import likelihood
 from llamagym.engine.cpu import fused_layer
 from llamagym.engine.radix_tree import RadixTree
+from llamagym.models.hardware import sum_dtype
 from llamagym.policy.workspace import ChoiceCache
 
 # Smaller than the usual conversations, whose rounds take a minute; the ratios are the same.
@@ -89,8 +91,10 @@ def _without_rowwise(agent: Any) -> Iterator[None]:
 
 def _add_low_rank(product: Any, inputs: Any, low_rank: Any) -> Any:
     for down, up, scale in low_rank:
-        product = product + scale * functional.linear(functional.linear(inputs.to(down.dtype), down), up)
-    return product.to(inputs.dtype)
+        dtype = torch.promote_types(up.dtype, sum_dtype(product))
+        update = functional.linear(functional.linear(inputs.to(dtype), down.to(dtype)), up.to(dtype))
+        product = torch.add(product.to(dtype), update, alpha=scale).to(product.dtype)
+    return product
 
 
 @contextmanager
