@@ -1,4 +1,4 @@
-"""What acting remembers: the calibration of choices, the choices that were offered, and caches."""
+"""Memory of acting: the calibration of choices, the choices that were offered, and caches."""
 
 from __future__ import annotations
 

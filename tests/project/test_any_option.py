@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from llamagym import Agent, GRPOConfig, LlamaGymError, PPOConfig, evaluate, train
@@ -106,5 +106,7 @@ def test_options_of_an_agent(options: dict[str, Any]):
 def test_options_of_a_run(run: Callable[..., Any], data: st.DataObject):
     names = st.sampled_from([name for name in get_type_hints(run) if name != "return"])
     options = data.draw(st.dictionaries(names, VALUES, min_size=1, max_size=2))
+    # What a user's judge raises is raised as it is.
+    assume(not callable(options.get("judge")))
     usual = {"agent": make_agent(ChoiceAgent), "env": CountdownEnv, "episodes": 2}
     tried(lambda: run(**{**usual, **options}))

@@ -32,10 +32,10 @@ from tests.helpers.tiny import tiny_base_model, tiny_tokenizer
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # Pages whose blocks are tested elsewhere, for more than that they run.
 ELSEWHERE = {
-    "README.md": "test_readme.py",
-    "api.md": "test_api.py",
-    "from-llamagym.md": "test_ports.py",
-    "training.md": "test_loop_inputs.py",
+    "README.md": "project/test_readme.py",
+    "api.md": "project/test_api.py",
+    "from-llamagym.md": "agent/test_ports.py",
+    "training.md": "training/test_loop_inputs.py",
 }
 _PART = re.compile(r"<!-- (?P<key>not run|run with|needs): (?P<value>[^\n]*?) -->\n|"
                    r"<!-- setup\n(?P<setup>.*?)-->\n|"
