@@ -148,7 +148,7 @@ def _merged(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWit
     return result
 
 
-# Note of an agent that can offer choices, but has not.
+# Note for the card of an agent that has not offered choices yet.
 _NO_CHOICE_YET = (
     "Its class can offer choices, but had offered none when it was saved, so the lines below write free text. How "
     "likely each choice is depends on a prior, which is measured on the first observations that offer choices. Let the "
@@ -156,8 +156,8 @@ _NO_CHOICE_YET = (
 )
 # Characters that have a meaning in a line of Markdown, those of links and mentions included.
 _MARKUP = re.compile(r"[\\`*_\[\]<>|~&#$!:@]|(?<=www)\.")
-# Most characters of a name or value.
-_MAX_LENGTH = 500
+# Maximum length of a name or value on the card.
+_MAX_CARD_LENGTH = 500
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Card:
         prefix: Fixed text that every reply begins with.
         generation: How replies are sampled.
         end_ids: The token ids that end a reply.
-        closing_id: The one of them that ends a choice.
+        closing_id: The end id that closes a choice.
         choices: Text and token ids of each choice that was ever offered.
         prior: Prior log-probability of a choice's token, by the token ids up to it, where -1 stands for the end of a
             choice; empty without calibration.
@@ -321,7 +321,7 @@ def _plain(value: Any) -> str:
     >>> print(_plain("<b>|\n# *x*"))
     \<b\>\| \# \*x\*
     """
-    text = str(json_safe(value, _MAX_LENGTH))[:_MAX_LENGTH]
+    text = str(json_safe(value, _MAX_CARD_LENGTH))[:_MAX_CARD_LENGTH]
     text = "".join(char if char.isprintable() else " " for char in text)
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 

@@ -1,4 +1,4 @@
-"""The methods that a user's agent defines, and how the library calls them; `info["action_mask"]` excludes choices."""
+"""The methods that a user's agent defines, how the library calls them, and the action masks that exclude choices."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class ActionMasks:
     A mask has one entry for each action of a Discrete space, or is a tuple with a mask for each part of a MultiDiscrete
     space. It applies if as many choices are offered as it has entries. Choices that name consecutive integers may stand
     in any order; all others must stand in the order of their actions. A mask of another size is ignored, because then
-    the user's `get_action_choices` has already selected.
+    the user's `get_action_choices` has already filtered the choices.
     """
 
     def __init__(self, action_of: Callable[[str], Any]) -> None:

@@ -1,4 +1,4 @@
-"""A generic agent, defined by an environment's spaces and the user's wording; it describes observations in words."""
+"""A generic agent built from an environment's spaces and the user's wording, and observations in words."""
 
 from __future__ import annotations
 

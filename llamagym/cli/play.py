@@ -1,4 +1,4 @@
-"""The commands `play` and `eval`: a saved agent in the terminal, turn by turn, or compared with random actions."""
+"""The commands `play`, which shows a saved agent turn by turn, and `eval`, which compares it with random actions."""
 
 from __future__ import annotations
 

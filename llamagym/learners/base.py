@@ -249,7 +249,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
 
         history: dict[str, list[float]] = defaultdict(list)
         first_errors: list[float] = []
-        goes_too_far = False
+        left_trust_region = False
         for minibatch in schedule:
             decision_count = sum(turn.decision_count for segment in minibatch for turn in segment.turns)
             turn_count = sum(len(segment.turns) for segment in minibatch)
@@ -264,7 +264,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 old_logprobs = rollout.old_logprobs[rows, : mask.shape[1]].to(mask.device)
                 importance = rollout.importance[rows, : mask.shape[1]]
                 advantages = (targets.advantages[rows, None] * importance).to(mask.device)
-                # Weighted by these, the chunks' means add up to the minibatch's mean.
+                # Weights with which the chunks' means sum to the minibatch's mean.
                 decision_share = mask.sum().item() / max(decision_count, 1)
                 turn_share = len(rows) / turn_count
 
@@ -310,10 +310,10 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 continue
             else:
                 kl = losses.pop("approx_kl", None)
-                # Before the first step the KL is rounding.
+                # Before the first step the KL is only rounding error.
                 if kl is not None and optimizer.steps:
-                    goes_too_far = optimizer.record_kl(kl, kl_share)
-                if goes_too_far:
+                    left_trust_region = optimizer.record_kl(kl, kl_share)
+                if left_trust_region:
                     break
                 # A minibatch without decisions has no KL and steps the critic alone. Then the weights from before the
                 # policy's last step are kept until its KL is known.
@@ -322,7 +322,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 losses["grad_norm"] = self._step(kl_share, targets.is_flat)
             for name, value in losses.items():
                 history[name].append(value)
-        if optimizer.steps and deciding and not goes_too_far:
+        if optimizer.steps and deciding and not left_trust_region:
             # No later minibatch measures the last step's KL.
             probe = minibatches(deciding, size, self._rng)[0]
             optimizer.record_kl(measure_kl(policy, probe, rollout, self.pass_tokens), kl_share)

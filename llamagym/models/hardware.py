@@ -1,4 +1,4 @@
-"""Properties of the machine: precision of its devices, memory, and weights in 8 or 4 bits by bitsandbytes."""
+"""Precision and memory of the machine's devices; weights in 8 or 4 bits by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def sum_dtype(states: Tensor) -> torch.dtype:
 
 
 def is_quantized(in_8bit: bool, in_4bit: bool, device_type: str, peft_config: object) -> bool:
-    """Whether to quantize; rejects options that cannot work before anything is downloaded.
+    """Whether to quantize; rejects, before any download, options that cannot work.
 
     Args:
         in_8bit: Whether to quantize to 8 bits.

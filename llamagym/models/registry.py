@@ -1,8 +1,8 @@
 """The registry of language models: an entry for each model, and a fallback for each family.
 
-An entry tells, before any weight is read, which modules get LoRA, how to sample while training, which dtype to use on a
-device, and how much memory the weights need. A model that is not registered gets the fallback of its family, with a
-warning.
+An entry defines, before weights are read, which modules get LoRA, how to sample while training (`GenerationConfig`),
+which dtype to use on a device, and how much memory the weights need. A model that is not registered gets the fallback
+of its family, with a warning.
 
 By default LoRA adapts the attention's query and output projections and the MLP's down-projection in the last half of
 the layers, of which an agent that sees one turn keeps half (see `lora`). Autograd stops at the first adapted layer, so
@@ -12,7 +12,7 @@ the frozen layers below cost no backward pass and give the same output in the ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,14 @@ import torch
 import transformers
 
 from ..errors import ConfigError, did_you_mean
+from ..options import Options
 from .hardware import precision_on
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig
-from collections.abc import Mapping
 
-from ..options import Options
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,6 @@ class GenerationConfig(Options):
             options = {str(key).removeprefix("generate/"): value for key, value in options.items()}
         return super().from_dict(options)
 
-
-logger = logging.getLogger(__name__)
 
 BF16 = torch.bfloat16
 FP16 = torch.float16

@@ -3,7 +3,8 @@
 At a branch point the next token is drawn among its targets, the tokens that some choice continues with. A token that
 must follow has probability 1, so only branch points are computed, and long choices are not unlikely for their length.
 
-Shapes: B branch points, K targets per branch point (padded), T choices.
+Shapes: N decisions, F tokens of free text, B branch points, K targets per branch point (padded), T choices that were
+taken, C choices of a decision, M branch points on the way to a choice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..engine.choice_trie import END, Branch, ChoiceTrie, Ids, branch_points
+from ..engine.choice_trie import END, Branch, ChoiceTrie, Ids
+from ..engine.choice_trie import branch_points as branch_points_to
 from ..engine.token_tree import Decision, TokenTree
 from .calibration import Calibration
 
@@ -39,7 +41,7 @@ class ReadPlan:
         branch_nodes: Node of each branch point, int64 (B,).
         branch_targets: Targets of each branch point, int64 (B, K), padded with 0.
         log_counts: Logarithm of the number of choices that continue with each target, float (B, K); -inf for padding.
-        branch_turns: Decision of each branch point, int64 (B,).
+        branch_decisions: Decision of each branch point, int64 (B,).
         first_branches: Index of each decision's first branch point.
     """
 
@@ -53,7 +55,7 @@ class ReadPlan:
     branch_nodes: Tensor
     branch_targets: Tensor
     log_counts: Tensor
-    branch_turns: Tensor
+    branch_decisions: Tensor
     first_branches: tuple[int, ...]
 
     def to(self, device: torch.device) -> ReadPlan:
@@ -99,7 +101,7 @@ class ReadPlan:
             branch_nodes=torch.tensor([ends[turn] + branch.node for turn, branch in branches], dtype=torch.long),
             branch_targets=torch.tensor(targets, dtype=torch.long).reshape(len(branches), width),
             log_counts=torch.tensor(log_counts).reshape(len(branches), width),
-            branch_turns=torch.tensor([turn for turn, _ in branches], dtype=torch.long),
+            branch_decisions=torch.tensor([turn for turn, _ in branches], dtype=torch.long),
             first_branches=tuple(accumulate(branch_counts[:-1], initial=0)) if decisions else (),
         )
 
@@ -118,7 +120,7 @@ class ReadPlan:
         for turn, indices in chosen:
             offered = self.decisions[turn].choices
             assert offered is not None, "choices are offered"
-            for way in branch_points(self.decisions[turn].branches, [offered[index] for index in indices]):
+            for way in branch_points_to(self.decisions[turn].branches, [offered[index] for index in indices]):
                 rows += [(position, self.first_branches[turn] + branch, target) for branch, target in way]
                 position += 1
         flat = torch.tensor(rows, dtype=torch.long, device=self.branch_nodes.device).reshape(-1, 3)
@@ -188,8 +190,8 @@ def offer_logprobs(plan: ReadPlan, of_branches: Tensor) -> list[Tensor]:
 @lru_cache(maxsize=256)
 def _ways(choices: tuple[Ids, ...]) -> tuple[list[list[int]], Tensor]:
     """The branch points on the way to each choice, and all (choice, branch point, target), int64 (T, 3)."""
-    ways = branch_points(ChoiceTrie.of(choices).branches, choices)
-    flat = [(number, *turning) for number, way in enumerate(ways) for turning in way]
+    ways = branch_points_to(ChoiceTrie.of(choices).branches, choices)
+    flat = [(number, *step) for number, way in enumerate(ways) for step in way]
     return [[branch for branch, _ in way] for way in ways], torch.tensor(flat, dtype=torch.long).reshape(-1, 3)
 
 

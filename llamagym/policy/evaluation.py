@@ -1,7 +1,7 @@
 """From segments to log-probabilities, entropies and values: token trees, their chunks, and a forward pass over them.
 
 Shapes: N turns, L decisions per turn (tokens of free text; 1 for a choice), M branch points on the way to a choice, K
-targets per branch point; both are padded. In `Reading`: H hidden size, F tokens of free text, B branch points.
+targets per branch point; M and K are padded. H hidden size, F tokens of free text, B branch points.
 """
 
 from __future__ import annotations
@@ -149,145 +149,6 @@ def divided(segments: Sequence[Segment], count: int) -> list[list[Segment]]:
     return shares
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Recorded turns under the current weights.
-
-    Attributes:
-        logprobs: Log-probability of each decision, float32 (N, L).
-        entropy: Entropy of each decision's distribution, in nats, float32 (N, L).
-        mask: True at decisions, bool (N, L): tokens of free text, and choices among several.
-        values: The critic's estimates, float32 (N,).
-        features: The critic's features, float (N, H), detached.
-        branches: Log-probabilities at the branch points on the way to the reply, float32 (N, M, K), detached; -inf for
-            padding and free text.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    mask: Tensor
-    values: Tensor
-    features: Tensor
-    branches: Tensor
-
-
-def evaluate_turns(
-    segments: Sequence[Segment], trees: Sequence[TokenTree], read: Callable[[Sequence[TokenTree]], Reading]
-) -> Evaluation:
-    """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
-
-    Equal segments (the same observation and reply) are computed once; gradients add up.
-
-    Args:
-        segments: Segments without a pending prompt.
-        trees: One token tree per segment.
-        read: Runs the model on token trees.
-    """
-    # Decisions of the distinct trees have numbers, so each turn has the number of its decision.
-    first_decision: dict[TokenTree, int] = {}
-    count = 0
-    for tree in trees:
-        if tree not in first_decision:
-            first_decision[tree] = count
-            count += len(tree.decisions)
-    decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
-    turns = [turn for segment in segments for turn in segment.turns]
-    width = max(len(turn.reply.logprobs) for turn in turns)
-
-    reading = read(list(first_decision))
-    device = reading.values.device
-    decision_of_turn = torch.tensor(decisions, device=device)
-    logprobs, entropy = _by_decision(reading, count, width)
-    logprobs = _with_choices(logprobs[decision_of_turn], reading, turns, decisions)
-    lengths = torch.tensor([turn.decision_count for turn in turns])
-    return Evaluation(
-        logprobs,
-        entropy[decision_of_turn],
-        mask=(torch.arange(width) < lengths[:, None]).to(device),
-        values=reading.values[decision_of_turn],
-        features=reading.features[decision_of_turn],
-        branches=_branches_by_decision(reading, count)[decision_of_turn],
-    )
-
-
-def _by_decision(reading: Reading, count: int, width: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of free text, and entropies, of `count` decisions with up to `width` tokens: (count, width).
-
-    A choice is one token: its entropy is the sum of those at the branch points on its way, an unbiased estimate of the
-    entropy over choices.
-    """
-    plan = reading.plan
-    decision, offset = plan.text_slots.unbind(1)
-    zeros = torch.zeros(count, width, device=reading.values.device)
-    logprobs = zeros.index_put((decision, offset), reading.text_logprobs)
-    entropy = zeros.index_put((decision, offset), reading.text_entropy)
-    first_column = torch.tensor(0, device=zeros.device)
-    entropy = entropy.index_put((plan.branch_turns, first_column), reading.branch_entropy, accumulate=True)
-    return logprobs, entropy
-
-
-def _with_choices(logprobs: Tensor, reading: Reading, turns: Sequence[Turn], decisions: Sequence[int]) -> Tensor:
-    """Log-probabilities of turns (N, L) with those of choices in the first column; `decisions` is each turn's number.
-
-    Equal choices of equal decisions are computed once.
-    """
-    distinct: dict[tuple[int, int], int] = {}
-    chosen: list[tuple[int, int]] = []
-    for row, turn in enumerate(turns):
-        if turn.reply.choice_index is not None:
-            number = distinct.setdefault((decisions[row], turn.reply.choice_index), len(distinct))
-            chosen.append((row, number))
-    taken = [(decision, [index]) for decision, index in distinct]
-    distinct_logprobs = choice_logprobs(reading.plan, reading.branch_logprobs, taken)
-    rows, numbers = torch.tensor(chosen, dtype=torch.long, device=logprobs.device).reshape(-1, 2).unbind(1)
-    first_column = torch.tensor(0, device=logprobs.device)
-    return logprobs.index_put((rows, first_column), distinct_logprobs[numbers])
-
-
-def _branches_by_decision(reading: Reading, count: int) -> Tensor:
-    """Log-probabilities at branch points (B, K), grouped by the `count` decisions: (count, M, K)."""
-    plan = reading.plan
-    logprobs = reading.branch_logprobs.detach()
-    positions = [number - plan.first_branches[turn] for number, turn in enumerate(plan.branch_turns.tolist())]
-    empty = logprobs.new_full((count, max(positions, default=-1) + 1, logprobs.shape[1]), -torch.inf)
-    position = torch.tensor(positions, dtype=torch.long, device=logprobs.device)
-    return empty.index_put((plan.branch_turns, position), logprobs)
-
-
-def read_inputs(
-    tree_chunks: Iterable[Sequence[TokenTree]],
-    layers: Sequence[nn.Linear],
-    features_of: Callable[[Sequence[TokenTree]], Tensor],
-) -> tuple[Tensor, dict[nn.Linear, Tensor], Tensor]:
-    """Records the critic's features and the inputs of some layers.
-
-    Args:
-        tree_chunks: Token trees of each forward pass.
-        layers: Layers whose inputs are recorded.
-        features_of: Runs the model on token trees; returns the critic's features.
-
-    Returns:
-        Features (N, H); the inputs of each layer at all nodes, (M, H); and a number for each node, int64 (M,), equal
-        for nodes with the same tokens of a reply. Layers that do not run once per row of a batch are left out: experts,
-        the output layer, and layers whose weights another module uses.
-    """
-    features: list[Tensor] = []
-    inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
-    numbers: dict[tuple[int, ...], int] = {}
-    groups: list[int] = []
-    with latest_inputs(list(layers)) as latest:
-        for trees in tree_chunks:
-            features.append(features_of(trees))
-            groups += [numbers.setdefault(path, len(numbers)) for tree in trees for path in tree.paths()]
-            for layer in list(inputs):
-                received = latest.get(layer)
-                if received is None or received.ndim != 3 or len(received) != len(trees):
-                    del inputs[layer]
-                    continue
-                inputs[layer] += [row[: tree.node_count] for row, tree in zip(received, trees, strict=True)]
-    return torch.cat(features), {layer: torch.cat(rows) for layer, rows in inputs.items()}, torch.tensor(groups)
-
-
 # Bytes of logits that are computed at once: 256 tokens over a vocabulary of 50,000 in bfloat16.
 _LOGITS_BYTES = 25 * 2**20
 
@@ -335,7 +196,7 @@ def read(
         temperature: Temperature of free text and of choices.
         closing_id: Token that ends a choice which is a prefix of another.
         adapted: Whether an activated LoRA is active.
-        cached: Whether activations may be cached: the weights are the policy's.
+        cached: Whether activations may be cached; True with the policy's weights only.
     """
     plan = ReadPlan.from_trees(trees, closing_id).to(backbone.transformer.device)
     flat = backbone.hidden_states(trees, adapted, cached)
@@ -386,3 +247,144 @@ def _over_vocabulary(backbone: Backbone, hidden: Tensor, targets: Tensor, temper
         for hidden, targets, temperatures in zip(*parts, strict=True)
     ]
     return torch.cat([picked for picked, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Recorded turns under the current weights.
+
+    Attributes:
+        logprobs: Log-probability of each decision, float32 (N, L).
+        entropy: Entropy of each decision's distribution, in nats, float32 (N, L).
+        mask: True at decisions, bool (N, L): tokens of free text, and choices among several.
+        values: The critic's estimates, float32 (N,).
+        features: The critic's features, float (N, H), detached.
+        branches: Log-probabilities at the branch points on the way to the reply, float32 (N, M, K), detached; -inf for
+            padding and free text.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    values: Tensor
+    features: Tensor
+    branches: Tensor
+
+
+def evaluate_turns(
+    segments: Sequence[Segment], trees: Sequence[TokenTree], run_model: Callable[[Sequence[TokenTree]], Reading]
+) -> Evaluation:
+    """Log-probabilities, entropies and values of recorded turns, in the order of the segments' turns.
+
+    Equal segments (the same observation and reply) are computed once; gradients add up.
+
+    Args:
+        segments: Segments without a pending prompt.
+        trees: One token tree per segment.
+        run_model: Runs the model on token trees.
+    """
+    # Number the decisions of the distinct trees; `decisions` maps each turn to its decision.
+    first_decision: dict[TokenTree, int] = {}
+    count = 0
+    for tree in trees:
+        if tree not in first_decision:
+            first_decision[tree] = count
+            count += len(tree.decisions)
+    decisions = [first_decision[tree] + index for tree in trees for index in range(len(tree.decisions))]
+    turns = [turn for segment in segments for turn in segment.turns]
+    width = max(len(turn.reply.logprobs) for turn in turns)
+
+    reading = run_model(list(first_decision))
+    device = reading.values.device
+    decision_of_turn = torch.tensor(decisions, device=device)
+    logprobs, entropy = _by_decision(reading, count, width)
+    logprobs = _fill_choice_logprobs(logprobs[decision_of_turn], reading, turns, decisions)
+    lengths = torch.tensor([turn.decision_count for turn in turns])
+    return Evaluation(
+        logprobs,
+        entropy[decision_of_turn],
+        mask=(torch.arange(width) < lengths[:, None]).to(device),
+        values=reading.values[decision_of_turn],
+        features=reading.features[decision_of_turn],
+        branches=_branches_by_decision(reading, count)[decision_of_turn],
+    )
+
+
+def _by_decision(reading: Reading, count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of free text, and entropies, of `count` decisions with up to `width` tokens: (count, width).
+
+    A choice is one token: its entropy is the sum of those at the branch points on its way, an unbiased estimate of the
+    entropy over choices.
+    """
+    plan = reading.plan
+    decision, offset = plan.text_slots.unbind(1)
+    zeros = torch.zeros(count, width, device=reading.values.device)
+    logprobs = zeros.index_put((decision, offset), reading.text_logprobs)
+    entropy = zeros.index_put((decision, offset), reading.text_entropy)
+    first_column = torch.tensor(0, device=zeros.device)
+    entropy = entropy.index_put((plan.branch_decisions, first_column), reading.branch_entropy, accumulate=True)
+    return logprobs, entropy
+
+
+def _fill_choice_logprobs(
+    logprobs: Tensor, reading: Reading, turns: Sequence[Turn], decisions: Sequence[int]
+) -> Tensor:
+    """Writes log-probabilities of choices into the first column of (N, L); `decisions` maps each turn to its decision.
+
+    Equal choices of equal decisions are computed once.
+    """
+    distinct: dict[tuple[int, int], int] = {}
+    chosen: list[tuple[int, int]] = []
+    for row, turn in enumerate(turns):
+        if turn.reply.choice_index is not None:
+            number = distinct.setdefault((decisions[row], turn.reply.choice_index), len(distinct))
+            chosen.append((row, number))
+    taken = [(decision, [index]) for decision, index in distinct]
+    distinct_logprobs = choice_logprobs(reading.plan, reading.branch_logprobs, taken)
+    rows, numbers = torch.tensor(chosen, dtype=torch.long, device=logprobs.device).reshape(-1, 2).unbind(1)
+    first_column = torch.tensor(0, device=logprobs.device)
+    return logprobs.index_put((rows, first_column), distinct_logprobs[numbers])
+
+
+def _branches_by_decision(reading: Reading, count: int) -> Tensor:
+    """Log-probabilities at branch points (B, K), grouped by the `count` decisions: (count, M, K)."""
+    plan = reading.plan
+    logprobs = reading.branch_logprobs.detach()
+    positions = [number - plan.first_branches[turn] for number, turn in enumerate(plan.branch_decisions.tolist())]
+    empty = logprobs.new_full((count, max(positions, default=-1) + 1, logprobs.shape[1]), -torch.inf)
+    position = torch.tensor(positions, dtype=torch.long, device=logprobs.device)
+    return empty.index_put((plan.branch_decisions, position), logprobs)
+
+
+def read_inputs(
+    tree_chunks: Iterable[Sequence[TokenTree]],
+    layers: Sequence[nn.Linear],
+    features_of: Callable[[Sequence[TokenTree]], Tensor],
+) -> tuple[Tensor, dict[nn.Linear, Tensor], Tensor]:
+    """Records the critic's features and the inputs of some layers.
+
+    Args:
+        tree_chunks: Token trees of each forward pass.
+        layers: Layers whose inputs are recorded.
+        features_of: Runs the model on token trees; returns the critic's features.
+
+    Returns:
+        Features (N, H); the inputs of each layer at all nodes, (M, H); and a number for each node, int64 (M,), equal
+        for nodes with the same tokens of a reply. Layers that do not run once per row of a batch are left out: experts,
+        the output layer, and layers whose weights another module uses.
+    """
+    features: list[Tensor] = []
+    inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
+    numbers: dict[tuple[int, ...], int] = {}
+    groups: list[int] = []
+    with latest_inputs(list(layers)) as latest:
+        for trees in tree_chunks:
+            features.append(features_of(trees))
+            groups += [numbers.setdefault(path, len(numbers)) for tree in trees for path in tree.paths()]
+            for layer in list(inputs):
+                received = latest.get(layer)
+                if received is None or received.ndim != 3 or len(received) != len(trees):
+                    del inputs[layer]
+                    continue
+                inputs[layer] += [row[: tree.node_count] for row, tree in zip(received, trees, strict=True)]
+    return torch.cat(features), {layer: torch.cat(rows) for layer, rows in inputs.items()}, torch.tensor(groups)

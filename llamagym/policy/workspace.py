@@ -1,4 +1,4 @@
-"""Memory of acting: the calibration of choices, the choices that were offered, and caches."""
+"""State that sampling uses: the calibration of choices, the choices that were offered, and caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .calibration import Calibration
 # Log-probabilities (C,) of the choices, and the value.
 ScoredChoices = tuple[Tensor, float]
 
-# A token in a tuple takes 40 bytes, so that this many take 100 MB. A context and a choice take as much as some tokens.
+# 100 MB, at 40 bytes for a token in a tuple. A context and a choice take as much as some tokens.
 _MAX_TOKENS = 2_500_000
 _TOKENS_PER_CONTEXT = 25
 _TOKENS_PER_CHOICE = 4
@@ -24,7 +24,7 @@ class ChoiceCache:
     """Distributions over choices by context; the oldest entries are evicted.
 
     Attributes:
-        size: Number of tokens of all entries.
+        size: Approximate memory of all entries, in tokens of 40 bytes.
         entries: The distribution and the value of each cached context, oldest first.
     """
 
@@ -37,7 +37,8 @@ class ChoiceCache:
     def copy(self) -> ChoiceCache:
         """A cache with the same entries."""
         copied = ChoiceCache(self._max_tokens)
-        copied.update(self.entries)
+        copied.size = self.size
+        copied.entries = dict(self.entries)
         return copied
 
     def update(self, scored: Mapping[TokenTree, ScoredChoices]) -> None:
@@ -57,7 +58,7 @@ class ChoiceCache:
 
 
 def _size_of(tree: TokenTree) -> int:
-    """Approximate memory of a context and its choices, in tokens."""
+    """Approximate memory of a context and its choices, in tokens of 40 bytes."""
     size = _TOKENS_PER_CONTEXT + tree.context_length + tree.node_count
     for decision in tree.decisions:
         for choice in decision.choices or ():

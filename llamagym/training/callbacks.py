@@ -1,4 +1,4 @@
-"""Callbacks: code that a training run calls at its steps, ends of episodes and updates; evaluating and scoring ones."""
+"""Callbacks of a training run: base class, `StopOnReturn`, `ScoreCallback`, `EvalCallback`, and their dispatcher."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ class EvalCallback(Callback):
     Attributes:
         results: Evaluations of this process as (number of the update, result).
         best_mean: Best mean return so far; -inf before the first evaluation.
-        best_update: Number of the update after which it was measured.
+        best_update: Number of the update with the best mean; 0 before the first evaluation.
     """
 
     @explains_wrong_calls(positional=2)

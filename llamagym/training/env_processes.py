@@ -1,4 +1,4 @@
-"""Environments in worker processes. None outlives its run, even if it hangs; an error names one that was lost.
+"""Environments in worker processes: none outlives its run, and the error for a lost one names its environment.
 
 Each worker leads a process group, so that ending it also ends what its environment has started, such as a game server.
 
@@ -231,7 +231,7 @@ class ProcessEnvs(AsyncVectorEnv):
         finally:
             late = self._env_numbers(lambda process: process.is_alive())
             self._kill_running()
-            # Where a worker ended properly, what it started and left running is left alone.
+            # Processes that were started by a worker that exited with 0 are left running.
             for process in self.processes:
                 if process.exitcode != 0:
                     _signal_group(process, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Wrapper of every environment that the library steps: checks what it returns, replays episodes, pauses it.
+"""Wrapper of every environment that the library steps: checks returned values, replays actions, pauses it.
 
 A vector environment merges the infos of all environments into one dictionary, so the wrapper packs each info into one
-object.
+object. The functions at the end unpack them.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _invalid_return(method: str, returned: Any, expected: str) -> ConfigError:
 Info = dict[str, Any]
 
 # The only key that our environments give a vector environment; its value is the whole info.
-_KEY = "llamagym_info"
+_INFO_KEY = "llamagym_info"
 
 
 class _PackedInfo:
@@ -237,7 +237,7 @@ class _PackedInfo:
 
 def pack_info(info: Info) -> Info:
     """Packs an info so that it passes through a vector environment unchanged; `unpack_infos` unpacks it."""
-    return {_KEY: _PackedInfo(info)}
+    return {_INFO_KEY: _PackedInfo(info)}
 
 
 def unpack_infos(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[Info]:
@@ -261,7 +261,7 @@ def unpack_infos(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[
         per_env = unpack_infos(values, count) if isinstance(values, Mapping) else values
         is_present = infos.get(f"_{name}", np.ones(count, dtype=bool))
         for index in np.flatnonzero(is_present).tolist():
-            if name == _KEY:
+            if name == _INFO_KEY:
                 unpacked[index] = per_env[index].info
             else:
                 unpacked[index][name] = per_env[index]
@@ -270,7 +270,7 @@ def unpack_infos(infos: Mapping[str, Any] | Sequence[Info], count: int) -> list[
 
 def unpicklable_names(infos: Mapping[str, Any] | Sequence[Info]) -> set[str]:
     """Returns the names of values that could not be sent from an environment's process."""
-    packed = infos.get(_KEY, ()) if isinstance(infos, Mapping) else ()
+    packed = infos.get(_INFO_KEY, ()) if isinstance(infos, Mapping) else ()
     return {name for info in packed if info is not None for name in info.unpicklable}
 
 
@@ -293,9 +293,7 @@ def check_names_of_same_step(infos: Sequence[Info]) -> None:
 
 
 def restore_final_values(observations: list[Any], infos: list[Info], ended: Sequence[bool]) -> None:
-    """Puts an ended episode's last observation and info in place of the next episode's first ones.
-
-    A vector environment in autoreset mode SAME_STEP returns the latter.
+    """Replaces the next episode's first observation and info, which SAME_STEP returns, by the ended episode's last.
 
     Args:
         observations: One per environment; changed in place.

@@ -1,4 +1,4 @@
-"""Progress of a training run, and when it is over: its budget is used up, or Ctrl-C or SIGTERM asked it to stop.
+"""Progress and budget of a training run, and what Ctrl-C and SIGTERM do to it.
 
 A budget limits the episodes, turns or minutes of one call of `train`; the first limit that is reached ends the call.
 A call that resumes a run has its own budget, in addition to what the run used before. There is one exception: after

@@ -252,7 +252,7 @@ class CsvTracker:
 
 
 class TranscriptTracker(JsonlTracker):
-    """Writes a few episodes as text for the report, a line of JSON each (see `learners.transcripts`).
+    """Writes a few episodes as text for the report, a line of JSON each (see `agent.transcripts`).
 
     It records each of the first 16 updates, every second up to the 32nd, every fourth up to the 64th, and so on: eight
     more updates each time the length of the run doubles.

@@ -3,11 +3,10 @@
 python scripts/benchmarks/ablation.py [--dtype float32] [--only VARIANT ...] [--workloads WORKLOAD ...]
 
 Throughput is tokens of replies per second of CPU time, since replies in free text differ in length. Each round measures
-once with everything and once without each variant, in one process, so that other load on the machine slows all of them.
+once with everything and once without each variant, in one process, so that slow changes of the machine cancel.
 The result is the geometric mean of the rounds' ratios with a 95 % interval. A ratio of 0.9 means that removing the
 variant costs 10 % of the throughput; a variant whose ratios all exceed 0.95 is not worth its code. Variants and
-workloads that a run omits keep their earlier values.
-Every value names its session: commit, command and machine.
+workloads that a run omits keep their earlier values. Every value names its session: commit, command and machine.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from llamagym.engine.radix_tree import RadixTree
 from llamagym.models.hardware import sum_dtype
 from llamagym.policy.workspace import ChoiceCache
 
-# Smaller than the usual conversations, whose rounds take a minute; the ratios are the same.
+# Smaller conversations than usual, whose rounds take a minute, and more turns in one environment, whose replies differ
+# in length.
 MEASURED = {
     "repeated": WORKLOADS["repeated"],
     "choices": WORKLOADS["repeated-choices"],
@@ -45,7 +45,7 @@ MEASURED = {
 ROUNDS = 10
 # The 97.5 % quantile of Student's t distribution with ROUNDS - 1 degrees of freedom.
 T_QUANTILE = 2.262
-UNIT = "tokens of replies per second of CPU time without, over with; geometric mean of rounds with its 95 % interval"
+UNIT = "tokens of replies per second of CPU time without, over those with; geometric mean of rounds, 95 % interval"
 LEARNING = {"ppo_epochs": 1, "mini_batch_size": 512, "learning_rate": 1e-5}
 
 
@@ -107,8 +107,8 @@ def _without_attention_backward(agent: Any) -> Iterator[None]:
         layer._may_store_scores = layer.kept
 
 
-# The measurement with every cache and kernel.
-ALL = "all"
+# The name of the measurement with every cache and kernel.
+BASELINE = "all"
 VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/": _without_kernels,
     "cpu/packing": _without_packing,
@@ -120,12 +120,15 @@ VARIANTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "cpu/attention_backward": _without_attention_backward,
     "engine/radix_tree": _without_prefix_cache,
     "shared prefix in attention": lambda agent: patch.object(agent.policy.backbone.transformer, "can_share", False),
-    "policy/choice_cache": lambda agent: patch.object(agent.policy.workspaces[0], "choices", ChoiceCache(0)),
+    "policy/workspace": lambda agent: patch.object(agent.policy.workspaces[0], "choices", ChoiceCache(0)),
 }
 
 
 def measure(agent: Any, play: Callable[[], int], switched: AbstractContextManager[Any]) -> dict[str, float]:
-    """Tokens of replies per second of CPU time, acted and learned from, within a context manager."""
+    """Tokens of replies per second of CPU time, acted and learned from, within a context manager.
+
+    Episodes that are open at the end count in a later measurement, that of another variant.
+    """
     with switched:
         simulate_update(agent)
         started = time.process_time()
@@ -160,8 +163,8 @@ def main() -> None:
         rounds = rounds_of(agent, round_of(MEASURED[workload], agent), names)
         for name in names:
             for work in ("act", "learn"):
-                ratios = [rates[name][work] / rates[ALL][work] for rates in rounds]
-                usual = statistics.median(rates[ALL][work] for rates in rounds)
+                ratios = [rates[name][work] / rates[BASELINE][work] for rates in rounds]
+                usual = statistics.median(rates[BASELINE][work] for rates in rounds)
                 row = interval_of(ratios) | {"tokens_per_second": round(usual, 1)}
                 table[name][f"{work} {workload}"] = row
                 print(f"{name}, {work} {workload}: {row['without_over_with']} {row['interval']}", flush=True)
@@ -174,7 +177,7 @@ def rounds_of(agent: Any, play: Callable[[], int], names: list[str]) -> list[dic
         measure(agent, play, ExitStack())
     rounds = []
     for _ in range(ROUNDS):
-        rates = {ALL: measure(agent, play, ExitStack())}
+        rates = {BASELINE: measure(agent, play, ExitStack())}
         for name in names:
             rates[name] = measure(agent, play, VARIANTS[name](agent))
         rounds.append(rates)
@@ -185,7 +188,9 @@ def write(table: dict[str, dict[str, Any]], dtype: str) -> None:
     """Merge values into the result file of a dtype."""
     path = RESULTS / f"{named('ablation', dtype)}.json"
     saved = json.loads(path.read_text()) if path.exists() else {"rows": {}, "sessions": {}}
-    path.write_text(json.dumps(merged(saved, table, {"command": command(), **setting()}), indent=1) + "\n")
+    path.write_text(
+        json.dumps(merged(saved, table, {"command": command(), "unit": UNIT, **setting()}), indent=1) + "\n"
+    )
 
 
 def merged(saved: dict[str, Any], table: dict[str, dict[str, Any]], session: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +205,6 @@ def merged(saved: dict[str, Any], table: dict[str, dict[str, Any]], session: dic
     used = {value["session"] for row in rows.values() for value in row.values()}
     return {
         **saved,
-        "unit": UNIT,
         "sessions": {name: sessions[name] for name in sessions if name in used},
         "rows": rows,
     }

@@ -86,16 +86,16 @@ def end_to_end() -> str:
 
 def pieces() -> str:
     """Ablation of caches and kernels: throughput without each of them over that with it, in both dtypes."""
-    return "\n\n".join(_pieces_in(dtype) for dtype in ("bfloat16", "float32"))
+    return "\n\n".join(_ablation_in(dtype) for dtype in ("bfloat16", "float32"))
 
 
-def _pieces_in(dtype: str) -> str:
+def _ablation_in(dtype: str) -> str:
     name = named("ablation", dtype)
     result = speed_result(name)
     workloads = ("repeated", "choices", "unique", "conversation", "single")
     works = [f"{work} {of}" for work in ("act", "learn") for of in workloads]
     works = [work for work in works if any(work in row for row in result["rows"].values())]
-    lines = [table_row(f"{dtype}, without", *works), "|---" * (1 + len(works)) + "|"]
+    lines = [table_row(f"without ({dtype})", *works), "|---" * (1 + len(works)) + "|"]
     for piece, row in result["rows"].items():
         cells = [_ratio(row[work]) if work in row else "" for work in works]
         lines.append(table_row(piece, *cells))

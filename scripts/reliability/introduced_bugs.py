@@ -172,7 +172,8 @@ def look_for(bug: Bug, folder: Path) -> dict[str, str | None]:
     found: dict[str, str | None] = {"bug": bug.name, "diff": diff(bug, before, after), "run": None, "test": None}
     likely = []
     for name in bug.likely:
-        likely += [str(file) for file in folder.glob(f"tests/**/test_{name}.py")]
+        (file,) = folder.glob(f"tests/**/test_{name}.py")
+        likely.append(str(file))
     for run, options, files in (("short", SHORT, likely), ("short", SHORT, []), ("all", LONG, [])):
         test = first_failure(folder, *options, *files)
         if test is not None:

@@ -1,1 +1,1 @@
-"""Tests of the repository: examples."""
+"""Tests of the examples."""

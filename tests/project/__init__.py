@@ -1,1 +1,1 @@
-"""Tests of the repository: project."""
+"""Tests of the repository as a whole: pages, rules, packaging."""

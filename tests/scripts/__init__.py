@@ -1,1 +1,1 @@
-"""Tests of the repository: scripts."""
+"""Tests of the scripts."""

@@ -199,7 +199,7 @@ def _text(value: Any) -> str:
 
 
 def _transcript(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns a transcript as the page's script expects it (see `learners.transcripts`); None if it is damaged."""
+    """Returns a transcript as the page's script expects it (see `agent.transcripts`); None if it is damaged."""
     try:
         return {
             "update": _number(line["update"]) or 0,
