@@ -274,11 +274,12 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                 has_no_advantage = advantages == 0
                 if has_no_advantage.any():
                     # Steps for other turns must not change the policy where the advantage is zero.
-                    k3 = kl_estimate(old_logprobs, current.logprobs, "k3")
-                    loss = loss + decision_share * masked_mean(k3 * has_no_advantage, mask)
+                    loss = loss + decision_share * masked_mean(
+                        kl_estimate(old_logprobs, current.logprobs, "k3") * has_no_advantage, mask
+                    )
                 if config.kl_in_loss:
-                    reference_kl = self._reference_kl(current, rows, rollout, old_logprobs)
-                    loss = loss + decision_share * self._kl.value * reference_kl
+                    coefficient = decision_share * self._kl.value
+                    loss = loss + coefficient * self._reference_kl(current, rows, rollout, old_logprobs)
                 # A chunk without decisions has no means, and is left out of the averages.
                 if mask.any():
                     losses["policy_loss"] += decision_share * surrogate.loss.item()
@@ -297,6 +298,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
                     self.accelerator.backward(loss)
                 if not optimizer.steps:
                     errors += ratio_errors(rollout, rows, current)
+                # Frees the chunk's graph, which would otherwise live until the next chunk has built its own.
+                del current, surrogate, entropy, loss, critic
 
             optimizer.sum_gradients_()
             if not decision_count:
