@@ -19,17 +19,33 @@ ChooseAction = Callable[[Agent, Any, Mapping[str, Any]], Any]
 """Returns the action for an observation and its info, after the terminal has shown the reply."""
 
 
-@click.command()
-@click.argument("folder", type=UserPath(path_type=Path))
-@click.argument("env_id", required=False)
+def saved_agent_command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A decorator for a command about a saved agent: its folder, its environment, and how it replies."""
+    parameters = (
+        click.argument("folder", type=UserPath(path_type=Path)),
+        click.argument("env_id", required=False),
+        click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest."),
+        click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]"),
+        click.option(
+            "--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module."
+        ),
+    )
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        # Decorators apply from the last one to the first.
+        for parameter in reversed(parameters):
+            function = parameter(function)
+        return click.command(name)(function)
+
+    return decorate
+
+
+@saved_agent_command("play")
 @click.option("--human", is_flag=True, help="Play in the agent's place: replies are read from the terminal.")
 @click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True, help="Episodes to play.")
 @click.option(
     "--seed", type=click.IntRange(min=0), help="Seed of the first episode; later ones add 1.  [default: drawn]"
 )
-@click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
-@click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
-@click.option("--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module.")
 def play(
     folder: Path,
     env_id: str | None,
@@ -120,15 +136,10 @@ def _ask_person(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
             click.echo("The reply names no action.")
 
 
-@click.command("eval")
-@click.argument("folder", type=UserPath(path_type=Path))
-@click.argument("env_id", required=False)
+@saved_agent_command("eval")
 @click.option("--episodes", type=int, default=100, show_default=True, help="Episodes per policy.")
 @click.option("--seed", type=int, default=EVALUATION_SEED, show_default=True, help="Base seed of the episodes.")
 @click.option("--num-envs", type=int, help="Environments stepped together.  [default: 64]")
-@click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest.")
-@click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]")
-@click.option("--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module.")
 def evaluate(
     folder: Path,
     env_id: str | None,

@@ -29,7 +29,7 @@ from .play import Play, StepResult
 from .players import AgentPlayer
 from .progress import Progress
 from .report import write_report
-from .run import EXIT_CODE, Interrupts, Run
+from .run import INTERRUPTED_EXIT_CODE, Interrupts, Run
 from .run_folder import new_run_id, require_run_folder, require_same_run, run_id_of
 from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Tracker, trackers_of_run
@@ -583,7 +583,7 @@ def _stop_interrupted(run: Run, run_dir: Path | None, checkpoints: Path) -> NoRe
         folder,
         script,
     )
-    raise KeyboardInterrupt if _is_interactive() else SystemExit(EXIT_CODE)
+    raise KeyboardInterrupt if _is_interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
 
 
 def _is_interactive() -> bool:

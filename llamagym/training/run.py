@@ -193,8 +193,8 @@ class Run:
         self._set_cooldown(min(state["progress_at_batch_start"], self._progress_of_all()))
 
 
-EXIT_CODE = 130
-"""Exit status of a program that Ctrl-C stopped, as shells report it."""
+INTERRUPTED_EXIT_CODE = 130
+"""Exit status of a program that Ctrl-C or SIGTERM stopped: the one that shells report for Ctrl-C."""
 
 
 class Interrupts:
