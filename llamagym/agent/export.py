@@ -312,7 +312,10 @@ def _message(role: str, content: str) -> str:
 
 
 def _escaped(code: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in code)
+    escaped = ""
+    for char in code:
+        escaped += char if char.isprintable() else char.encode("unicode_escape").decode()
+    return escaped
 
 
 def _plain(value: Any) -> str:
@@ -322,7 +325,9 @@ def _plain(value: Any) -> str:
     \<b\>\| \# \*x\*
     """
     text = str(json_safe(value, _MAX_CARD_LENGTH))[:_MAX_CARD_LENGTH]
-    text = "".join(char if char.isprintable() else " " for char in text)
+    for char in set(text):
+        if not char.isprintable():
+            text = text.replace(char, " ")
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 

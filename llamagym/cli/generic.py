@@ -174,7 +174,10 @@ def describe(observation: Any, space: spaces.Space[Any], names: Sequence[str] | 
     parts = list(_parts(observation, space, ""))
     if names is not None:
         parts = [(name, text) for name, (_, text) in zip(names, parts, strict=True)]
-    return ", ".join(f"{name} = {text}" if name else text for name, text in parts)
+    descriptions = []
+    for name, text in parts:
+        descriptions.append(f"{name} = {text}" if name else text)
+    return ", ".join(descriptions)
 
 
 def part_names(space: spaces.Space[Any]) -> list[str]:

@@ -225,11 +225,14 @@ class Play:
         ended = [self._judged(self._played_episode(i, actions[i], outcomes[i]), pending.undo) for i in done]
         stats: Stats = {}
         if done or self._world_size > 1:
+            groups: list[int | None] = [None] * len(ended)
+            if self._group_size > 1:
+                groups = [episode.seed for episode in ended]
             stats = player.terminate_episodes(
                 [self._ids[i] for i in done],
                 [not outcomes[i].terminated for i in done],
                 [outcomes[i].observation for i in done],
-                [episode.seed if self._group_size > 1 else None for episode in ended],
+                groups,
                 [outcomes[i].info for i in done],
             )
         self._pending.popleft().undo.close()

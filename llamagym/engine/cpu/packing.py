@@ -100,10 +100,11 @@ class PackedWeights:
             product = packed.multiply(inputs)
         outputs = [product]
         if len(layers) > 1:
-            outputs = product.split([layer.out_features for layer in layers], -1)
-        return tuple(
-            output if layer.bias is None else output + layer.bias for layer, output in zip(layers, outputs, strict=True)
-        )
+            outputs = list(product.split([layer.out_features for layer in layers], -1))
+        for index, layer in enumerate(layers):
+            if layer.bias is not None:
+                outputs[index] = outputs[index] + layer.bias
+        return tuple(outputs)
 
     def _forward(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
         """The layer's outputs (..., O) for inputs (..., I)."""

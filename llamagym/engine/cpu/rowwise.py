@@ -99,8 +99,10 @@ def _run(
     """Runs a kernel on all rows of states (..., H); it gets address 0 for a missing tensor."""
     width = states.shape[-1]
     rows = states.numel() // max(1, width)
-    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    kernel(states.numel(), like, addresses, (rows, width, *strides), epsilon)
+    addresses = []
+    for tensor in tensors:
+        addresses.append(0 if tensor is None else tensor.data_ptr())
+    kernel(states.numel(), like, tuple(addresses), (rows, width, *strides), epsilon)
 
 
 @compiled
