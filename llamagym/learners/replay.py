@@ -214,6 +214,8 @@ class Replay:
             loss = -current.logprobs[current.mask & valid[:, None]].sum() / count
             self.accelerator.backward(loss)
             total += loss.item()
+            # Frees the chunk's graph, which would otherwise live until the next chunk has built its own.
+            del current, loss
         self.optimizer.sum_gradients_()
         total = sum(distributed.gather_objects(total))
         if not self.optimizer.accepts({"replay_loss": total}):

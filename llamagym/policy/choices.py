@@ -76,9 +76,9 @@ class ReadPlan:
         bases = accumulate((len(decision.ids) for decision in decisions), initial=0)
         ends = [base + decision.prompt_end for base, decision in zip(bases, decisions, strict=False)]
         text_slots = [
-            (turn, offset) for turn, decision in enumerate(decisions) for offset in range(len(decision.text_ids))
+            (index, offset) for index, decision in enumerate(decisions) for offset in range(len(decision.text_ids))
         ]
-        branches = [(turn, branch) for turn, decision in enumerate(decisions) for branch in decision.branches]
+        branches = [(index, branch) for index, decision in enumerate(decisions) for branch in decision.branches]
         width = max((len(branch.targets) for _, branch in branches), default=0)
         targets = []
         log_counts = []
@@ -91,17 +91,17 @@ class ReadPlan:
         return cls(
             decisions=decisions,
             value_nodes=torch.tensor(ends, dtype=torch.long),
-            text_nodes=torch.tensor([ends[turn] + offset for turn, offset in text_slots], dtype=torch.long),
+            text_nodes=torch.tensor([ends[index] + offset for index, offset in text_slots], dtype=torch.long),
             text_targets=torch.tensor(
-                [decisions[turn].text_ids[offset] for turn, offset in text_slots], dtype=torch.long
+                [decisions[index].text_ids[offset] for index, offset in text_slots], dtype=torch.long
             ),
             text_slots=torch.tensor(text_slots, dtype=torch.long).reshape(-1, 2),
             branches=tuple(branch for _, branch in branches),
             repeat_counts=tuple(counts for decision in decisions for counts in decision.repeat_counts),
-            branch_nodes=torch.tensor([ends[turn] + branch.node for turn, branch in branches], dtype=torch.long),
+            branch_nodes=torch.tensor([ends[index] + branch.node for index, branch in branches], dtype=torch.long),
             branch_targets=torch.tensor(targets, dtype=torch.long).reshape(len(branches), width),
             log_counts=torch.tensor(log_counts).reshape(len(branches), width),
-            branch_decisions=torch.tensor([turn for turn, _ in branches], dtype=torch.long),
+            branch_decisions=torch.tensor([index for index, _ in branches], dtype=torch.long),
             first_branches=tuple(accumulate(branch_counts[:-1], initial=0)) if decisions else (),
         )
 
@@ -117,11 +117,12 @@ class ReadPlan:
         """
         rows: list[tuple[int, int, int]] = []
         position = 0
-        for turn, indices in chosen:
-            offered = self.decisions[turn].choices
-            assert offered is not None, "choices are offered"
-            for way in branch_points_to(self.decisions[turn].branches, [offered[index] for index in indices]):
-                rows += [(position, self.first_branches[turn] + branch, target) for branch, target in way]
+        for number, indices in chosen:
+            decision = self.decisions[number]
+            assert decision.choices is not None, "choices are offered"
+            taken = [decision.choices[index] for index in indices]
+            for way in branch_points_to(decision.branches, taken):
+                rows += [(position, self.first_branches[number] + branch, target) for branch, target in way]
                 position += 1
         flat = torch.tensor(rows, dtype=torch.long, device=self.branch_nodes.device).reshape(-1, 3)
         of_choice, branch, target = flat.unbind(1)

@@ -350,7 +350,9 @@ def _branches_by_decision(reading: Reading, count: int) -> Tensor:
     """Log-probabilities at branch points (B, K), grouped by the `count` decisions: (count, M, K)."""
     plan = reading.plan
     logprobs = reading.branch_logprobs.detach()
-    positions = [number - plan.first_branches[turn] for number, turn in enumerate(plan.branch_decisions.tolist())]
+    positions = [
+        branch - plan.first_branches[decision] for branch, decision in enumerate(plan.branch_decisions.tolist())
+    ]
     empty = logprobs.new_full((count, max(positions, default=-1) + 1, logprobs.shape[1]), -torch.inf)
     position = torch.tensor(positions, dtype=torch.long, device=logprobs.device)
     return empty.index_put((plan.branch_decisions, position), logprobs)

@@ -322,6 +322,8 @@ class PPOTrainer:
             share = chunk.mask.sum().item() / total_tokens
             loss, chunk_stats, chunk_ratio_error = self._loss(chunk)
             self.accelerator.backward(share / distributed.world_size() * loss)
+            # Frees the chunk's graph, which would otherwise live until the next chunk has built its own.
+            del loss
             for name, value in chunk_stats.items():
                 stats[name] += share * value
             ratio_error = max(ratio_error, chunk_ratio_error)
