@@ -90,7 +90,9 @@ def verified_transformer(model: AutoModelForCausalLMWithValueHead) -> Transforme
     structure = structure_of(transformer.lm)
     findings = FINDINGS.get(structure)
     if findings is None:
-        with rejecting_errors(transformer.lm):
+        # Only the first model of a structure is compared. Weights that this packs would take the room of those that
+        # acting uses, in this model alone.
+        with rejecting_errors(transformer.lm), transformer.temporary_packing():
             findings = compare(transformer)
     if structure is not None and structure not in FINDINGS:
         if len(FINDINGS) >= MAX_FINDINGS:

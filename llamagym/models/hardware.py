@@ -38,6 +38,9 @@ class Precision(NamedTuple):
 
 
 def _processor_has_bfloat16() -> bool:
+    # ATEN_CPU_CAPABILITY tells PyTorch to use fewer instructions than the processor has.
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):
+        return False
     # ARM's support varies, so ARM counts as slower.
     capabilities = torch.cpu.get_capabilities()
     if capabilities.get("amx_bf16", False):

@@ -146,14 +146,19 @@ def test_invalid_reply_without_fallback_warns_with_advice(caplog):
 
 
 def test_rewards_stay_raw_through_an_update():
-    agent = make_agent(ppo={"batch_size": 2, "init_kl_coef": 0.5, "gamma": 0.5})
-    agent.act("a")
-    agent.assign_reward(1.5)
-    agent.act("b")
-    agent.assign_reward(-3.0)
-    turns = list(actor_of(agent).conversation(0).turns)
-    assert agent.terminate_episode()["ref_kl"] != 0.0
-    assert [turn.reward for turn in turns] == [1.5, -3.0]
+    agent = make_agent(ppo={"batch_size": 4, "init_kl_coef": 0.5, "gamma": 0.5, "learning_rate": 1e-2})
+    for _ in range(2):
+        episodes = {}
+        for rewards in ((1.5, 0.0), (0.5, -3.0)):
+            for observation, reward in zip("ab", rewards, strict=True):
+                agent.act(observation)
+                agent.assign_reward(reward)
+            episodes[rewards] = list(actor_of(agent).conversation(0).turns)
+            stats = agent.terminate_episode()
+        for rewards, turns in episodes.items():
+            assert tuple(turn.reward for turn in turns) == rewards
+    # The first update has left the reference: the second one's penalties are not zero.
+    assert abs(stats["ref_kl"]) > 1e-3
 
 
 def test_value_is_bootstrapped_after_truncation_and_never_after_termination():

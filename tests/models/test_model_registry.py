@@ -101,7 +101,10 @@ def test_cpu_dtype_is_bf16_only_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool | str], expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert entries()[0].dtype_for("cpu") == expected
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert entries()[0].dtype_for("cpu") == torch.float32
 
 
 def test_cuda_and_mps_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
