@@ -55,7 +55,7 @@ _MIN_MINIBATCH_TURNS = 64
 # Adam's steps, which have full size however small the coefficient.
 _MAX_BONUS_SHARE = 0.1
 # State that an update changes, beside weights and optimizer; the names are keys of saved states.
-_UPDATE_STATE = ("_whiten", "_information", "_rate", "_entropy_coef", "_kl", "_rng")
+_UPDATE_STATE = ("_whiten", "_information", "_rate", "_kl", "_rng")
 
 
 class Learner(Batching, ABC, Generic[TargetsT]):
@@ -110,7 +110,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
             eps=_ADAM_EPS,
         )
         self._rate = RateController(config.target_kl)
-        self._entropy_coef = config.entropy_coef
         self.cooldown = Cooldown(config.cooldown)
         self._kl = AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
         self._rng = np.random.default_rng(config.seed or 0)
@@ -393,7 +392,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if not len(rows):
             return 0.0
         largest = _MAX_BONUS_SHARE * targets.advantages[rows].abs().mean().item()
-        return min(self._entropy_coef * self.cooldown.scale, largest)
+        return min(self.config.entropy_coef * self.cooldown.scale, largest)
 
     def _reference_kl(self, current: Evaluation, rows: list[int], rollout: Rollout, old_logprobs: Tensor) -> Tensor:
         """Mean k3 per decision to the reference, in nats; a scalar with gradients.
@@ -438,7 +437,7 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         return self.optimizer.step(rates)[0]
 
     def _end_steps(self, kl_share: float, is_flat: bool) -> Stats:
-        """Adapts learning rate and entropy bonus, and undoes the last step if it left the trust region.
+        """Adapts the learning rate, and undoes the last step if it left the trust region.
 
         Args:
             kl_share: Share of a full step's KL that the batch supports.
@@ -457,8 +456,6 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         if is_undone:
             logger.info("approx_kl %.4f, target_kl %s: a step is undone", optimizer.largest_kl, self.config.target_kl)
             optimizer.undo()
-        if not is_flat:
-            self._entropy_coef *= self.config.entropy_decay
         policy_share = 0.0 if is_flat else kl_share
         rate = self.config.learning_rate * self._rate.scale * self.cooldown.scale
         return {

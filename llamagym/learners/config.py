@@ -12,6 +12,7 @@ _TRACKERS = "Drop it: trackers are passed to train(), see llamagym.training.trac
 _PASSES = "Drop it: max_tokens_per_pass bounds the tokens of a forward and backward pass."
 # Options of earlier versions and of TRL 0.11's PPOConfig without an equivalent, with what to do instead.
 _REMOVED = {
+    "entropy_decay": "Drop it: the bonus falls to 0 at the end of a run (cooldown). Or pass a smaller entropy_coef.",
     "entropy_floor": "Drop it, or pass a larger entropy_coef.",
     "kl_penalty": 'Drop it: kl_placement="reward" takes k1 off the rewards ("kl" of TRL), "loss" adds k3 to the loss.',
     "early_stopping": "Pass target_kl: a step that leads too far is undone and ends the update.",
@@ -53,7 +54,6 @@ class LearnerConfig(Options):
         cliprange: Epsilon of the clipped surrogate.
         entropy_coef: Weight of the entropy bonus, per nat; at most a tenth of the batch's mean absolute advantage, so
             that the bonus alone never sets the direction of a step.
-        entropy_decay: Factor of that weight after each update, so that exploration decreases.
         init_kl_coef: Initial weight of the KL to the reference, which is the policy at the first update after the
             latest warm start. 0 needs no reference.
         adap_kl_ctrl: Whether the coefficient follows `target` (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593),
@@ -81,7 +81,6 @@ class LearnerConfig(Options):
     gamma: float = 0.99
     cliprange: float = 0.2
     entropy_coef: float = 0.02
-    entropy_decay: float = 1.0
     init_kl_coef: float = 0.0
     adap_kl_ctrl: bool = False
     target: float = 6.0
@@ -99,7 +98,7 @@ class LearnerConfig(Options):
         self._require_finite("entropy_coef", "init_kl_coef")
         self._require_rate("learning_rate")
         self._require_positive("cliprange", "target", "horizon", "target_kl", "max_grad_norm")
-        self._require_fraction("cooldown", "gamma", "entropy_decay")
+        self._require_fraction("cooldown", "gamma")
 
     @property
     def kl_in_loss(self) -> bool:

@@ -17,7 +17,7 @@ from .file_operations import checksum_of, write_file
 from .paths import file_inside
 
 MANIFEST = "manifest.json"
-SCHEMA = 4
+SCHEMA = 5
 """Version of the format that is written, and the only one that is read."""
 
 _MAX_MANIFEST_BYTES = 2**24

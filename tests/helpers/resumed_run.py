@@ -50,7 +50,7 @@ class DiceEnv(gym.Env):
 
 
 CASES: dict[str, tuple[type[Agent], dict[str, Any]]] = {
-    "ppo": (ChoiceAgent, {"ppo": {"target_kl": 0.01, "entropy_decay": 0.9}}),
+    "ppo": (ChoiceAgent, {"ppo": {"target_kl": 0.01}}),
     "gradient critic": (ChoiceAgent, {"ppo": {"critic": "gradient"}}),
     "grpo": (ChoiceAgent, {"algorithm": "grpo", "grpo": {"group_size": 2}}),
     "replay": (ChoiceAgent, {"replay_config_dict": {"episodes": 3, "batch_size": 4}}),

@@ -29,9 +29,9 @@ def learn(updates, algorithm, **options):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_the_entropy_bonus_decays_and_is_bounded_by_the_advantages(algorithm):
-    decaying, _ = learn(3, algorithm, entropy_coef=0.01, entropy_decay=0.5)
-    assert [each["entropy_coef"] for each in decaying] == pytest.approx([0.01, 0.005, 0.0025])
+def test_the_entropy_bonus_is_bounded_by_the_advantages(algorithm):
+    weak, _ = learn(1, algorithm, entropy_coef=0.01)
+    assert weak[0]["entropy_coef"] == pytest.approx(0.01)
     # Normalized advantages of two outcomes are 1 on average where both are as frequent, and less otherwise.
     bounded, _ = learn(1, algorithm, entropy_coef=1.0)
     assert 0.05 < bounded[0]["entropy_coef"] <= 0.1
